@@ -52,11 +52,6 @@ class Verb:
     reduces: bool
     trips: int
 
-    @property
-    def splits(self) -> bool:
-        """Whether the elements must divide by the number of ranks."""
-        return self.out != ""
-
     def bus_factor(self, num_ranks: int) -> float:
         """Bus bandwidth / algorithm bandwidth."""
         return self.trips * (num_ranks - 1) / num_ranks if self.trips else 1.0
@@ -90,7 +85,7 @@ class Task:
 
     def rounded(self, num_bytes: int) -> int:
         """The next larger number of bytes that is whole elements, and divides by the ranks where the verb needs it."""
-        unit = self.dtype.itemsize * (self.size if self.verb.splits else 1)
+        unit = self.dtype.itemsize * (self.size if self.verb.out else 1)  # slices are equal
         return -(-num_bytes // unit) * unit
 
     def count(self, part: str, num_bytes: int) -> int:

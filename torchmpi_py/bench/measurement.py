@@ -121,9 +121,17 @@ class Measurement:
         }
 
     def _verify(self, rotations: dict[bool, Rotation], num_bytes: int, when: str) -> None:
+        """One call of each candidate on the next slot, with values that depend on element and rank.
+
+        Raises WrongValue on every rank if a result is wrong on any of them, for the lowest such rank.
+        """
+        op = f" {self.task.op}" if self.task.verb.reduces else ""
+        what = f"{self.task.verb.name} of {num_bytes} bytes ({str(self.task.dtype).removeprefix('torch.')}{op})"
         for candidate in self.candidates:
             if self.verify and candidate.has_values:
-                verify(self.comm, self.task, candidate, rotations[candidate.is_symmetric], num_bytes, when)
+                mistake = _mistake(self.task, candidate, rotations[candidate.is_symmetric], num_bytes)
+                if mistake := machine.first_failure(self.comm, mistake):
+                    raise WrongValue(f"{candidate.name}: {what}, {when}: {mistake}")
 
 
 class _Timed(NamedTuple):
@@ -176,20 +184,11 @@ def make_pools(
     return pools, list(candidates), []
 
 
-def verify(comm: MPI.Comm, task: Task, candidate: Candidate, rotation: Rotation, num_bytes: int, when: str) -> None:
-    """One call on the next slot, with values that depend on element and rank. Collective.
-
-    Raises WrongValue on every rank if a result is wrong on any of them, for the lowest such rank.
-    """
-    if mistake := machine.first_failure(comm, _mistake(task, candidate, rotation, num_bytes)):
-        raise WrongValue(f"{candidate.name}: {_describe(task, num_bytes)}, {when}: {mistake}")
-
-
 def refusal(comm: MPI.Comm, task: Task, candidate: Candidate, rotation: Rotation, num_bytes: int) -> str:
     """Why ``candidate`` cannot do ``task``, by a trial, or "". Collective, the same on every rank.
 
     Of this package's candidates only a flavour's refusal counts: other errors propagate, and a wrong value is reported
-    by ``verify``.
+    by ``Measurement.rows``.
     """
     refusals = (FlavourError, TypeError, ValueError) if candidate.is_ours else (Exception,)
     try:
@@ -221,8 +220,3 @@ def _first_wrong(task: Task, buffers: TaskBuffers, expected: Sequence[tuple[Tens
             return f"rank {task.rank} has {got} in element {begin + index}, where {right} is right"
         begin += count
     return ""
-
-
-def _describe(task: Task, num_bytes: int) -> str:
-    op = f" {task.op}" if task.verb.reduces else ""
-    return f"{task.verb.name} of {num_bytes} bytes ({str(task.dtype).removeprefix('torch.')}{op})"
