@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torchmpi_py.bench import UsageError
+from torchmpi_py.bench.buffers import format_size
 from torchmpi_py.bench.candidates import COPY, DEVICE_COPY, GLOO, HOST_COPY, RAW_MPI, WIRE
 from torchmpi_py.bench.results import Report, ResultRow, check_outputs, load
 from torchmpi_py.core.mpi_api import MPI
@@ -93,16 +94,8 @@ def _panel(axes: Any, rows: list[ResultRow], title: str, value: Callable[[Result
         own: dict[str, Any] = {"marker": marker, "linewidth": 3.0 - 1.8 * on_top, "markersize": 9 - 4 * on_top}
         style = {"markersize": 5} | _REFERENCE_STYLES[what] if what in _REFERENCE_STYLES else own
         axes.plot(*zip(*line, strict=True), label=what, **style)
-    axes.set(yscale="log", xlabel="bytes", title=title)
+    axes.set(yscale="log", xlabel="size", title=title)
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(_short)
+    axes.xaxis.set_major_formatter(lambda num_bytes, _: format_size(num_bytes))
+    axes.tick_params(axis="x", labelsize="small")
     axes.grid(visible=True, which="major", color="0.9")
-
-
-def _short(num_bytes: float, _: object) -> str:
-    """A tick's label: 4, 64K, 1M."""
-    for unit in ("", "K", "M"):
-        if num_bytes < 1024:
-            return f"{num_bytes:g}{unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:g}G"
