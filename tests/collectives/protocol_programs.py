@@ -219,8 +219,11 @@ ODD_SIZES = {
 }
 
 
-def record_shared(monkeypatch, size, names, *, note_fences=False):
-    """What ``size`` ranks note that call ``names[channel]`` in flavour shared: a process for each rank and channel."""
+def record_shared(monkeypatch, size, names, *, note_fences=False, turn=0):
+    """What ``size`` ranks note that call ``names[channel]`` in flavour shared: a process for each rank and channel.
+
+    ``turn``: the number of the header that the first call takes.
+    """
     ranks = Ranks()
     if note_fences:
         monkeypatch.setattr(backoff, "fence", lambda: ranks.note("fence", is_fence=True))
@@ -229,6 +232,7 @@ def record_shared(monkeypatch, size, names, *, note_fences=False):
         chunk = SLICE * size
         p = Program(rank, size, ranks.channel(channel, rank, size, chunk), Shared(), chunk)
         ranks.add_memory((channel, "own", rank), p.own)
+        p.channel.keep(NodeGroup, NodeGroup).turn = turn
         for p.number, name in enumerate(names[channel]):
             p.way = int(name in SINGLE_COPY)
             (VERBS | ODD_SIZES)[name](p)

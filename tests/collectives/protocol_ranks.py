@@ -147,6 +147,7 @@ class Ranks:
             return mapping, segment
 
         monkeypatch.setattr(symmetric, "allocate", noted_allocate)
+        monkeypatch.setattr(node_group, "FlagBarrier", _Barrier)
         monkeypatch.setattr(node_group, "memoryview", lambda mapping: _Words(self, mapping), raising=False)
         read = PeerMemory.read
 
@@ -203,6 +204,16 @@ class _Comm:
         return self.exchange(given)
 
     def Free(self) -> None:
+        """Nothing is held."""
+
+
+class _Barrier:
+    """In the place of ``FlagBarrier``."""
+
+    def __init__(self, comm: _Comm, *_: object) -> None:
+        self.wait = comm.Barrier
+
+    def release(self) -> None:
         """Nothing is held."""
 
 

@@ -181,7 +181,7 @@ def test_it_lives_as_long_as_a_view(mpi):
     segment, _ = symmetric.find(x)
     part = x[3:4]
     del x
-    assert symmetric.is_live(segment)
+    assert segment.is_live
     assert segments_mapped() == before + 1
     mpi.barrier()
     if mpi.rank() == 0:
@@ -190,7 +190,7 @@ def test_it_lives_as_long_as_a_view(mpi):
         assert part.fill_(3).sum() == 30
         del part
     assert segments_mapped() == before
-    assert not symmetric.is_live(segment)
+    assert not segment.is_live
 
 
 @in_a_job
@@ -224,7 +224,7 @@ def test_it_is_no_longer_live_when_it_is_unmapped(mpi, monkeypatch):
     del x
     gc.collect()
     assert seen == [True]
-    assert not symmetric.is_live(segment)
+    assert not segment.is_live
 
 
 @in_a_job

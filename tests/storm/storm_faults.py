@@ -7,7 +7,9 @@ import dataclasses
 import types
 
 from torchmpi_py.collectives import mpi_buffers
+from torchmpi_py.collectives.flavours import node_group
 from torchmpi_py.collectives.flavours.node_group import NodeGroup
+from torchmpi_py.collectives.flavours.prepared_allreduce import PreparedAllreduce
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.memory import symmetric
 from torchmpi_py.torch_backend.ddp_hook import BucketMemory
@@ -33,7 +35,8 @@ def one_arena(patch, mpi):
         node._memory.release()
         node._mapping, segment = made[channel.thread_role]
         node._segment, node._memory = segment, memoryview(node._mapping).cast("B")
-        node._headers = [segment.part_of[index] * segment.part_bytes for index in node._indices]
+        parts = [segment.part_of[index] * segment.part_bytes for index in node._indices]
+        node._headers = [[node_group._of_turn(begin, turn) for begin in parts] for turn in (0, 1)]
 
     _after_init(patch, NodeGroup, move)
 
@@ -48,13 +51,10 @@ def stale_plan(patch, mpi):
     """What was prepared for a tensor is taken for another one of the same size."""
 
     class Stale(dict):
-        def get(self, key, default=None):
-            return super().get((key[0], key[1], key[3]), default)
+        def get(self, address, default=None):
+            return next(iter(self.values()), default)
 
-        def __setitem__(self, key, value):
-            super().__setitem__((key[0], key[1], key[3]), value)
-
-    _after_init(patch, NodeGroup, lambda node, channel: setattr(node, "prepared", Stale()))
+    _after_init(patch, PreparedAllreduce, lambda prepared, *_: setattr(prepared, "_in_place", Stale()))
 
 
 def one_communicator(patch, mpi):

@@ -33,7 +33,7 @@ class AdoptedSegment:
     This rank's storage lives until ``close``, so that no other memory gets its address meanwhile.
     """
 
-    device_type, is_declared = "cpu", False
+    device_type, is_declared, is_live = "cpu", False, True
 
     def __init__(self, key: int, storage: torch.UntypedStorage, own: int, others: dict[int, Tensor]) -> None:
         self.key = key

@@ -33,7 +33,7 @@ READY, DONE = 0, 1
 class GpuSegment:
     """A segment on GPUs as one rank sees it: like ``symmetric.Segment``, without owning this rank's part."""
 
-    device_type, is_declared = "cuda", True
+    device_type, is_declared, is_live = "cuda", True, True
 
     def __init__(self, key: int, part_bytes: int, own: int, begin: int, parts: dict[int, Tensor]) -> None:
         self.key = key

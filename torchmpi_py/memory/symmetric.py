@@ -43,10 +43,11 @@ class Segment:
     """A segment on the host as one rank sees it, without owning the memory.
 
     ``key`` is equal on all ranks of the segment; ``indices`` are the ranks of its parts, by their index on the node.
-    ``is_declared``: whether the program has made its tensors symmetric, as it then has on all ranks.
+    ``is_declared``: whether the program has made its tensors symmetric, as it then has on all ranks. ``is_live``:
+    whether this rank's part is still in use.
     """
 
-    device_type, is_declared = "cpu", True
+    device_type, is_declared, is_live = "cpu", True, True
 
     def __init__(self, mapping: mmap.mmap, key: int, part_bytes: int, indices: Sequence[int], own: int) -> None:
         self.key = key
@@ -79,12 +80,13 @@ class LiveSegments:
     """The segments in use by this process."""
 
     def __init__(self) -> None:
-        self.clear()
+        self.now: tuple[list[int], list[AnySegment]] = ([], [])
+        """The begins of this rank's parts, in order, and the segments. Replaced as a whole: other threads read both."""
 
     def clear(self) -> None:
         """Forget all segments."""
-        self.now: tuple[list[int], list[AnySegment]] = ([], [])
-        """The begins of this rank's parts, in order, and the segments. Replaced as a whole: other threads read both."""
+        for segment in self.now[1]:
+            self.remove(segment)
 
     def add(self, segment: AnySegment) -> None:
         """Find tensors of ``segment`` from now on."""
@@ -92,6 +94,7 @@ class LiveSegments:
 
     def remove(self, segment: AnySegment) -> None:
         """Find tensors of ``segment`` no longer."""
+        segment.is_live = False
         self._replace(gone=segment)
 
     def _replace(self, *, added: AnySegment | None = None, gone: AnySegment | None = None) -> None:
@@ -149,11 +152,6 @@ def drop_unused() -> None:
         if isinstance(segment, AdoptedSegment) and segment.is_unused:
             live.remove(segment)
             segment.close()
-
-
-def is_live(segment: AnySegment) -> bool:
-    """Whether this rank's part of a segment is still in use."""
-    return segment in live.now[1]
 
 
 def symmetric_empty(

@@ -3,14 +3,17 @@
 The channel has a segment of shared memory that no other channel uses: two communicators, or two threads, at work at
 the same time never write where the other reads. Each rank's part of the segment holds its *header* and four *slots*.
 
-Every operation begins with an exchange of headers (but small gathers, whose ranks have exchanged their sizes):
+Every operation begins with an exchange of headers:
 
 1. each rank writes into its header what it is about to do, with which sizes, and where its tensors lie
 2. barrier
 3. each rank reads the headers of the others, and knows whether all can work in place on each other's tensors, or else
    where to read them; ranks that disagree find out before any data is touched
 
-Every operation ends with a barrier; until then no rank may change its header, its slots or its tensors.
+A rank has two headers, for operations by turns: it writes the one of the operation before last, which all have read,
+because all have announced the last one since. An operation ends with a barrier, until which no rank may change its
+slots or its tensors. Only an allreduce whose values come with the headers needs none: its slots alternate with the
+headers (``staging.allreduce_at_once``).
 
 Staging: two of a rank's slots are *in* slots (the rank's values), two are *out* slots (what the rank has reduced); both
 kinds alternate between chunks. Where nothing is reduced for others, a chunk may take *two slots*, in or out.
@@ -28,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchmpi_py.collectives.flavours.flag_barrier import FlagBarrier
 from torchmpi_py.collectives.flavours.trials import Trials
 from torchmpi_py.core import backoff, config
 from torchmpi_py.core.channels import Channel
@@ -36,11 +40,11 @@ from torchmpi_py.memory import symmetric
 from torchmpi_py.memory.peer_memory import is_readable, peer_memory
 
 _HEADER = struct.Struct("<6q")  # code, count; segment and offset (or address) of what is read, of what is written
+_LINE_BYTES = 64  # a cache line: a header and, in the first one, the flag of the barrier
 _HEADER_ROOM_BYTES = 4096  # a page, so that slots are aligned
 _NUM_SLOTS = 4
 _LEAST_SLOT_BYTES = 64 << 10
 _ORDINARY, _ADOPTABLE, _UNREAD = 0, -1, -2  # in place of a segment: read where it lies; may be moved; neither
-MOST_PREPARED = 1024
 
 
 class Headers(NamedTuple):
@@ -57,32 +61,26 @@ class Headers(NamedTuple):
     are_adoptable: bool  # whether all ranks may move their tensors (``symmetric.adopt``)
 
 
-class Prepared(NamedTuple):
-    """What an operation on symmetric tensors needs when it comes again: good while its segment lives."""
-
-    segment: symmetric.AnySegment
-    header: bytes
-    work: Any
-
-
 class NodeGroup:
     """A channel within a node; kept with the channel."""
 
     def __init__(self, channel: Channel) -> None:
         assert channel.num_nodes == 1, channel.places
+        self.channel = channel
         self.rank, self.size = channel.rank, channel.size
-        self.barrier = backoff.fenced(channel.mpi.Barrier)
-        self._mpi = channel.mpi
         self._indices = [place.local for place in channel.places]
         self._slot_bytes = _slot_bytes()
         self._mapping, self._segment = _allocate(channel, part_bytes())
         self._memory = memoryview(self._mapping).cast("B")
-        self._headers = [self._segment.part_of[index] * self._segment.part_bytes for index in self._indices]
+        parts = [self._segment.part_of[index] * self._segment.part_bytes for index in self._indices]
+        self._headers = [[_of_turn(begin, turn) for begin in parts] for turn in (0, 1)]
+        self._flags = FlagBarrier(channel.mpi, self._memory, [begin + _HEADER.size for begin in parts])
+        self.barrier = backoff.fenced(self._flags.wait)
+        self.turn = 0  # the header, and the slots beside it, of the next announcement
         self._slots: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self.peers = peer_memory(channel)  # None if ranks cannot read each other's ordinary memory
         self.trials = Trials(channel.mpi.allgather)
-        self.prepared: dict[Hashable, Prepared] = {}
-        self._staged: dict[Hashable, tuple[bytes, list[Tensor]]] = {}
+        self.prepared: dict[Hashable, Any] = {}  # what prepared_allreduce.py keeps
         self.can_adopt = True  # until the ranks have failed to
         self.chunk_bytes = min(config.current.chunk_bytes, self._slot_bytes)
 
@@ -100,11 +98,14 @@ class NodeGroup:
 
     def announce(self, header: bytes) -> bool:
         """Show the others this rank's header, and return whether all headers are equal. Collective: one barrier."""
-        begin = self._headers[self.rank]
-        memory, length = self._memory, _HEADER.size
-        memory[begin : begin + length] = header
-        self.barrier()  # all headers are there; none changes before the barrier that ends the operation
-        return all(memory[at : at + length] == header for at in self._headers)
+        memory, places = self._memory, self._headers[self.turn]
+        memory[places[self.rank]] = header
+        self.barrier()
+        self.turn = 1 - self.turn
+        for place in places:  # noqa: SIM110 - small messages have no time for a generator
+            if memory[place] != header:
+                return False
+        return True
 
     def exchange_headers(self, what: str, x: Tensor, out: Tensor | None = None, count: int | None = None) -> Headers:
         """Announce this rank's header and read the others'. Collective.
@@ -116,12 +117,14 @@ class NodeGroup:
 
     def read_headers(self, what: str, x: Tensor, count: int | None = None) -> Headers:
         """The headers that the ranks have announced. RanksDisagree, on all ranks, if codes or counts differ."""
-        texts = [self._memory[at : at + _HEADER.size] for at in self._headers]
+        texts = [self._memory[place] for place in self._headers[1 - self.turn]]
         # Columns of the table of headers: codes and counts must be equal, places need not.
         kinds, counts, *places = zip(*(_HEADER.unpack(text) for text in texts), strict=True)
         if len(set(kinds)) > 1 or len(set(counts)) > 1:
             # All ranks come here, for all read the same headers.
-            calls = self._mpi.allgather(f"{what} of {x.numel() if count is None else count} elements of {x.dtype}")
+            calls = self.channel.mpi.allgather(
+                f"{what} of {x.numel() if count is None else count} elements of {x.dtype}"
+            )
             raise RanksDisagree("; ".join(f"rank {rank} calls {call}" for rank, call in enumerate(calls)))
         reads, writes = places[:2], places[2:]
         are_adoptable = set(reads[0]) == {_ADOPTABLE}
@@ -131,27 +134,10 @@ class NodeGroup:
         """Whether all these ranks have a part of the segment."""
         return all(local in segment.part_of for local in self._indices)
 
-    def staged(self, what: str, x: Tensor) -> tuple[bytes, list[Tensor]]:
-        """The header of an operation on ordinary tensors that are staged in two slots, and these by rank."""
-        key = (what, x.dtype, x.numel())
-        ready = self._staged.get(key)
-        if ready is None:
-            if len(self._staged) >= MOST_PREPARED:
-                self._staged.clear()
-            header = _HEADER.pack(_code(what, x.dtype), x.numel(), _UNREAD, 0, _UNREAD, 0)
-            ready = header, [self.two_slots(rank, 0, x.dtype, x.numel()) for rank in range(self.size)]
-            self._staged[key] = ready
-        return ready
-
-    def keep_prepared(self, key: Hashable, prepared: Prepared) -> None:
-        """Keep what was prepared for the next call with the same tensor. A full table is emptied first."""
-        if key not in self.prepared and len(self.prepared) >= MOST_PREPARED:
-            self.prepared.clear()
-        self.prepared[key] = prepared
-
-    def drop_dead_plans(self) -> None:
-        """Drop what was prepared in segments that are no more."""
-        self.prepared = {key: ready for key, ready in self.prepared.items() if symmetric.is_live(ready.segment)}
+    def staged(self, what: str, x: Tensor, turn: int) -> tuple[bytes, list[Tensor]]:
+        """The header of an operation on ordinary tensors that are staged in two slots, and those of a turn by rank."""
+        header = _HEADER.pack(_code(what, x.dtype), x.numel(), _UNREAD, 0, _UNREAD, 0)
+        return header, [self.two_slots(rank, turn, x.dtype, x.numel()) for rank in range(self.size)]
 
     def views(self, x: Tensor, offsets: Sequence[int], counts: Sequence[int] | None = None) -> list[Tensor]:
         """Views of the symmetric tensors of all ranks, with dtype of ``x`` and its size, or counts of their own.
@@ -192,8 +178,8 @@ class NodeGroup:
     def free(self) -> None:
         """Give the channel's segment back."""
         self.prepared.clear()
-        self._staged.clear()
         self._slots.clear()
+        self._flags.release()
         self._memory.release()
         del self._mapping
 
@@ -218,6 +204,12 @@ def _allocate(channel: Channel, num_bytes: int) -> tuple[mmap.mmap, symmetric.Se
             f"flavours that work in memory of the node need some for each communicator, here of {channel.size} ranks: "
             f'{error}. Use fewer communicators, set TORCHMPI_CHUNK_BYTES to less, or use another flavour, such as "mpi"'
         ) from None
+
+
+def _of_turn(offset: int, turn: int) -> slice:
+    """Where a rank, whose part begins at ``offset``, has its header of a turn."""
+    begin = offset + turn * _LINE_BYTES
+    return slice(begin, begin + _HEADER.size)
 
 
 def _where(x: Tensor, can_be_read: bool) -> tuple[int, int]:

@@ -43,14 +43,14 @@ def broadcast(node: NodeGroup, x: Tensor, root: int, headers: Headers) -> None:
     _faster(node, ("broadcast",), x.nbytes, lambda: staging.broadcast(node, x, root), headers.read_at, copy_once)
 
 
-def gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, counts: list[int], headers: Headers | None) -> None:
-    """On ranks with ``parts`` (all, or root alone) part r becomes rank r's ``x``. Small ones come without headers."""
+def gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, counts: list[int], headers: Headers) -> None:
+    """On ranks with ``parts`` (all, or root alone) part r becomes rank r's ``x``."""
 
     def copy_once(at: list[int]) -> None:
         single_copy.gather(node, x, parts, at)
 
-    at, num_bytes = None if headers is None else headers.read_at, sum(counts) * x.itemsize
-    _faster(node, ("gather",), num_bytes, lambda: staging.gather(node, x, parts, counts), at, copy_once)
+    num_bytes = sum(counts) * x.itemsize
+    _faster(node, ("gather",), num_bytes, lambda: staging.gather(node, x, parts, counts), headers.read_at, copy_once)
 
 
 def exchange(

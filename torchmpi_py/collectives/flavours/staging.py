@@ -76,12 +76,15 @@ def takes_one_shot(node: NodeGroup, how: Kernel) -> bool:
     return node.size == 2 and how.is_plain and not (how.dtype.is_complex and how.op != "sum")
 
 
-def allreduce_at_once(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, what: str) -> bool:
-    """``allreduce`` in one shot of what fits into two slots: the values come with the headers. A barrier has to follow.
+def allreduce_at_once(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, ready: tuple[bytes, list[Tensor]]) -> bool:
+    """``allreduce`` in one shot of what fits into two slots: the values come with the headers, in slots of this turn.
 
-    False if the headers differ; then nothing has changed but slots.
+    ``ready``: the header and these slots by rank, from ``node.staged``.
+
+    No barrier follows: these slots are written again in the turn after next, when all ranks have announced the next one
+    and so have read the slots. False if the headers differ; then nothing has changed but slots.
     """
-    header, slots = node.staged(what, x)
+    header, slots = ready
     slots[node.rank].copy_(x)
     if not node.announce(header):
         return False

@@ -1,0 +1,131 @@
+"""The allreduce of flavour ``shared`` on tensors of one dtype and size: what such calls share is found out once.
+
+*in place*   symmetric tensors that lie at the same offset on all ranks: in two shots (``two_shot.py``), whose steps are
+             kept by the address of the tensor. Buckets of a training loop go this way.
+*at once*    small ordinary tensors: the values come with the headers (``staging.allreduce_at_once``)
+*by headers* everything else, and where the ranks did not come the same way: as their headers say
+
+A rank chooses between the first two by its own tensors. The headers of the ways differ, so that all ranks see where
+they have not chosen the same, before one of them changes a result.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchmpi_py.collectives.flavours import ordinary, staging, two_shot
+from torchmpi_py.collectives.flavours.node_group import Headers, NodeGroup
+from torchmpi_py.collectives.reductions import kernel
+from torchmpi_py.core import config
+from torchmpi_py.memory import symmetric
+
+_MOST_KEPT = 1024  # tensors of a size, and sizes
+
+
+class _InPlace(NamedTuple):
+    """What an allreduce of a symmetric tensor needs when it comes again: good while its segment lives."""
+
+    segment: symmetric.AnySegment
+    header: bytes
+    steps: list[two_shot.Step]
+
+
+class PreparedAllreduce:
+    """The allreduce with ``op`` of tensors like ``x``."""
+
+    def __init__(self, node: NodeGroup, x: Tensor, op: str) -> None:
+        self._node, self._how, self._what = node, kernel(x.dtype, op), f"allreduce with {op}"
+        self._in_place: dict[int, _InPlace] = {}  # by address
+        is_at_once = x.nbytes <= 2 * node.chunk_bytes and staging.takes_one_shot(node, self._how)
+        self._turns = [node.staged(self._what, x, turn) for turn in (0, 1)] if is_at_once else []
+
+    def run(self, source: Tensor, destination: Tensor) -> None:
+        """``destination`` becomes the reduction of all ``source``; the two are one tensor, or do not overlap."""
+        x = source if source.dim() == 1 else source.view(-1)  # a view takes 1 us
+        address, node = x.data_ptr(), self._node
+        if source is destination or address == destination.data_ptr():
+            out = x
+            ready = self._in_place.get(address)
+            if ready is None or not ready.segment.is_live:
+                ready = self._prepare(x, address)
+            if ready is not None:
+                self._run_in_place(x, ready)
+                return
+            is_ordinary = symmetric.find(x) is None
+        else:
+            out = destination.view(-1)
+            is_ordinary = symmetric.find(x) is None and symmetric.find(out) is None
+        if not is_ordinary or not self._turns:
+            self._run_by_headers(x, out, node.exchange_headers(self._what, x, out))
+        elif not staging.allreduce_at_once(node, x, out, self._how, self._turns[node.turn]):
+            self._run_by_headers(x, out, node.read_headers(self._what, x))
+
+    def run_adopting(self, x: Tensor) -> None:
+        """``run`` in place on ordinary memory that may be moved to where all ranks map it, if it is so on all ranks."""
+        node = self._node
+        if node.can_adopt and symmetric.find(x) is None:
+            node.announce(node.adoptable_header(self._what, x))
+            headers = node.read_headers(self._what, x)
+            if not headers.are_adoptable:
+                self._run_by_headers(x, x, headers)
+                return
+            node.can_adopt = symmetric.adopt(node.channel, x)  # in which all ranks meet: they have read the headers
+            for prepared in node.prepared.values():
+                prepared.drop_dead()
+        self.run(x, x)
+
+    def drop_dead(self) -> None:
+        """Drop what was prepared in segments that are no more."""
+        self._in_place = {at: ready for at, ready in self._in_place.items() if ready.segment.is_live}
+
+    def _prepare(self, x: Tensor, address: int) -> _InPlace | None:
+        """The steps for a symmetric tensor, if the others' lie at the same offset of their parts; None for another."""
+        found, node = symmetric.find(x), self._node
+        if found is None or not node.is_within(found[0]):
+            return None
+        with torch.inference_mode(False):  # the steps are kept, for calls outside of that mode too
+            views = node.views(x, [found[1]] * node.size)
+        steps = two_shot.allreduce(views, views, node.rank, config.current.cache_bytes)
+        if len(self._in_place) >= _MOST_KEPT:
+            self._in_place.clear()
+        ready = self._in_place[address] = _InPlace(found[0], node.header(self._what, x), steps)
+        return ready
+
+    def _run_in_place(self, x: Tensor, ready: _InPlace) -> None:
+        node = self._node
+        if node.announce(ready.header):  # equal headers: all tensors lie at the same offset, as planned
+            two_shot.carry_out(ready.steps, self._how)
+            node.barrier()
+        else:
+            self._run_by_headers(x, x, node.read_headers(self._what, x))
+
+    def _run_by_headers(self, x: Tensor, out: Tensor, headers: Headers) -> None:
+        """Allreduce in the best way for where the tensors lie; ``x`` may be ``out`` on this rank alone."""
+        node, how = self._node, self._how
+        if headers.written is None:
+            ordinary.allreduce(node, x, out, how, headers)
+            return
+        # In place: the results are symmetric. Where the inputs are not, each rank publishes them in its result first.
+        destinations = node.views(out, headers.written)
+        if headers.read is not None:
+            sources = node.views(x, headers.read)
+        else:
+            two_shot.publish(x, out, node.rank, node.size)
+            sources = [x if rank == node.rank else view for rank, view in enumerate(destinations)]
+            node.barrier()
+        two_shot.carry_out(two_shot.allreduce(sources, destinations, node.rank, config.current.cache_bytes), how)
+        node.barrier()
+
+
+def of(node: NodeGroup, x: Tensor, op: str) -> PreparedAllreduce:
+    """The allreduce with ``op`` of tensors like ``x``, which the node group keeps."""
+    key = (op, x.dtype, x.numel())
+    prepared: PreparedAllreduce | None = node.prepared.get(key)
+    if prepared is None:
+        if len(node.prepared) >= _MOST_KEPT:
+            node.prepared.clear()
+        prepared = node.prepared[key] = PreparedAllreduce(node, x, op)
+    return prepared
