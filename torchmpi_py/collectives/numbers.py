@@ -1,7 +1,8 @@
 """Python numbers in verbs: a number travels with its type, so that a rank's 0 and another's 1.5 add up to 1.5.
 
-A number becomes a record of three 64-bit words: kind, value, imaginary part. Reductions gather the records and reduce
-in Python, in rank order, by Python's rules: sums of ints are exact, True counts as 1, and ``avg`` of ints is a float.
+A number becomes a record of three 64-bit words: kind, value, imaginary part. Reductions gather the records by MPI,
+whatever the flavour, and reduce in Python, in rank order, by Python's rules: sums of ints are exact, True counts as 1,
+and ``avg`` of ints is a float.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from torchmpi_py.collectives.plan import Carrier
+from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.tensors import check_op
 
 Number = bool | int | float | complex
@@ -30,25 +32,37 @@ RECORD_BYTES = 24
 TOO_LARGE = len(_FORMATS)  # the kind of a number that does not fit
 
 
-def to_record(x: Number) -> Tensor:
-    """A number as a uint8 tensor of shape (1, RECORD_BYTES)."""
+class Records(Carrier):
+    """Stand-in for a flavour: exchanges numbers."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def exchange(self, channel: Channel, record: bytes) -> list[Number]:
+        """The numbers of all ranks, in rank order. Collective: one allgather."""
+        records = bytearray(channel.size * RECORD_BYTES)
+        channel.mpi.Allgather(record, records)
+        return from_records(records)
+
+
+def to_record(x: Number) -> bytes:
+    """The record of a number, of RECORD_BYTES."""
     kind, value = (_KINDS[type(x)], x) if type(x) in _KINDS else _kind_and_value(x)
     words = (value.real, value.imag) if kind == 3 else (value, 0)
     try:
-        packed = struct.pack(_FORMATS[kind], kind, *words)
+        return struct.pack(_FORMATS[kind], kind, *words)
     except struct.error:
-        packed = struct.pack("<qqq", TOO_LARGE, 0, 0)  # all readers raise; an error here would leave them waiting
-    return torch.from_numpy(np.frombuffer(bytearray(packed), dtype=np.uint8)).view(1, RECORD_BYTES)
+        return struct.pack("<qqq", TOO_LARGE, 0, 0)  # all readers raise; an error here would leave them waiting
 
 
-def from_records(records: Tensor) -> list[Number]:
-    """The numbers in a tensor of records, in order."""
-    data, values = records.numpy().tobytes(), list[Number]()
-    for begin in range(0, len(data), RECORD_BYTES):
-        kind = struct.unpack_from("<q", data, begin)[0]
+def from_records(records: bytes | bytearray) -> list[Number]:
+    """The numbers in records, in order."""
+    values = list[Number]()
+    for begin in range(0, len(records), RECORD_BYTES):
+        kind = records[begin]
         if kind == TOO_LARGE:
             raise ValueError("a rank brought a whole number that does not fit into 64 bits; pass it as a float")
-        _, value, imaginary = struct.unpack_from(_FORMATS[kind], data, begin)
+        _, value, imaginary = struct.unpack_from(_FORMATS[kind], records, begin)
         values.append(bool(value) if kind == 0 else complex(value, imaginary) if kind == 3 else value)
     return values
 

@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 
 from torchmpi_py.collectives import kept_plans, numbers
 from torchmpi_py.collectives.arrays import ArrayCall
-from torchmpi_py.collectives.flavour import Gathering, Sizes
+from torchmpi_py.collectives.flavour import Gathering
 from torchmpi_py.collectives.numbers import Number
 from torchmpi_py.collectives.plan import Operation, Plan
 from torchmpi_py.collectives.selector import selector
@@ -213,43 +213,39 @@ class Call:
 
     def of_number(self, x: Number, *others: int) -> Operation[Any]:
         """The operation on the record of a number; ``others`` are the other arguments. The result is a number."""
-        record = numbers.to_record(x)
+        record = torch.frombuffer(bytearray(numbers.to_record(x)), dtype=torch.uint8)
         result = torch.empty_like(record) if self.name == "sendreceive" else record
         plan = self._plan(record, others, None, symmetric=False, kind="number")
         arguments = (record,) if result is record else (record, result)
-        return Operation(plan, arguments, None, lambda _: numbers.from_records(result)[0])
+        return Operation(plan, arguments, None, lambda _: numbers.from_records(result.numpy().tobytes())[0])
 
     def of_numbers(
-        self, x: Number, out: object, others: tuple[Any, ...], conclude: Callable[[Tensor], Any]
+        self, x: Number, out: object, others: tuple[Any, ...], conclude: Callable[[list[Number]], Any]
     ) -> Operation[Any]:
-        """The allgather of records, all of one size, and ``conclude`` makes the result from all records.
+        """The exchange of numbers; ``conclude`` makes the result from those of all ranks.
 
         ``others`` are the other arguments of the call, which are equal on all ranks.
         """
         if out is not None:
             raise TypeError(f"{self.name}: a number is returned, not written; omit out=, or pass x as a tensor")
-        record, comm = numbers.to_record(x), self.comm
-        records = record.new_empty((comm.size, numbers.RECORD_BYTES))
-        key = (self.name, self.flavour, selector.generation, "numbers", others)
+        name, comm = self.name, self.comm
+        key = (name, self.flavour, selector.generation, "numbers", others)
         if (plan := comm.plans.get(key)) is None:
-            served = selector.flavour_for(
-                "allgather", comm, record.device, records.nbytes, symmetric=False, name=self.flavour
-            )
+            served = selector.flavour_for("allgather", comm, _CPU, 0, symmetric=False, name=self.flavour)
             plan = Plan(
-                name=self.name, method="allgather", flavour=served, comm=comm,
-                others=(Sizes.equal(record, comm.size),), num_bytes=numbers.RECORD_BYTES, dtype=record.dtype,
-                fingerprint=(self.name, served.name, "number", *others),
+                name=name, method="exchange", flavour=numbers.Records(served.name), comm=comm,
+                num_bytes=numbers.RECORD_BYTES, fingerprint=(name, served.name, "number", *others),
             )  # fmt: skip
             kept_plans.add(comm, key, plan)
-        return Operation(plan, (record, records), None, lambda _: conclude(records))
+        return Operation(plan, (numbers.to_record(x),), None, conclude)
 
     def reduced(self, x: Number, out: object, op: str, root: int | None = None) -> Operation[Any]:
         """(all)reduce of numbers: an allgather of records, reduced on each rank. With a root, the others keep ``x``."""
         if op not in OPS:  # a call less where all is well
             check_known_op(self.name, op)
 
-        def conclude(records: Tensor) -> Number:
-            result = numbers.reduce_numbers(self.name, op, numbers.from_records(records))
+        def conclude(values: list[Number]) -> Number:
+            result = numbers.reduce_numbers(self.name, op, values)
             return result if root in (None, self.comm.rank) else x
 
         return self.of_numbers(x, out, (op,) if root is None else (op, root), conclude)

@@ -129,7 +129,7 @@ def _allgather(
     """
     call = Call("allgather", comm, flavour)
     if not isinstance(x, Tensor) and isinstance(x, numbers.NUMBERS):
-        return call.of_numbers(x, out, (), numbers.from_records)
+        return call.of_numbers(x, out, (), list)
     source, buffer, conclude = gathered("allgather", x, out)
     return call.of_rows(source, buffer, (), conclude, out)
 
@@ -152,7 +152,7 @@ def _gather(
     root = call.rank("root", root)
     is_root = call.comm.rank == root
     if not isinstance(x, Tensor) and isinstance(x, numbers.NUMBERS):
-        return call.of_numbers(x, out, (root,), lambda records: numbers.from_records(records) if is_root else None)
+        return call.of_numbers(x, out, (root,), lambda values: values if is_root else None)
     out = out if is_root else None
     source, buffer, conclude = gathered("gather", x, out)
     return call.of_rows(source, buffer, (root,), conclude, out)
