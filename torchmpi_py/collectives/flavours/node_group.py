@@ -33,6 +33,7 @@ from torch import Tensor
 
 from torchmpi_py.collectives.flavours.flag_barrier import FlagBarrier
 from torchmpi_py.collectives.flavours.trials import Trials
+from torchmpi_py.collectives.reductions import Kernel
 from torchmpi_py.core import backoff, config
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.errors import RanksDisagree, Unavailable
@@ -59,6 +60,19 @@ class Headers(NamedTuple):
     read_at: list[int] | None
     written_at: list[int] | None
     are_adoptable: bool  # whether all ranks may move their tensors (``symmetric.adopt``)
+
+
+class Exchange(NamedTuple):
+    """What a rank gives and gets where each rank gives row s of its ``rows``, of shape (size, n), to rank s.
+
+    With ``how`` all rows for a rank are reduced into its single ``outs[0]``; without, ``outs[s]`` becomes what rank s
+    gave. With ``root`` only that rank gives, and ``outs`` has its one row; the others have no ``rows``.
+    """
+
+    rows: Tensor | None
+    outs: list[Tensor]
+    how: Kernel | None = None
+    root: int | None = None
 
 
 class NodeGroup:

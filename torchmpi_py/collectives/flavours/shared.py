@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchmpi_py.collectives.flavour import Flavour, Sizes
 from torchmpi_py.collectives.flavours import ordinary, prepared_allreduce, staging, trials, two_shot
-from torchmpi_py.collectives.flavours.node_group import NodeGroup
+from torchmpi_py.collectives.flavours.node_group import Exchange, NodeGroup
 from torchmpi_py.collectives.plan import Plan, Post
 from torchmpi_py.collectives.reductions import kernel
 from torchmpi_py.core import config
@@ -81,7 +81,7 @@ class Shared(Flavour):
         how = kernel(x.dtype, op)
         headers = node.exchange_headers(f"reduce_scatter with {op}", x)
         if headers.read is None:
-            ordinary.exchange(node, x, [out], how, None, headers)
+            ordinary.exchange(node, Exchange(x.view(node.size, -1), [out], how), headers)
         else:
             steps = two_shot.reduce_scatter(node.views(x, headers.read), out, node.rank, config.current.cache_bytes)
             two_shot.carry_out(steps, how)
@@ -107,7 +107,7 @@ class Shared(Flavour):
         node, x, out = _node(channel), source.view(-1), destination.view(channel.size, -1)
         headers = node.exchange_headers("alltoall", x)
         if headers.read is None:
-            ordinary.exchange(node, x, list(out), None, None, headers)
+            ordinary.exchange(node, Exchange(x.view(node.size, -1), list(out)), headers)
         else:
             for row, theirs in zip(out, node.views(x, headers.read), strict=True):
                 row.copy_(theirs.view(node.size, -1)[node.rank])
@@ -117,7 +117,8 @@ class Shared(Flavour):
         node, x, out = _node(channel), source.view(-1), destination.view(-1)
         headers = node.exchange_headers(f"scatter from root {root}", x)
         if headers.read is None:
-            ordinary.exchange(node, x if node.rank == root else None, [out], None, root, headers)
+            rows = x.view(node.size, -1) if node.rank == root else None
+            ordinary.exchange(node, Exchange(rows, [out], root=root), headers)
         else:
             out.copy_(node.views(x, headers.read)[root].view(node.size, -1)[node.rank])
             node.barrier()

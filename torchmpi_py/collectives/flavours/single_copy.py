@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchmpi_py.collectives.flavours.node_group import NodeGroup
+from torchmpi_py.collectives.flavours.node_group import Exchange, NodeGroup
 from torchmpi_py.collectives.flavours.schedule import ALIGNMENT, chunks, slices
 from torchmpi_py.collectives.reductions import Kernel
 from torchmpi_py.core.tensors import copy_to
@@ -26,8 +26,14 @@ _BLOCK_BYTES = 6 << 20
 a long read: with a quarter 1.1 to 1.4 times as long (2 ranks, 16 and 64 MiB), with four times as much 1.0 to 1.2."""
 
 
-def allreduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, xs: Sequence[int], outs: Sequence[int]) -> None:
-    """Every rank's ``out`` becomes the reduction of all ``x``: two shots, as in ``two_shot.py``. Addresses by rank."""
+def allreduce(
+    node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, addresses: tuple[Sequence[int], Sequence[int]]
+) -> None:
+    """Every rank's ``out`` becomes the reduction of all ``x``: two shots, as in ``two_shot.py``.
+
+    ``addresses``: of all ``x``, and of all ``out``, by rank.
+    """
+    xs, outs = addresses
     bounds = slices(x.numel(), node.size)
     lower, upper = bounds[node.rank]
     _reduce(node, x[lower:upper], out[lower:upper], how, [address + lower * x.itemsize for address in xs])
@@ -54,10 +60,9 @@ def gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, xs: Sequence[
     node.barrier()
 
 
-def exchange(
-    node: NodeGroup, rows: Tensor | None, outs: list[Tensor], how: Kernel | None, root: int | None, xs: Sequence[int]
-) -> None:
-    """As ``staging.exchange``: each rank gives row s of its ``rows`` to rank s; ``xs``: where the rows begin."""
+def exchange(node: NodeGroup, exchange: Exchange, xs: Sequence[int]) -> None:
+    """Each rank gives a row of its tensor to each rank; ``xs``: where the rows begin."""
+    rows, outs, how, root = exchange
     at = node.rank * outs[0].nbytes
     if how is not None:
         assert rows is not None, "all ranks give what is reduced"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torchmpi_py.collectives.flavours.node_group import NodeGroup
+from torchmpi_py.collectives.flavours.node_group import Exchange, NodeGroup
 from torchmpi_py.collectives.flavours.schedule import chunks, pipeline, slices
 from torchmpi_py.collectives.reductions import Kernel
 from torchmpi_py.core.tensors import copy_to
@@ -146,12 +146,9 @@ def gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, counts: list[
     pipeline(num_chunks, [copy_in, copy_out], node.barrier)
 
 
-def exchange(node: NodeGroup, rows: Tensor | None, outs: list[Tensor], how: Kernel | None, root: int | None) -> None:
-    """Each rank gives row s of its ``rows``, of shape (size, n), to rank s.
-
-    With ``how`` all rows for a rank are reduced into its single ``outs[0]``; without, ``outs[s]`` becomes what rank s
-    gave, and with ``root`` only that rank gives (and ``outs`` has its one row).
-    """
+def exchange(node: NodeGroup, exchange: Exchange) -> None:
+    """Each rank gives a row of its tensor to each rank."""
+    rows, outs, how, root = exchange
     me, size, dtype = node.rank, node.size, outs[0].dtype
     count = outs[0].numel()
     pieces = chunks(0, count, max(1, node.chunk_bytes // (size * outs[0].itemsize)))
