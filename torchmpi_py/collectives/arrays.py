@@ -8,7 +8,6 @@ cupy is never imported here: where there is a cupy array, the program has done s
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,45 +19,6 @@ from torchmpi_py.core.handles import Handle
 from torchmpi_py.core.tensors import writes_into_x
 
 NumpyArray = np.ndarray[Any, Any]
-
-
-class ArrayHandle(Handle[Any]):
-    """The handle of an operation on tensors that stand in for arrays; ``wait()`` returns the array."""
-
-    def __init__(self, handle: Handle[Any], to_array: Callable[[Any], Any]) -> None:
-        self._handle = handle
-        self._to_array = to_array
-        self._arrays: list[Any] = []  # the result, once there is one: every wait returns the same
-
-    def wait(self, timeout_seconds: float | None = None) -> Any:
-        try:
-            result = self._handle.wait(timeout_seconds)
-        finally:
-            self._error = self._handle._error
-        if not self._arrays:
-            self._arrays.append(self._to_array(result))
-        return self._arrays[0]
-
-    def done(self) -> bool:
-        return self._handle.done()
-
-    def synchronize(self) -> None:
-        self._handle.synchronize()
-
-    def who_is_late(self) -> str:
-        return self._handle.who_is_late()
-
-    def expect(self, limit_seconds: float | None = None) -> None:
-        self._handle.expect(limit_seconds)
-
-    def give_up(self) -> None:
-        self._handle.give_up()
-
-    def _complete(self, timeout_seconds: float | None) -> bool:
-        return self._handle._complete(timeout_seconds)
-
-    def __repr__(self) -> str:
-        return repr(self._handle)
 
 
 class ArrayCall:
@@ -104,8 +64,10 @@ class ArrayCall:
         return new
 
     def handle(self, handle: Handle[Any]) -> Handle[Any]:
-        """A handle whose ``wait()`` returns ``result`` of what ``handle`` returns."""
-        return handle if self._library is None else ArrayHandle(handle, self.result)
+        """``handle``, whose waits return ``result`` of what they would return otherwise."""
+        if self._library is not None:
+            handle.to_array = self.result
+        return handle
 
 
 def _library_of(x: object) -> Any:

@@ -81,6 +81,8 @@ class Handle(ABC, Generic[R]):
     block until the result is there.
     """
 
+    to_array: Callable[[Any], R] | None = None
+    """Makes an array of the result, in the first thread that waits; every wait returns the same array."""
     _error: BaseException | None = None
     _error_was_seen = False
 
@@ -119,7 +121,13 @@ class Handle(ABC, Generic[R]):
         if self._error is not None:
             self._error_was_seen = True
             raise self._error.with_traceback(self._traceback)  # the same traceback, however often the error is raised
+        self._hand_over()
+        if (to_array := self.to_array) is not None:
+            self._result, self.to_array = to_array(self._result), None
         return self._result  # type: ignore[return-value]
+
+    def _hand_over(self) -> None:
+        """Let this thread's further work on the result come after the operation."""
 
     def is_settled(self) -> bool:
         """Whether the host has no more to do for the operation; a GPU may still work. As ``done`` for CPU tensors."""

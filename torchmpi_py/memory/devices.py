@@ -174,16 +174,11 @@ class StreamHandle(ThreadHandle[R]):
         """Whether the GPU has carried out the operation, or the operation has failed; never blocks."""
         return super().done() and self._finished.query()
 
-    def wait(self, timeout_seconds: float | None = None) -> R:
-        """Make this thread's current stream wait for the operation, and return its result.
-
-        The host waits only until the work has been queued, at most ``timeout_seconds``. Errors as for CPU tensors.
-        """
-        result = super().wait(timeout_seconds)
+    def _hand_over(self) -> None:
+        """Make this thread's current stream wait for the operation; the host has waited until the work was queued."""
         stream = self._device.current()
         stream.wait_event(self._finished)
-        _use_on(stream, result if isinstance(result, list) else [result])
-        return result
+        _use_on(stream, self._result if isinstance(self._result, list) else [self._result])
 
     def on_its_stream(self) -> AbstractContextManager[object]:
         return self._device.on(self._stream)
