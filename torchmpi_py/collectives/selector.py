@@ -10,6 +10,7 @@ be the same on all ranks.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -100,19 +101,15 @@ class Selector:
 
     def __setitem__(self, key: str | tuple[object, ...], choices: str | Sequence[tuple[float, str]]) -> None:
         given, checked = _checked_key(key), _checked_choices(choices)
+        devices = sorted({device for choice in checked for device in BY_NAME[choice.flavour].devices})
         num_parts = len(key) if isinstance(key, tuple) else 1
-        for scope in SCOPES if num_parts < 2 else (given.scope,):
-            for symmetric in (False, True) if num_parts < 3 else (given.symmetric,):
-                for device in _devices(checked) if num_parts < 4 else (given.device,):
-                    self._rows[Key(given.verb, scope, symmetric, device)] = list(checked)
+        for others in itertools.product(*(SCOPES, (False, True), devices)[num_parts - 1 :]):
+            self._rows[Key(*given[:num_parts], *others)] = checked  # type: ignore[arg-type]
         self.generation += 1
 
     def __getitem__(self, key: str | tuple[object, ...]) -> list[Choice]:
-        return self._choices(_checked_key(key))
-
-    def _choices(self, key: Key) -> list[Choice]:
         default = [Choice(math.inf, FLAVOURS[0].name, "nothing else is known to be faster")]
-        return list(self._rows.get(key, default))
+        return list(self._rows.get(_checked_key(key), default))
 
     def __iter__(self) -> Iterator[Key]:
         return iter(sorted(self._rows))
@@ -121,7 +118,9 @@ class Selector:
         lines = [f"source: {self.source}"]
         for key in self:
             lines.append(f"{key}:")
-            lines += [f"    {_up_to(c.max_bytes):>14}  {c.flavour:13} {c.why}" for c in self._rows[key]]
+            for limit, flavour, why in self._rows[key]:
+                up_to = "larger" if limit == math.inf else f"to {limit:.0f} B"
+                lines.append(f"    {up_to:>14}  {flavour:13} {why}")
         return "\n".join([*lines, f"all else: {FLAVOURS[0].name}"])
 
     def flavour_for(
@@ -131,10 +130,7 @@ class Selector:
 
         A name is an order: no other flavour takes its place.
         """
-        known = comm.choices.get((self.generation, verb, device, symmetric, name))
-        limits, flavours = known or self.choices(verb, comm, device, symmetric=symmetric, name=name)
-        chosen: Flavour = flavours[bisect.bisect_left(limits, num_bytes)]
-        return chosen
+        return self.choices(verb, comm, device, symmetric=symmetric, name=name).flavour_for(num_bytes)
 
     def choices(
         self, verb: str, comm: Communicator, device: torch.device, *, symmetric: bool, name: str | None
@@ -164,8 +160,8 @@ class Selector:
             raise ValueError(f"{verb}: flavour {name!r} is unknown; known flavours: {', '.join(BY_NAME)}")
         others = [Choice(math.inf, flavour.name, "") for flavour in FLAVOURS]
         scope = "node" if comm.num_nodes == 1 else "nodes"
-        chosen = self._choices(Key(verb, scope, symmetric, device.type))
-        if device.type == "cpu" and comm.size == 1 and chosen[0].why != ASSIGNED:
+        chosen = self._rows.get(Key(verb, scope, symmetric, device.type), [])
+        if device.type == "cpu" and comm.size == 1 and not any(choice.why == ASSIGNED for choice in chosen):
             chosen = []  # one rank: the first of the others, stock MPI, does not copy
         wanted = [*chosen, *others]
         wanted = wanted if name is None else [Choice(math.inf, name, "")]
@@ -220,15 +216,6 @@ def on_nodes(choice: Choice, num_nodes: int) -> Choice:
     return choice._replace(max_bytes=limit, why=f"default for {num_nodes} nodes: fewer messages when small")
 
 
-def _devices(choices: Sequence[Choice]) -> list[str]:
-    """The types of device that at least one of the flavours serves."""
-    return sorted({device for choice in choices for device in BY_NAME[choice.flavour].devices})
-
-
-def _up_to(limit: float) -> str:
-    return "larger" if limit == math.inf else f"to {limit:.0f} B"
-
-
 def _cached_bytes(part: int, least: int) -> int:
     """Where a verb on ordinary tensors leaves the cache: at a ``part`` of the last level, ``least`` to 16 MiB.
 
@@ -241,66 +228,51 @@ def _cached_bytes(part: int, least: int) -> int:
 
 def _defaults() -> dict[Key, list[Choice]]:
     """The table before ``autotune``: crossovers measured with 2 and 4 ranks, Open MPI 5, two cores."""
+    small, in_memory = "default: fewer meetings when small", "default: each byte moves once, through memory"
     cached = _cached_bytes(8, 4 << 20)
-    to_shared = {  # from where on: ordinary tensors, symmetric ones
-        "allreduce": (_cached_bytes(32, 1 << 20), 32 << 10),
-        "broadcast": (cached, 4 << 20),
-        "reduce": (cached // 4, 512 << 10),
-        "reduce_scatter": (1 << 20, 512 << 10),
-        "allgather": (2 * cached, 32 << 20),
-        "alltoall": (64 << 20, 16 << 20),
-    }
-    of_ranks = {  # the verbs and kinds of tensors whose limits depend on the ranks, and how
-        ("allreduce", False): OF_THREE_RANKS,
-        ("allreduce", True): OF_OWN_CORES,
-        ("reduce_scatter", False): OF_OWN_CORES,
-        ("reduce_scatter", True): OF_OWN_CORES,
-    }
     rows = {}
-    for verb, limits in to_shared.items():
-        for limit, symmetric in zip(limits, (False, True), strict=True):
-            rows[Key(verb, "node", symmetric)] = [
-                Choice(limit, "mpi", of_ranks.get((verb, symmetric), "default: fewer meetings when small")),
-                Choice(math.inf, "shared", "default: each byte moves once, through memory"),
-            ]
+    for verb, *limits in (  # on one node, of ordinary and of symmetric tensors: up to where MPI is faster, and why
+        ("allreduce", (_cached_bytes(32, 1 << 20), OF_THREE_RANKS), (32 << 10, OF_OWN_CORES)),
+        ("broadcast", (cached, small), (4 << 20, small)),
+        ("reduce", (cached // 4, small), (512 << 10, small)),
+        ("reduce_scatter", (1 << 20, OF_OWN_CORES), (512 << 10, OF_OWN_CORES)),
+        ("allgather", (2 * cached, small), (32 << 20, small)),
+        ("alltoall", (64 << 20, small), (16 << 20, small)),
+    ):
+        for symmetric, (limit, why) in zip((False, True), limits, strict=True):
+            rows[Key(verb, "node", symmetric)] = [Choice(limit, "mpi", why), Choice(math.inf, "shared", in_memory)]
     anywhere = "default: fewer messages when small"
-    between_nodes = {  # the flavour for larger sizes, from where on, and whether that holds for any number of nodes
-        "allreduce": ("hierarchical", 128 << 10, OF_FEW_NODES),
-        "broadcast": ("hierarchical", 128 << 10, anywhere),  # in trees
-        "reduce": ("hierarchical", 128 << 10, anywhere),
-        "reduce_scatter": ("hierarchical", 256 << 10, OF_FEW_NODES),
-        "allgather": ("hierarchical", 2 << 20, OF_FEW_NODES),
-        "alltoall": ("ring", 4 << 20, anywhere),
-    }
-    for verb, (flavour, limit, why) in between_nodes.items():
-        for symmetric in (False, True):
-            rows[Key(verb, "nodes", symmetric)] = [
-                Choice(limit, "mpi", why),
-                Choice(math.inf, flavour, "default: the links between nodes stay busy in both directions"),
-            ]
+    by_links = "default: the links between nodes stay busy in both directions"
+    for verb, flavour, limit, why in (  # between nodes: the flavour for larger sizes; ``why`` says for how many nodes
+        ("allreduce", "hierarchical", 128 << 10, OF_FEW_NODES),
+        ("broadcast", "hierarchical", 128 << 10, anywhere),  # in trees
+        ("reduce", "hierarchical", 128 << 10, anywhere),
+        ("reduce_scatter", "hierarchical", 256 << 10, OF_FEW_NODES),
+        ("allgather", "hierarchical", 2 << 20, OF_FEW_NODES),
+        ("alltoall", "ring", 4 << 20, anywhere),
+    ):
+        choices = [Choice(limit, "mpi", why), Choice(math.inf, flavour, by_links)]
+        rows |= dict.fromkeys((Key(verb, "nodes"), Key(verb, "nodes", True)), choices)
     return rows | _gpu_defaults()
 
 
 def _gpu_defaults() -> dict[Key, list[Choice]]:
     """On GPUs: the links between them, or their own memory, if all ranks reach each other by them; else the host."""
-    ordinary = [
-        Choice(math.inf, "nccl", "default: made for links between GPUs"),
-        Choice(math.inf, "cudaipc", "default: through the GPUs' memory alone"),
-        Choice(math.inf, "staged", "default: through the host"),
-    ]
-    symmetric = [ordinary[1], ordinary[0], ordinary[2]]
+    nccl = Choice(math.inf, "nccl", "default: made for links between GPUs")
+    cudaipc = Choice(math.inf, "cudaipc", "default: through the GPUs' memory alone")
+    staged = Choice(math.inf, "staged", "default: through the host")
     rows = {}
     for verb in ("allreduce", "broadcast", "reduce", "reduce_scatter", "allgather", "alltoall", "gather", "scatter"):
-        rows[Key(verb, "node", False, "cuda")] = list(ordinary)
-        rows[Key(verb, "node", True, "cuda")] = list(symmetric)
-    for verb in ("allreduce", "reduce", "broadcast"):
-        for kind in (False, True):
-            rows[Key(verb, "nodes", kind, "cuda")] = [
-                ordinary[0]._replace(max_bytes=1 << 20),
-                Choice(1 << 20, "staged", "default: fewer messages when small"),
-                ordinary[0],
-                Choice(math.inf, "hierarchical", "default: each byte leaves a node once, not once a rank"),
-            ]
+        rows[Key(verb, "node", False, "cuda")] = [nccl, cudaipc, staged]
+        rows[Key(verb, "node", True, "cuda")] = [cudaipc, nccl, staged]
+    between_nodes = [
+        nccl._replace(max_bytes=1 << 20),
+        Choice(1 << 20, "staged", "default: fewer messages when small"),
+        nccl,
+        Choice(math.inf, "hierarchical", "default: each byte leaves a node once, not once a rank"),
+    ]
+    for verb, symmetric in itertools.product(("allreduce", "reduce", "broadcast"), (False, True)):
+        rows[Key(verb, "nodes", symmetric, "cuda")] = between_nodes
     return rows
 
 
