@@ -76,7 +76,9 @@ def autotune(
     Raises ValueError for a wrong argument, RanksDisagree if they differ, Unavailable if no flavour asked for can run,
     TorchMPIError if the file cannot be written (the selector has the choices nevertheless); each on every rank.
     """
-    settings = _checked(tuple(verbs), flavours, max_bytes, seconds, save, device)
+    names = tuple(name for name in BY_NAME if name not in _PEERS) if flavours is None else tuple(flavours)
+    settings = _Settings(tuple(verbs), names, max_bytes, seconds, save, device)
+    _check(settings)
     world = stack().levels[0]
     journal.run_together("autotune", world, lambda: _check_ranks(world, settings))
     if world.size == 1:
@@ -91,7 +93,7 @@ def autotune(
 
 
 class _Settings(NamedTuple):
-    """The arguments of ``autotune``, checked."""
+    """The arguments of ``autotune``."""
 
     verbs: tuple[str, ...]
     flavours: tuple[str, ...]
@@ -101,20 +103,18 @@ class _Settings(NamedTuple):
     device: str
 
 
-def _checked(
-    verbs: tuple[str, ...], flavours: Sequence[str] | None, max_bytes: int, seconds: float, save: bool, device: str
-) -> _Settings:
-    names = tuple(name for name in BY_NAME if name not in _PEERS) if flavours is None else tuple(flavours)
-    for what, wanted, known in (("verbs", verbs, _MEASURABLE), ("flavours", names, tuple(BY_NAME))):
-        if not wanted or not set(wanted) <= set(known):
-            raise ValueError(f"autotune: {what}={wanted!r}: give some of {', '.join(known)}")
+def _check(settings: _Settings) -> None:
+    """ValueError for a wrong argument."""
+    verbs, flavours, max_bytes, seconds, _, device = settings
+    for what, names, known in (("verbs", verbs, _MEASURABLE), ("flavours", flavours, tuple(BY_NAME))):
+        if not names or not set(names) <= set(known):
+            raise ValueError(f"autotune: {what}={names!r}: give some of {', '.join(known)}")
     if not isinstance(max_bytes, int) or max_bytes < _DTYPE.itemsize or not 0 < seconds < math.inf:
         raise ValueError(
             f"autotune: max_bytes={max_bytes}, seconds={seconds}: give at least {_DTYPE.itemsize}, and > 0"
         )
     if device not in DEVICES:
         raise ValueError(f"autotune: device={device!r}: give one of {', '.join(DEVICES)}")
-    return _Settings(verbs, names, max_bytes, seconds, save, device)
 
 
 def _check_ranks(world: Communicator, settings: _Settings) -> None:
@@ -217,27 +217,23 @@ def _save(world: Communicator, rows: measured_cache.Rows, path: str | pathlib.Pa
         return f"measured on {date}, {target}"
 
     def failed(failures: Mapping[int, str]) -> TorchMPIError:
-        why = agree.first_text(failures)
-        text = f"autotune: what was measured is in use, but cannot be kept: {why}; give another path"
-        return TorchMPIError(text)._of_call("autotune", world)
+        why = f"what was measured is in use, but cannot be kept: {agree.first_text(failures)}; give another path"
+        return TorchMPIError(f"autotune: {why}")._of_call("autotune", world)
 
     return agree.gather_results(world.direct.mpi.allgather, write, (OSError,), str, failed)[0]
 
 
 def choose(points: Sequence[Point]) -> list[Choice]:
     """The choices that follow from times at growing sizes; a flavour without a time at a size is no candidate there."""
-    winners: list[str] = []
-    for _, times in points:
+    runs: list[tuple[str, list[Point]]] = []  # the winners, each with the points at which it stays
+    for num_bytes, times in points:
         best = min(times, key=lambda name: statistics.median(times[name]))
-        stays = winners and not _displaces(times, best, winners[-1])
-        winners.append(winners[-1] if stays else best)
-    runs = [
-        (winner, [point for point, _ in run])
-        for winner, run in itertools.groupby(zip(points, winners, strict=True), key=lambda pair: pair[1])
-    ]
-    limits = [math.sqrt(run[-1][0] * after[0][0]) for (_, run), (_, after) in itertools.pairwise(runs)]
+        if not runs or _displaces(times, best, runs[-1][0]):
+            runs.append((best, []))
+        runs[-1][1].append((num_bytes, times))
+    limits = [round(math.sqrt(run[-1][0] * after[0][0])) for (_, run), (_, after) in itertools.pairwise(runs)]
     return [
-        Choice(limit if limit == math.inf else round(limit), winner, _why(winner, run[len(run) // 2]))
+        Choice(limit, winner, _why(winner, run[len(run) // 2]))
         for limit, (winner, run) in zip([*limits, math.inf], runs, strict=True)
     ]
 
@@ -265,12 +261,11 @@ def _displaces(times: Times, challenger: str, holder: str) -> bool:
 def _why(winner: str, point: Point) -> str:
     num_bytes, times = point
     medians = {name: statistics.median(turns) for name, turns in times.items()}
-    others = sorted(
-        (name for name in times if name != winner), key=lambda name: (name != FLAVOURS[0].name, medians[name])
-    )
-    if not others:
+    if len(medians) == 1:
         return "the only one in the race"
-    return f"{medians[others[0]] / medians[winner]:.1f}x {others[0]} at {in_units(num_bytes)}, measured"
+    seconds, usual = medians.pop(winner), FLAVOURS[0].name
+    other = usual if usual in medians else min(medians, key=medians.__getitem__)
+    return f"{medians[other] / seconds:.1f}x {other} at {in_units(num_bytes)}, measured"
 
 
 def is_hopeless(name: str, points: Sequence[Point]) -> bool:
@@ -290,6 +285,5 @@ def in_units(num_bytes: float) -> str:
 
 
 def _as_text(choices: Sequence[Choice]) -> str:
-    return ", ".join(
-        f"{c.flavour} {'beyond' if c.max_bytes == math.inf else 'to ' + in_units(c.max_bytes)}" for c in choices
-    )
+    *smaller, last = choices
+    return ", ".join([*(f"{c.flavour} to {in_units(c.max_bytes)}" for c in smaller), f"{last.flavour} beyond"])
