@@ -15,14 +15,14 @@ import pathlib
 import platform
 import re
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 import torchmpi_py
 from torchmpi_py import trusted_files
-from torchmpi_py.collectives.selector import Choice, Key, Selector, selector
+from torchmpi_py.collectives.selector import ASSIGNED, Choice, Key, Selector, selector
 from torchmpi_py.core import config
 from torchmpi_py.core.channels import Place
 from torchmpi_py.core.communicators import Communicator
@@ -71,15 +71,16 @@ def load_for(world: Communicator) -> None:
 
     What the program has assigned itself stays.
     """
-    found: list[tuple[Rows, str]] = []
+    rows, sources = Rows(), list[str]()
     if world.rank == 0:
-        kinds = ["cpu"] if gpus.table() is None else ["cpu", "cuda"]
-        found = [one for one in (_find(facts(world, kind)) for kind in kinds) if one is not None]
-    found = world.direct.mpi.bcast(found)
-    if found:
-        rows = {key: choices for of_device, _ in found for key, choices in of_device.items()}
-        assigned = {key: selector[key] for key in selector if any(c.why == "assigned" for c in selector[key])}
-        install({**rows, **assigned}, "; ".join(source for _, source in found))
+        for kind in ("cpu",) if gpus.table() is None else ("cpu", "cuda"):
+            if (found := _find(facts(world, kind))) is not None:
+                rows |= found[0]
+                sources.append(found[1])
+    rows, sources = world.direct.mpi.bcast((rows, sources))
+    if sources:
+        assigned = {key: selector[key] for key in selector if any(c.why == ASSIGNED for c in selector[key])}
+        install({**rows, **assigned}, "; ".join(sources))
 
 
 def install(rows: Rows, source: str) -> None:
@@ -108,21 +109,13 @@ def read(path: pathlib.Path, expected: MachineFacts) -> tuple[Rows, str]:
     try:
         # Whoever owns the folder, which the user has named, may have measured for all its users.
         content = trusted_files.read_json(path, owners={path.parent.stat().st_uid})
-        stale = _why_stale(content, expected)
-        rows, date = ({}, "") if stale else (dict(_row(record) for record in content["rows"]), str(content["date"]))
+        there, here = ({"format": content["format"], **content["facts"]}, {"format": FORMAT, **expected._asdict()})
+        differing = [f"{name} {there[name]!r}, not {value!r}" for name, value in here.items() if there[name] != value]
+        if not differing:
+            return dict(_row(record) for record in content["rows"]), str(content["date"])
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"it is not understood ({type(error).__name__}: {error})") from error
-    if stale:
-        raise ValueError(stale)
-    return rows, date
-
-
-def _why_stale(content: Mapping[str, Any], expected: MachineFacts) -> str:
-    if content["format"] != FORMAT:
-        return f"it has format {content['format']!r}, and this version reads {FORMAT}"
-    pairs = zip(MachineFacts._fields, MachineFacts(**content["facts"]), expected, strict=True)
-    differing = [f"{name} {there!r}, not {here!r}" for name, there, here in pairs if there != here]
-    return f"it was measured with {', '.join(differing)}" if differing else ""
+    raise ValueError(f"it was measured with {', '.join(differing)}")
 
 
 def _row(record: Mapping[str, Any]) -> tuple[Key, list[Choice]]:
@@ -140,21 +133,20 @@ def write(path: pathlib.Path, measured_with: MachineFacts, rows: Rows) -> str:
     with contextlib.suppress(OSError, ValueError):
         rows = {**read(path, measured_with)[0], **rows}
     date = dt.datetime.now().isoformat(" ", "minutes")
+    no_limit = {math.inf: None}  # JSON has no infinity
     content = {
         "format": FORMAT,
         "facts": measured_with._asdict(),
         "date": date,
         "package": torchmpi_py.__version__,
         "torch": torch.__version__,
-        "rows": [{**key._asdict(), "choices": _as_lists(rows[key])} for key in sorted(rows)],
+        "rows": [
+            {**key._asdict(), "choices": [(no_limit.get(most, most), *others) for most, *others in rows[key]]}
+            for key in sorted(rows)
+        ],
     }
     config.keep(path, content)
     return date
-
-
-def _as_lists(choices: Sequence[Choice]) -> list[list[object]]:
-    """Choices in the form of the file: JSON has no infinity."""
-    return [[None if most == math.inf else most, flavour, why] for most, flavour, why in choices]
 
 
 def _cpu_model() -> str:
