@@ -163,13 +163,14 @@ def test_slots_are_not_overwritten_while_they_are_in_use(monkeypatch, seed):
         return lambda k: lazy.do(lambda: function(k))
 
     def fetch(k):
-        slots.given(k, torch.float32, 1)[0] = x[k]
+        slots.part(k, staged.GIVEN, torch.float32, 1)[0] = x[k]
 
     def work(k):
-        slots.received(k, torch.float32, 1)[0] = slots.given(k, torch.float32, 1)[0] * 2
+        given, received = (slots.part(k, which, torch.float32, 1) for which in (staged.GIVEN, staged.RECEIVED))
+        received[0] = given[0] * 2
 
     def put(k):
-        out[k] = slots.received(k, torch.float32, 1)[0]
+        out[k] = slots.part(k, staged.RECEIVED, torch.float32, 1)[0]
 
     slots.pipeline(11, task(fetch), work, task(put))
     lazy.do(lambda: x.copy_(out))  # on the caller's stream, after the results

@@ -30,6 +30,7 @@ from torchmpi_py.errors import Unavailable
 from torchmpi_py.memory import devices, symmetric
 
 NUM_SLOTS = 3
+GIVEN, RECEIVED = 0, 1
 
 
 class Staged(Flavour):
@@ -60,122 +61,104 @@ class Staged(Flavour):
         return work, post
 
     def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
-        self._in_place("allreduce", channel, source, destination, op)
+        self._by_rows("allreduce", channel, source.view(1, -1), destination.view(1, -1), op)
 
     def reduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str, root: int) -> None:
-        self._in_place("reduce", channel, source, destination, op, root, takes=channel.rank == root)
+        takes = channel.rank == root
+        self._by_rows("reduce", channel, source.view(1, -1), destination.view(1, -1), op, root, takes=takes)
 
     def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
-        is_root = channel.rank == root
-        self._in_place("broadcast", channel, x, x, root, gives=is_root, takes=not is_root)
+        x, is_root = x.view(1, -1), channel.rank == root
+        self._by_rows("broadcast", channel, x, x, root, gives=is_root, takes=not is_root)
 
-    def _in_place(
+    def reduce_scatter(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
+        self._by_rows("reduce_scatter", channel, source.view(channel.size, -1), destination.view(1, -1), op)
+
+    def alltoall(self, channel: Channel, source: Tensor, destination: Tensor) -> None:
+        self._by_rows("alltoall", channel, source.view(channel.size, -1), destination.view(channel.size, -1))
+
+    def scatter(self, channel: Channel, source: Tensor, destination: Tensor, root: int) -> None:
+        rows, gives = source.view(channel.size, -1), channel.rank == root
+        self._by_rows("scatter", channel, rows, destination.view(1, -1), root, gives=gives)
+
+    def _by_rows(
         self,
         verb: str,
         channel: Channel,
-        source: Tensor,
-        destination: Tensor,
+        rows: Tensor,
+        out: Tensor,
         *options: object,
         gives: bool = True,
         takes: bool = True,
     ) -> None:
-        """Verbs whose result is as long as their input, and takes its place in the slot.
+        """Verbs that work on columns one by one, of one row or of a row for each rank.
 
-        ``gives``, ``takes``: whether values of this rank come down, and whether the result goes up.
+        The result of one row takes the place of the input in the slot. ``gives``, ``takes``: whether values of this
+        rank come down, and whether the result goes up.
         """
-        x, out, slots = source.view(-1), destination.view(-1), _slots(channel, source)
-        pieces = chunks(0, x.numel(), _step(slots, x))
+        slots, is_in_place = _slots(channel, rows), verb in ("allreduce", "reduce", "broadcast")
+        pieces = chunks(0, rows.shape[1], max(1, slots.chunk_bytes // (rows.shape[0] * rows.itemsize)))
 
-        def host(k: int) -> Tensor:
-            return slots.given(k, x.dtype, pieces[k][1] - pieces[k][0])
+        def part(k: int, which: int, num_rows: int) -> Tensor:
+            width = pieces[k][1] - pieces[k][0]
+            return slots.part(k, which, rows.dtype, num_rows * width).view(num_rows, width)
+
+        def given(k: int) -> Tensor:
+            return part(k, GIVEN, rows.shape[0])
+
+        def received(k: int) -> Tensor:
+            return given(k) if is_in_place else part(k, RECEIVED, out.shape[0])
 
         def fetch(k: int) -> None:
             if gives:
-                host(k).copy_(x[slice(*pieces[k])], non_blocking=True)
+                given(k).copy_(rows[:, slice(*pieces[k])], non_blocking=True)
 
         def work(k: int) -> None:
-            given = host(k)
-            tensors = (given,) if verb == "broadcast" else (given, given)
-            getattr(self._inner(verb, channel, given.nbytes), verb)(channel, *tensors, *options)
+            x = given(k).view(-1)
+            tensors = (x,) if verb == "broadcast" else (x, received(k).view(-1))
+            getattr(self._inner(verb, channel, x.nbytes), verb)(channel, *tensors, *options)
 
         def put(k: int) -> None:
             if takes:
-                out[slice(*pieces[k])].copy_(host(k), non_blocking=True)
-
-        slots.pipeline(len(pieces), fetch, work, put)
-
-    def reduce_scatter(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
-        self._by_rows("reduce_scatter", channel, source, destination.view(1, -1), op)
-
-    def alltoall(self, channel: Channel, source: Tensor, destination: Tensor) -> None:
-        self._by_rows("alltoall", channel, source, destination.view(channel.size, -1))
-
-    def scatter(self, channel: Channel, source: Tensor, destination: Tensor, root: int) -> None:
-        self._by_rows("scatter", channel, source, destination.view(1, -1), root, gives=channel.rank == root)
-
-    def _by_rows(
-        self, verb: str, channel: Channel, source: Tensor, out: Tensor, *options: object, gives: bool = True
-    ) -> None:
-        """Verbs whose input has a row for each rank; ``out`` has as many rows as the result."""
-        rows, slots = source.view(channel.size, -1), _slots(channel, source)
-        pieces = chunks(0, rows.shape[1], _step(slots, rows, channel.size))
-
-        def part(where: Any, k: int, num_rows: int) -> Tensor:
-            width = pieces[k][1] - pieces[k][0]
-            return where(k, rows.dtype, num_rows * width).view(num_rows, width)  # type: ignore[no-any-return]
-
-        def fetch(k: int) -> None:
-            if gives:
-                part(slots.given, k, channel.size).copy_(rows[:, slice(*pieces[k])], non_blocking=True)
-
-        def work(k: int) -> None:
-            given, received = part(slots.given, k, channel.size), part(slots.received, k, out.shape[0])
-            inner = self._inner(verb, channel, given.nbytes)
-            getattr(inner, verb)(channel, given.view(-1), received.view(-1), *options)
-
-        def put(k: int) -> None:
-            out[:, slice(*pieces[k])].copy_(part(slots.received, k, out.shape[0]), non_blocking=True)
+                out[:, slice(*pieces[k])].copy_(received(k), non_blocking=True)
 
         slots.pipeline(len(pieces), fetch, work, put)
 
     def allgather(self, channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> None:
-        self._gather(channel, x, list(sizes.split(out)), sizes, None)
+        self._gather("allgather", channel, x, out, sizes)
 
     def gather(self, channel: Channel, x: Tensor, out: Tensor | None, root: int, sizes: Sizes) -> None:
-        self._gather(channel, x, None if out is None else list(sizes.split(out)), sizes, root)
+        self._gather("gather", channel, x, out, sizes, root)
 
-    def _gather(self, channel: Channel, x: Tensor, parts: list[Tensor] | None, sizes: Sizes, root: int | None) -> None:
-        line, slots, itemsize = x.view(-1), _slots(channel, x), x.itemsize
-        lines = [part.view(-1) for part in parts or []]
-        totals = [num_bytes // itemsize for num_bytes in sizes.num_bytes]
+    def _gather(self, verb: str, channel: Channel, x: Tensor, out: Tensor | None, sizes: Sizes, *root: int) -> None:
+        line, slots = x.view(-1), _slots(channel, x)
+        lines = [] if out is None else [part.view(-1) for part in sizes.split(out)]
+        totals = [num_bytes // x.itemsize for num_bytes in sizes.num_bytes]
         # Ranks with less to give bring empty parts to the last chunks.
-        pieces = chunks(0, max(totals), _step(slots, line, channel.size))
+        pieces = chunks(0, max(totals), max(1, slots.chunk_bytes // (channel.size * x.itemsize)))
 
         def counts(k: int) -> list[int]:
             begin, end = pieces[k]
             return [max(0, min(total, end) - begin) for total in totals]
 
         def given(k: int) -> Tensor:
-            return slots.given(k, line.dtype, counts(k)[channel.rank])
+            return slots.part(k, GIVEN, x.dtype, counts(k)[channel.rank])
 
-        def work(k: int) -> None:
-            rows = counts(k)
-            piece = Sizes(rows, [row * itemsize for row in rows], [0] * channel.size)
-            received = slots.received(k, line.dtype, sum(rows))
-            inner = self._inner("allgather" if root is None else "gather", channel, received.nbytes)
-            if root is None:
-                inner.allgather(channel, given(k), received, piece)
-            else:
-                inner.gather(channel, given(k), None if parts is None else received, root, piece)
-
-        def put(k: int) -> None:
-            rows = counts(k)
-            received = torch.split(slots.received(k, line.dtype, sum(rows)), rows)
-            for mine, got in zip(lines, received, strict=False):
-                mine[slice(*pieces[k])].copy_(got, non_blocking=True)
+        def received(k: int) -> Tensor:
+            return slots.part(k, RECEIVED, x.dtype, sum(counts(k)))
 
         def fetch(k: int) -> None:
             given(k).copy_(line[slice(*pieces[k])], non_blocking=True)
+
+        def work(k: int) -> None:
+            rows, result = counts(k), received(k)
+            piece = Sizes(rows, [row * x.itemsize for row in rows], [0] * channel.size)
+            call = getattr(self._inner(verb, channel, result.nbytes), verb)
+            call(channel, given(k), None if out is None else result, *root, piece)
+
+        def put(k: int) -> None:
+            for mine, got in zip(lines, torch.split(received(k), counts(k)), strict=False):
+                mine[slice(*pieces[k])].copy_(got, non_blocking=True)
 
         slots.pipeline(len(pieces), fetch, work, put)
 
@@ -222,13 +205,10 @@ class HostSlots:
         self._came = [self._device.event() for _ in range(NUM_SLOTS)]
         self._left = [self._device.event() for _ in range(NUM_SLOTS)]
 
-    def given(self, chunk: int, dtype: torch.dtype, count: int) -> Tensor:
-        """The memory for a chunk that comes down: ``count`` elements, flat."""
-        return self._part(2 * (chunk % NUM_SLOTS), dtype, count)
-
-    def received(self, chunk: int, dtype: torch.dtype, count: int) -> Tensor:
-        """The memory for a result that goes up and does not take the place of what came down."""
-        return self._part(2 * (chunk % NUM_SLOTS) + 1, dtype, count)
+    def part(self, chunk: int, which: int, dtype: torch.dtype, count: int) -> Tensor:
+        """The memory for a chunk that comes down (GIVEN), or for a result in memory of its own (RECEIVED); flat."""
+        begin = (2 * (chunk % NUM_SLOTS) + which) * self._part_bytes
+        return self._memory[begin : begin + count * dtype.itemsize].view(dtype)
 
     def pipeline(
         self,
@@ -246,29 +226,19 @@ class HostSlots:
         self._down.wait_event(begin)  # and what comes up has come down before
         for chunk in range(num_chunks + 1):
             if chunk < num_chunks:  # the next chunk sets out from the GPU ...
-                self._fetch(chunk, fetch)
+                with self._device.on(self._down):
+                    self._down.wait_event(self._left[chunk % NUM_SLOTS])
+                    fetch(chunk)
+                    self._came[chunk % NUM_SLOTS].record(self._down)
             if chunk > 0:  # ... while the host works on the one that has come down, and sends it up
-                self._came[(chunk - 1) % NUM_SLOTS].synchronize()
-                work(chunk - 1)
-                self._put(chunk - 1, put)
+                before = chunk - 1
+                self._came[before % NUM_SLOTS].synchronize()
+                work(before)
+                with self._device.on(self._up):
+                    put(before)
+                    self._left[before % NUM_SLOTS].record(self._up)
         for event in self._left:
             current.wait_event(event)
-
-    def _fetch(self, chunk: int, fetch: Callable[[int], object]) -> None:
-        slot = chunk % NUM_SLOTS
-        with self._device.on(self._down):
-            self._down.wait_event(self._left[slot])
-            fetch(chunk)
-            self._came[slot].record(self._down)
-
-    def _put(self, chunk: int, put: Callable[[int], object]) -> None:
-        with self._device.on(self._up):
-            put(chunk)
-            self._left[chunk % NUM_SLOTS].record(self._up)
-
-    def _part(self, part: int, dtype: torch.dtype, count: int) -> Tensor:
-        begin = part * self._part_bytes
-        return self._memory[begin : begin + count * dtype.itemsize].view(dtype)
 
     def free(self) -> None:
         """Wait for what is under way, and let go of the memory."""
@@ -279,11 +249,6 @@ class HostSlots:
 
 def _slots(channel: Channel, x: Tensor) -> HostSlots:
     return channel.keep((HostSlots, x.device), lambda made: HostSlots(made, x.device))
-
-
-def _step(slots: HostSlots, x: Tensor, num_rows: int = 1) -> int:
-    """Columns of a chunk."""
-    return max(1, slots.chunk_bytes // (num_rows * x.itemsize))
 
 
 def _post_on_host(post: Post, operation: Operation[Any]) -> Handle[Any]:
