@@ -20,15 +20,15 @@ After TorchMPI's hierarchical collectives, which had no such thing on CPUs, and 
 
 from __future__ import annotations
 
-import collections
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from torchmpi_py.collectives.flavour import Flavour, Requests, Sizes, Walk, wait
-from torchmpi_py.collectives.flavours.schedule import chunks, kept_from, pipeline
+from torchmpi_py.collectives.flavours.schedule import Bounds, chunks, kept_from, pipeline
 from torchmpi_py.collectives.plan import of_a_part
 from torchmpi_py.collectives.reductions import Kernel, kernel
 from torchmpi_py.core import communicators, config
@@ -77,54 +77,81 @@ class Hierarchical(Flavour):
 
     @of_a_part
     def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
-        groups, x, out = groups_of(channel), source.view(-1), destination.view(-1)
-        outer = self.members[x.device.type].outer
+        groups = groups_of(channel)
         if groups.are_single:
-            outer.allreduce(groups.outer, source, destination, op)
+            self.members[source.device.type].outer.allreduce(groups.outer, source, destination, op)
             return
-        form = _Sliced if groups.are_equal else _ByRoots
-        how, inner = kernel(x.dtype, op), self._inner(channel, x, with_root=not groups.are_equal)
-        reduction = form(groups, inner, outer, how, channel.size)
-        pieces = chunks(0, x.numel(), reduction.step(x))
-        totals: dict[int, Tensor] = {}
+        form = self._allreduce_by_slices if groups.are_equal else self._allreduce_by_roots
+        form(channel, source.view(-1), destination.view(-1), kernel(source.dtype, op))
 
-        def reduce_inside(k: int) -> Walk:
-            begin, end = pieces[k]
-            totals[k], walk = reduction.begin(x[begin:end], out[begin:end])
-            return walk
+    def _allreduce_by_slices(self, channel: Channel, x: Tensor, out: Tensor, how: Kernel) -> None:
+        """Allreduce where all groups are equal: every rank carries the slice that it owns between the groups."""
+        groups, inner, outer = self._parts(channel, x)
+        size, index = groups.inner.size, groups.inner.rank
 
-        def spread_inside(k: int) -> None:
-            begin, end = pieces[k]
-            reduction.end(totals.pop(k), out[begin:end])
+        def reduce_inside(piece: slice) -> tuple[Tensor, Walk]:
+            partial, target = how.partial(x[piece]), out[piece]
+            if partial.numel() % size:  # equal slices: the last piece may need some zeros more
+                partial = torch.nn.functional.pad(partial, (0, -partial.numel() % size))
+            count = partial.numel() // size
+            if how.is_plain and inner.scatters_in_place and partial.numel() == target.numel():
+                mine = target.view(partial.dtype)[index * count : (index + 1) * count]
+            else:
+                mine = partial.new_empty(count)
+            inner.reduce_scatter(groups.inner, partial, mine, how.op)
+            return mine, outer.walk("allreduce", groups.outer, mine, mine, how.op)
 
-        _overlap(len(pieces), reduce_inside, spread_inside)
+        def spread_inside(piece: slice, total: Tensor) -> None:
+            mine, target = how.result(total, channel.size, out.dtype).to(out.dtype), out[piece]
+            whole = target if target.numel() == mine.numel() * size else out.new_empty(mine.numel() * size)
+            inner.allgather(groups.inner, mine, whole, Sizes.equal(mine, size))
+            if whole is not target:
+                target.copy_(whole[: target.numel()])
+
+        _overlap(chunks(0, x.numel(), _step(x, groups, size)), reduce_inside, spread_inside)
+
+    def _allreduce_by_roots(self, channel: Channel, x: Tensor, out: Tensor, how: Kernel) -> None:
+        """Allreduce where groups are unequal: the roots of the groups carry whole pieces between groups."""
+        groups, inner, outer = self._parts(channel, x, with_root=True)
+        is_root = groups.inner.rank == 0
+
+        def reduce_inside(piece: slice) -> tuple[Tensor, Walk]:
+            mine = _own(how, x[piece])
+            inner.reduce(groups.inner, mine, mine, how.op, 0)
+            return mine, outer.walk("allreduce", groups.roots, mine, mine, how.op) if is_root else iter(())
+
+        def spread_inside(piece: slice, total: Tensor) -> None:
+            if is_root:
+                out[piece].copy_(how.result(total, channel.size, out.dtype))
+            inner.broadcast(groups.inner, out[piece], 0)
+
+        _overlap(chunks(0, x.numel(), _step(x, groups, 1)), reduce_inside, spread_inside)
 
     @of_a_part
     def reduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str, root: int) -> None:
-        groups, x, out = groups_of(channel), source.view(-1), destination.view(-1)
-        how, of_device = kernel(x.dtype, op), self.members[x.device.type]
+        x, out, how = source.view(-1), destination.view(-1), kernel(source.dtype, op)
+        groups, inner, outer = self._parts(channel, x, with_root=True)
         if groups.are_single:
-            of_device.outer.reduce(groups.outer, source, destination, op, root)
+            outer.reduce(groups.outer, source, destination, op, root)
             return
-        group, index = groups.location[root]
-        inner = self._inner(channel, x, with_root=True)
+        (group, index), point = groups.location[root], self.members[x.device.type].rooted[-1]
         # A piece: inside to the group's root, between groups to the root of root's group, inside on to root.
         for piece in chunks(0, x.numel(), _chain_step(x)):
             total = _own(how, x[slice(*piece)])
             inner.reduce(groups.inner, total, total, how.op, 0)
             if groups.inner.rank == 0:
-                of_device.outer.reduce(groups.roots, total, total, how.op, group)
+                outer.reduce(groups.roots, total, total, how.op, group)
             if index and groups.group == group and groups.inner.rank == 0:
-                of_device.rooted[-1].send(groups.inner, total, index)
+                point.send(groups.inner, total, index)
             elif index and channel.rank == root:
-                of_device.rooted[-1].recv(groups.inner, total, 0)
+                point.recv(groups.inner, total, 0)
             if channel.rank == root:
                 out[slice(*piece)].copy_(how.result(total, channel.size, x.dtype))
 
     @of_a_part
     def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
-        groups, x, inner = groups_of(channel), x.view(-1), self._inner(channel, x, with_root=True)
-        outer = self.members[x.device.type].outer
+        x = x.view(-1)
+        groups, inner, outer = self._parts(channel, x, with_root=True)
         if groups.are_single:
             outer.broadcast(groups.outer, x, root)
             return
@@ -146,32 +173,30 @@ class Hierarchical(Flavour):
 
     @of_a_part
     def reduce_scatter(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
-        groups, out = groups_of(channel), destination.view(-1)
-        outer = self.members[out.device.type].outer
+        out = destination.view(-1)
+        groups, inner, outer = self._parts(channel, out)
         if groups.are_single or not groups.are_equal:
             outer.reduce_scatter(channel, source, destination, op)
             return
-        rows, how, inner = source.view(channel.size, -1), kernel(out.dtype, op), self._inner(channel, out)
+        rows, how = source.view(channel.size, -1), kernel(out.dtype, op)
         pieces = chunks(0, out.numel(), max(1, _step(source, groups, groups.inner.size) // channel.size))
-        totals: dict[int, Tensor] = {}
 
-        def reduce_inside(k: int) -> Walk:
+        def reduce_inside(piece: slice) -> tuple[Tensor, Walk]:
             # Row i of the partial results: what the ranks with inner rank i are to get, in the order of the groups.
-            partial = how.partial(rows[groups.by_columns, slice(*pieces[k])].view(-1))
+            partial = how.partial(rows[groups.by_columns, piece].view(-1))
             mine = partial.new_empty(partial.numel() // groups.inner.size)
             inner.reduce_scatter(groups.inner, partial, mine, how.op)
-            totals[k] = total = mine.new_empty(mine.numel() // len(groups.members))
-            return outer.walk("reduce_scatter", groups.outer, mine, total, how.op)
+            total = mine.new_empty(mine.numel() // len(groups.members))
+            return total, outer.walk("reduce_scatter", groups.outer, mine, total, how.op)
 
-        def divide(k: int) -> None:
-            out[slice(*pieces[k])].copy_(how.result(totals.pop(k), channel.size, out.dtype))
+        def divide(piece: slice, total: Tensor) -> None:
+            out[piece].copy_(how.result(total, channel.size, out.dtype))
 
-        _overlap(len(pieces), reduce_inside, divide)
+        _overlap(pieces, reduce_inside, divide)
 
     @of_a_part
     def allgather(self, channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> None:
-        groups, inner = groups_of(channel), self._inner(channel, x)
-        outer = self.members[x.device.type].outer
+        groups, inner, outer = self._parts(channel, x)
         if not (groups.are_equal and sizes.are_equal):
             self._allgather_by_roots(channel, x, out, sizes)
             return
@@ -180,26 +205,23 @@ class Hierarchical(Flavour):
             return
         x, rows = x.reshape(-1), out.view(channel.size, -1)
         pieces = chunks(0, x.numel(), max(1, _step(out, groups, groups.inner.size) // channel.size))
-        columns: dict[int, Tensor] = {}
 
-        def gather_between_groups(k: int) -> Walk:
-            piece = x[slice(*pieces[k])]
-            columns[k] = column = x.new_empty(len(groups.members) * piece.numel())
-            return outer.walk("allgather", groups.outer, piece, column, Sizes.equal(piece, len(groups.members)))
+        def gather_between_groups(piece: slice) -> tuple[Tensor, Walk]:
+            mine, num_groups = x[piece], len(groups.members)
+            column = x.new_empty(num_groups * mine.numel())
+            return column, outer.walk("allgather", groups.outer, mine, column, Sizes.equal(mine, num_groups))
 
-        def spread_inside(k: int) -> None:
-            begin, end = pieces[k]
-            column = columns.pop(k)
+        def spread_inside(piece: slice, column: Tensor) -> None:
             gathered = column.new_empty(groups.inner.size * column.numel())
             inner.allgather(groups.inner, column, gathered, Sizes.equal(column, groups.inner.size))
             for rank, part in zip(groups.by_columns, gathered.view(channel.size, -1), strict=True):
-                rows[rank, begin:end] = part
+                rows[rank, piece] = part
 
-        _overlap(len(pieces), gather_between_groups, spread_inside)
+        _overlap(pieces, gather_between_groups, spread_inside)
 
     def _allgather_by_roots(self, channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> None:
         """Allgather where the ranks bring different sizes, or groups are unequal."""
-        groups, inner = groups_of(channel), self._inner(channel, x, with_root=True)
+        groups, inner, outer = self._parts(channel, x, with_root=True)
         # 1. Inside: all parts of the group to its root.
         mine = groups.members[groups.group]
         is_root = groups.inner.rank == 0
@@ -210,7 +232,7 @@ class Hierarchical(Flavour):
             in_order = [rank for members in groups.members for rank in members]
             is_sorted = in_order == sorted(in_order)
             gathered = out if is_sorted else out.new_empty(out.shape)
-            self.members[x.device.type].outer.allgather(groups.roots, part, gathered, sizes.summed(groups.members))
+            outer.allgather(groups.roots, part, gathered, sizes.summed(groups.members))
             if not is_sorted:
                 parts = sizes.split(out)
                 for rank, rows in zip(in_order, sizes.of(in_order).split(gathered), strict=True):
@@ -218,105 +240,45 @@ class Hierarchical(Flavour):
         # 3. Inside: the whole from the root to all.
         inner.broadcast(groups.inner, out, 0)
 
-    def _inner(self, channel: Channel, x: Tensor, *, with_root: bool = False) -> Flavour:
-        group, device = groups_of(channel).inner, x.device.type
-        inners = self.members[device].rooted if with_root else self.members[device].inners
-        return next(inner for inner in inners if not inner.missing(device) and not inner.refuses(group))
+    def _parts(self, channel: Channel, x: Tensor, *, with_root: bool = False) -> tuple[NodeGroups, Flavour, Flavour]:
+        """The groups of the channel, and the flavours inside and between them for tensors like ``x``."""
+        groups, device = groups_of(channel), x.device.type
+        members = self.members[device]
+        inners = members.rooted if with_root else members.inners
+        inner = next(inner for inner in inners if not inner.missing(device) and not inner.refuses(groups.inner))
+        return groups, inner, members.outer
 
 
-class _UnderWay:
-    """Walks between groups, each with a number; they are resumed by turns.
+def _overlap(
+    pieces: Sequence[Bounds], begin: Callable[[slice], tuple[Tensor, Walk]], end: Callable[[slice, Tensor], None]
+) -> None:
+    """Work on pieces: ``begin`` inside the groups, walk between them, ``end`` inside; some pieces are under way.
 
-    All ranks start and finish the same walks in the same order, and a walk has equally many steps on all ranks: so
-    two ranks agree on the order of their messages, and one tag is enough. For trees one tag would not be enough.
+    ``begin`` returns what ``end`` gets, and the walk. All ranks start and finish the same walks in the same order, and
+    a walk has equally many steps on all ranks: so two ranks agree on the order of their messages, and one tag is
+    enough. For trees one tag would not be enough.
     """
+    begun: dict[int, Tensor] = {}
+    under_way: dict[int, tuple[Walk, Requests]] = {}  # the first one is resumed next
 
-    def __init__(self) -> None:
-        self._walks: collections.deque[tuple[int, Walk, Requests]] = collections.deque()
-
-    def start(self, number: int, walk: Walk) -> None:
-        """Post the first messages of a walk."""
-        self._walks.extend((number, walk, requests) for requests in itertools.islice(walk, 1))
-
-    def finish(self, number: int) -> None:
-        """Resume all walks by turns, the oldest first, until this one has ended."""
-        while any(number == other for other, _, _ in self._walks):
-            resumed, walk, requests = self._walks[0]
-            wait(requests)
-            self._walks.popleft()
-            self.start(resumed, walk)
-
-
-def _overlap(num_pieces: int, begin: Callable[[int], Walk], end: Callable[[int], None]) -> None:
-    """Work on pieces: ``begin`` inside the groups, walk between them, ``end`` inside; some pieces are under way."""
-    between_groups = _UnderWay()
+    def resume(k: int, walk: Walk) -> None:
+        for requests in itertools.islice(walk, 1):
+            under_way[k] = walk, requests
 
     def start(k: int) -> None:
-        between_groups.start(k, begin(k))
+        begun[k], walk = begin(slice(*pieces[k]))
+        resume(k, walk)
 
     def finish(k: int) -> None:
-        between_groups.finish(k)
-        end(k)
+        while k in under_way:
+            oldest, (walk, requests) = next(iter(under_way.items()))
+            wait(requests)
+            del under_way[oldest]
+            resume(oldest, walk)
+        end(slice(*pieces[k]), begun.pop(k))
 
-    with kept_from(between_groups):
-        pipeline(num_pieces, [start, *[_nothing] * (PIECES_UNDER_WAY - 1), finish], _nothing)
-
-
-class _Sliced:
-    """Allreduce of a piece where all groups are equal: every rank carries the slice that it owns between the groups."""
-
-    def __init__(self, groups: NodeGroups, inner: Flavour, outer: Flavour, how: Kernel, num_ranks: int) -> None:
-        self.groups, self.inner, self.outer, self.how, self.num_ranks = groups, inner, outer, how, num_ranks
-
-    def step(self, x: Tensor) -> int:
-        """Elements of a piece."""
-        return _step(x, self.groups, self.groups.inner.size)
-
-    def begin(self, x: Tensor, out: Tensor) -> tuple[Tensor, Walk]:
-        """Reduce ``x`` inside the group. Return this rank's slice, and the walk that reduces it between groups.
-
-        The slice lies in ``out`` where it can.
-        """
-        partial, (size, index) = self.how.partial(x), (self.groups.inner.size, self.groups.inner.rank)
-        if partial.numel() % size:  # equal slices: the last piece may need some zeros more
-            padded = partial.new_zeros(-(-partial.numel() // size) * size)
-            padded[: partial.numel()].copy_(partial)
-            partial = padded
-        count = partial.numel() // size
-        if self.how.is_plain and self.inner.scatters_in_place and partial.numel() == out.numel():
-            mine = out.view(partial.dtype)[index * count : (index + 1) * count]
-        else:
-            mine = partial.new_empty(count)
-        self.inner.reduce_scatter(self.groups.inner, partial, mine, self.how.op)
-        return mine, self.outer.walk("allreduce", self.groups.outer, mine, mine, self.how.op)
-
-    def end(self, total: Tensor, out: Tensor) -> None:
-        """Gather the slices of ``total`` inside the group, into ``out``."""
-        mine = self.how.result(total, self.num_ranks, out.dtype).to(out.dtype)
-        size = self.groups.inner.size
-        whole = out if out.numel() == mine.numel() * size else out.new_empty(mine.numel() * size)
-        self.inner.allgather(self.groups.inner, mine, whole, Sizes.equal(mine, size))
-        if whole is not out:
-            out.copy_(whole[: out.numel()])
-
-
-class _ByRoots(_Sliced):
-    """Allreduce of a piece where groups are unequal: the roots of the groups carry whole pieces between groups."""
-
-    def step(self, x: Tensor) -> int:
-        return _step(x, self.groups, 1)
-
-    def begin(self, x: Tensor, out: Tensor) -> tuple[Tensor, Walk]:
-        mine, groups = _own(self.how, x), self.groups
-        self.inner.reduce(groups.inner, mine, mine, self.how.op, 0)
-        if groups.inner.rank:
-            return mine, iter(())
-        return mine, self.outer.walk("allreduce", groups.roots, mine, mine, self.how.op)
-
-    def end(self, total: Tensor, out: Tensor) -> None:
-        if self.groups.inner.rank == 0:
-            out.copy_(self.how.result(total, self.num_ranks, out.dtype))
-        self.inner.broadcast(self.groups.inner, out, 0)
+    with kept_from(under_way):
+        pipeline(len(pieces), [start, *[_nothing] * (PIECES_UNDER_WAY - 1), finish], _nothing)
 
 
 class NodeGroups:
