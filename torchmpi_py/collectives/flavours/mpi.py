@@ -67,10 +67,10 @@ class Mpi(Flavour):
             call = getattr(comm, name)
             work = lambda *tensors: call(*arguments_of(*tensors))  # noqa: E731
             if is_small:
-                post = functools.partial(_post_call, getattr(comm, _POSTED_AS[name]), arguments_of)
+                post = functools.partial(_post_call, getattr(comm, _posted_as(name)), arguments_of)
         elif plan.method == "allgather":
             work = _allgather_at_once(comm, plan.others[0]) or work
-        elif is_small and plan.method in _STEPS:
+        elif is_small and plan.method in _POSTED:
             post = functools.partial(_post_step, comm)
         return work, post
 
@@ -165,10 +165,15 @@ def _post_call(
 
 
 def _post_step(comm: MPI.Comm, operation: Operation[R]) -> handles.Handle[R]:
-    steps = _STEPS[operation.plan.method](comm, *operation.arguments, *operation.plan.others)
+    steps = getattr(mpi_steps, operation.plan.method)(comm, *operation.arguments, *operation.plan.others)
     first = next(steps, None)  # None: there are no elements
-    requests = [] if first is None else [getattr(comm, _POSTED_AS[first[0]])(*first[1])]
+    requests = [] if first is None else [getattr(comm, _posted_as(first[0]))(*first[1])]
     return _keep(operation, requests, functools.partial(_run_out, operation, steps))
+
+
+def _posted_as(name: str) -> str:
+    """The nonblocking call of MPI for a blocking one: Ibcast for Bcast."""
+    return f"I{name.lower()}"
 
 
 def _run_out(operation: Operation[Any], remaining: Steps) -> None:
@@ -177,22 +182,8 @@ def _run_out(operation: Operation[Any], remaining: Steps) -> None:
         raise AssertionError(f"{operation.plan}: posted as one message, but step {step[0]} follows")
 
 
-_STEPS: dict[str, Callable[..., Steps]] = {  # the collectives that take one step when they are small
-    "broadcast": mpi_steps.broadcast,
-    "reduce": mpi_steps.reduce,
-    "allreduce": mpi_steps.allreduce,
-    "reduce_scatter": mpi_steps.reduce_scatter,
-    "alltoall": mpi_steps.alltoall,
-    "scatter": mpi_steps.scatter,
-}
-_POSTED_AS = {
-    "Allreduce": "Iallreduce",
-    "Alltoall": "Ialltoall",
-    "Bcast": "Ibcast",
-    "Reduce": "Ireduce",
-    "Reduce_scatter_block": "Ireduce_scatter_block",
-    "Scatter": "Iscatter",
-}
+_POSTED = frozenset({"broadcast", "reduce", "allreduce", "reduce_scatter", "alltoall", "scatter"})
+"""The collectives that take one step when they are small."""
 _POSTS: dict[str, Callable[..., Sequence[handles.MpiRequest]]] = {
     "send": mpi_steps.post_send,
     "recv": mpi_steps.post_recv,
