@@ -2,7 +2,7 @@
 
 Messages longer than ``Tuning.message_bytes`` travel in pieces. Where an MPI collective would count beyond 32 bits in
 total, the verb is composed of calls that do not: allgather of broadcasts, reduce_scatter of reduces, the others of
-messages between pairs.
+messages between pairs, by the plans of ``schedule.py``.
 
 The tag of a message holds its dtype, so that the bits of one dtype never arrive as values of another, at no byte more.
 A message of another dtype does not match a receive; the receive finds the message in a probe, and raises
@@ -16,6 +16,7 @@ work first.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from torchmpi_py.collectives import mpi_buffers
 from torchmpi_py.collectives.flavour import Sizes
+from torchmpi_py.collectives.flavours import schedule
 from torchmpi_py.core import config
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.core.tensors import copy_if_overlapping, copy_to
@@ -52,51 +54,30 @@ def broadcast(comm: MPI.Comm, x: Tensor, root: int) -> Steps:
 
 def allreduce(comm: MPI.Comm, source: Tensor, destination: Tensor, op: str) -> Steps:
     """Allreduce."""
-    how = mpi_buffers.reduction(source.dtype, op)
-    if how.decode is not None:
-        yield from _encoded(comm, source, destination, how, "Allreduce", (how.mpi_op,))
-        return
-    for sent, received in mpi_buffers.pieces(config.current.message_bytes, how.itemsize, source, destination):
-        given, taken = mpi_buffers.pair(sent, received, how.mpi_type)
-        yield "Allreduce", (given, taken, how.mpi_op)
-    if how.divide:
-        destination.div_(comm.size)
+    return _reduced(comm, source, destination, op)
 
 
 def reduce(comm: MPI.Comm, source: Tensor, destination: Tensor, op: str, root: int) -> Steps:
     """Reduce."""
+    return _reduced(comm, source, destination if comm.rank == root else None, op, root)
+
+
+def _reduced(comm: MPI.Comm, source: Tensor, destination: Tensor | None, op: str, *root: int) -> Steps:
+    """Reduce to ``root``, or Allreduce. ``destination`` is None where no result is due."""
     how = mpi_buffers.reduction(source.dtype, op)
-    is_root = comm.rank == root
-    if how.decode is not None:
-        yield from _encoded(comm, source, destination if is_root else None, how, "Reduce", (how.mpi_op, root))
-        return
-    for sent, received in mpi_buffers.pieces(config.current.message_bytes, how.itemsize, source, destination):
-        buffers = (
-            mpi_buffers.pair(sent, received, how.mpi_type) if is_root else (mpi_buffers.typed(sent, how.mpi_type), None)
-        )
-        yield "Reduce", (*buffers, how.mpi_op, root)
-    if how.divide and is_root:
-        destination.div_(comm.size)
-
-
-def _encoded(
-    comm: MPI.Comm,
-    source: Tensor,
-    destination: Tensor | None,
-    how: mpi_buffers.Reduction,
-    call: str,
-    last: tuple[Any, ...],
-) -> Steps:
-    """The steps of (all)reduce for a dtype that travels in another form. ``destination`` is None where none is due."""
-    assert how.encode is not None, how
-    assert how.decode is not None, how
+    limit = config.current.message_bytes if how.encode is None else config.current.wire_bytes
     target = source if destination is None else destination  # not written without a destination
-    for piece, received in mpi_buffers.pieces(config.current.wire_bytes, how.itemsize, source, target):
-        scratch = how.encode(piece)
-        buffer = mpi_buffers.typed(scratch, how.mpi_type)
-        yield call, (buffer, None, *last) if destination is None else (MPI.IN_PLACE, buffer, *last)
-        if destination is not None:
-            received.copy_(how.decode(scratch.div_(comm.size) if how.divide else scratch).view_as(received))
+    for piece, received in mpi_buffers.pieces(limit, how.itemsize, source, target):
+        sent = piece if how.encode is None else how.encode(piece)
+        result = received if how.encode is None else sent
+        given, taken = mpi_buffers.pair(sent, result, how.mpi_type)
+        if destination is None:
+            given, taken = mpi_buffers.typed(sent, how.mpi_type), None
+        yield "Reduce" if root else "Allreduce", (given, taken, how.mpi_op, *root)
+        if destination is not None and how.divide:
+            result.div_(comm.size)
+        if destination is not None and how.decode is not None:
+            received.copy_(how.decode(result).view_as(received))
 
 
 def reduce_scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, op: str) -> Steps:
@@ -120,14 +101,13 @@ def reduce_scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, op: str)
 
 
 def alltoall(comm: MPI.Comm, source: Tensor, destination: Tensor) -> Steps:
-    """Alltoall; large: pairwise exchanges at growing distance."""
+    """Alltoall; large: messages between pairs of ranks."""
     if source.nbytes <= config.current.message_bytes:
         yield "Alltoall", (mpi_buffers.raw(source), mpi_buffers.raw(destination))
         return
-    sent, received = source.chunk(comm.size), destination.chunk(comm.size)
-    for distance in range(comm.size):
-        to, of = (comm.rank + distance) % comm.size, (comm.rank - distance) % comm.size
-        yield from _pairs(comm, sent[to], received[of], of, to)
+    destination.chunk(comm.size)[comm.rank].copy_(source.chunk(comm.size)[comm.rank])
+    length, step = source.nbytes // comm.size, config.current.message_bytes
+    yield from _exchanges(comm, source, destination, schedule.alltoall(comm.rank, comm.size, length, step))
 
 
 def scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, root: int) -> Steps:
@@ -135,14 +115,12 @@ def scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, root: int) -> S
     if source.nbytes <= config.current.message_bytes:
         source = copy_if_overlapping(source, destination)  # alone, a rank may give one memory for both
         yield "Scatter", (mpi_buffers.raw(source) if comm.rank == root else None, mpi_buffers.raw(destination), root)
-    elif comm.rank != root:
-        yield from _part(comm, destination, root)
-    else:
-        for rank, part in enumerate(source.chunk(comm.size)):
-            if rank == root:
-                destination.copy_(part)
-            else:
-                yield from send(comm, part, rank, INTERNAL)
+        return
+    bounds = in_order([destination.nbytes] * comm.size)
+    plan = schedule.scatter(comm.rank, root, bounds, config.current.message_bytes)
+    yield from _exchanges(comm, source, destination, plan)
+    if comm.rank == root:
+        destination.copy_(source.chunk(comm.size)[root])
 
 
 def _messages(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
@@ -155,35 +133,36 @@ def _messages(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     return mpi_buffers.pieces(config.current.message_bytes, tensors[0].itemsize, *tensors)
 
 
-def _part(comm: MPI.Comm, x: Tensor, source: int) -> Steps:
-    """Recv, of a part of a collective."""
-    for (piece,) in _messages(x):
-        status = MPI.Status()
-        yield "Recv", (mpi_buffers.raw(piece), source, INTERNAL + _CODES[x.dtype], status)
-        check_arrived(status, piece.nbytes)
+def _exchanges(comm: MPI.Comm, given: Tensor, received: Tensor, plan: Iterable[Iterable[schedule.Step]]) -> Steps:
+    """Sendrecv for every step of a plan; one of the two messages may be empty. RanksDisagree if fewer bytes come."""
+    (sent, _), (came, _) = mpi_buffers.raw(given), mpi_buffers.raw(received)
+    for step in itertools.chain.from_iterable(plan):
+        status, piece = MPI.Status(), came[slice(*step.received)]
+        to = [sent[slice(*step.sent)], MPI.BYTE], step.to, INTERNAL
+        yield "Sendrecv", (*to, [piece, MPI.BYTE], step.source, INTERNAL, status)
+        if (arrived := status.Get_elements(MPI.BYTE)) != len(piece):  # MPI itself accepts a shorter message
+            raise RanksDisagree(
+                f"rank {step.source} sent {arrived} bytes where {len(piece)} were expected; the rest of the tensor is "
+                "as it was. Sender and receiver need tensors of the same dtype and number of elements"
+            )
 
 
-def _pairs(comm: MPI.Comm, x: Tensor, out: Tensor, source: int, destination: int) -> Steps:
-    """Sendrecv, with a part of a collective."""
-    for sent, received in _messages(x, out):
-        status = MPI.Status()
-        yield (
-            "Sendrecv",
-            (mpi_buffers.raw(sent), destination, INTERNAL, mpi_buffers.raw(received), source, INTERNAL, status),
-        )
-        check_arrived(status, received.nbytes)
+def in_order(lengths: Iterable[int]) -> list[schedule.Bounds]:
+    """The bounds of slices of these lengths, one after the other."""
+    ends = list(itertools.accumulate(lengths))
+    return list(zip([0, *ends], ends, strict=False))
 
 
-def send(comm: MPI.Comm, x: Tensor, destination: int, tag: int = MESSAGE) -> Steps:
+def send(comm: MPI.Comm, x: Tensor, destination: int) -> Steps:
     """Send."""
     for (piece,) in _messages(x):
-        yield "Send", (mpi_buffers.raw(piece), destination, tag + _CODES[x.dtype])
+        yield "Send", (mpi_buffers.raw(piece), destination, MESSAGE + _CODES[x.dtype])
 
 
-def receive(comm: MPI.Comm, x: Tensor, source: int, tag: int = MESSAGE) -> None:
+def receive(comm: MPI.Comm, x: Tensor, source: int) -> None:
     """Receive the pieces of a message, one after the other."""
     for (piece,) in _messages(x):
-        Receipt(comm, piece, source, tag).wait_or_cancel()
+        Receipt(comm, piece, source, MESSAGE).wait_or_cancel()
 
 
 def sendreceive(comm: MPI.Comm, x: Tensor, out: Tensor, source: int, destination: int) -> None:
@@ -311,16 +290,6 @@ def post_send(comm: MPI.Comm, x: Tensor, destination: int, tag: int = MESSAGE) -
     return [comm.Isend(mpi_buffers.raw(piece), destination, tag + _CODES[x.dtype]) for (piece,) in _messages(x)]
 
 
-def check_arrived(status: MPI.Status, num_bytes: int) -> None:
-    """RanksDisagree unless so many bytes came: MPI itself accepts a shorter message without an error."""
-    arrived = status.Get_elements(MPI.BYTE)
-    if arrived != num_bytes:
-        raise RanksDisagree(
-            f"rank {status.Get_source()} sent {arrived} bytes where {num_bytes} were expected; the rest of the tensor "
-            "is as it was. Sender and receiver need tensors of the same dtype and number of elements"
-        )
-
-
 def allgather(comm: MPI.Comm, x: Tensor, out: Tensor, sizes: Sizes) -> Steps:
     """Allgather(v); large: a broadcast per rank."""
     if out.nbytes > config.current.message_bytes:
@@ -342,11 +311,8 @@ def gather(comm: MPI.Comm, x: Tensor, out: Tensor | None, root: int, sizes: Size
         spec = None if out is None else [mpi_buffers.raw(out)[0], sizes.num_bytes, mpi_buffers.raw(out)[1]]
         x = x if out is None else copy_if_overlapping(x, out)
         yield "Gatherv", (mpi_buffers.raw(x), spec, root)
-    elif out is None:
-        yield from send(comm, x, root, INTERNAL)
-    else:
-        for rank, part in enumerate(sizes.split(out)):
-            if rank == root:
-                copy_to(part, x)
-            else:
-                yield from _part(comm, part, rank)
+        return
+    if out is not None:
+        copy_to(sizes.split(out)[root], x)
+    plan = schedule.gather(comm.rank, root, in_order(sizes.num_bytes), config.current.message_bytes)
+    yield from _exchanges(comm, x, x if out is None else out, plan)

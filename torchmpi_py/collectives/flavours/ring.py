@@ -38,7 +38,7 @@ from torch import Tensor
 from torchmpi_py.collectives import mpi_buffers
 from torchmpi_py.collectives.flavour import Flavour, Requests, Sizes, Walk, complete
 from torchmpi_py.collectives.flavours import schedule
-from torchmpi_py.collectives.flavours.mpi_steps import INTERNAL
+from torchmpi_py.collectives.flavours.mpi_steps import INTERNAL, in_order
 from torchmpi_py.collectives.flavours.schedule import NOTHING, Bounds, Step, chunks, slices
 from torchmpi_py.collectives.reductions import kernel
 from torchmpi_py.core import config
@@ -97,13 +97,13 @@ class Ring(Flavour):
     def gather(self, channel: Channel, x: Tensor, out: Tensor | None, root: int, sizes: Sizes) -> None:
         if out is not None:
             copy_to(sizes.split(out)[root], x)
-        plan = schedule.gather(channel.rank, root, _in_order(sizes.num_bytes), _chunk_bytes(max(sizes.num_bytes)))
+        plan = schedule.gather(channel.rank, root, in_order(sizes.num_bytes), _chunk_bytes(max(sizes.num_bytes)))
         _run(_Copies(channel, x, x if out is None else out).walks(plan))
 
     def scatter(self, channel: Channel, source: Tensor, destination: Tensor, root: int) -> None:
         if channel.rank == root:
             destination.copy_(source.chunk(channel.size)[root])
-        bounds = _in_order([destination.nbytes] * channel.size)
+        bounds = in_order([destination.nbytes] * channel.size)
         plan = schedule.scatter(channel.rank, root, bounds, _chunk_bytes(destination.nbytes))
         _run(_Copies(channel, source, destination).walks(plan))
 
@@ -129,7 +129,7 @@ def _reduce_scatter(channel: Channel, source: Tensor, destination: Tensor, op: s
     if channel.size == 1:
         return reduction.alone(out)
     before = me * out.numel()  # elements of the whole before this rank's slice
-    bounds = _in_order([out.numel()] * channel.size)
+    bounds = in_order([out.numel()] * channel.size)
 
     def around(pieces: list[Bounds]) -> Walk:
         begin, end = pieces[me]
@@ -156,7 +156,7 @@ def _broadcast(channel: Channel, x: Tensor, root: int) -> Iterable[Walk]:
 
 def _allgather(channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> Iterable[Walk]:
     copy_to(sizes.split(out)[channel.rank], x)  # the others' parts come around the ring, and are sent on from ``out``
-    rounds = schedule.rounds(_in_order(sizes.num_bytes), _chunk_bytes(max(sizes.num_bytes)))
+    rounds = schedule.rounds(in_order(sizes.num_bytes), _chunk_bytes(max(sizes.num_bytes)))
     return _Copies(channel, out, out).walks(schedule.allgather(channel.rank, pieces) for pieces in rounds)
 
 
@@ -278,12 +278,6 @@ def post(comm: MPI.Comm, step: Step, given: Any, received: Any) -> Requests:
 def _part(x: Any, bounds: Bounds) -> Any:
     begin, end = bounds
     return x[begin:end]
-
-
-def _in_order(lengths: Iterable[int]) -> list[Bounds]:
-    """The bounds of slices of these lengths, one after the other."""
-    ends = list(itertools.accumulate(lengths))
-    return list(zip([0, *ends], ends, strict=False))
 
 
 def _chunk_bytes(slice_bytes: int) -> int:
