@@ -31,7 +31,7 @@ def test_what_is_gathered():
 def test_what_is_missing(monkeypatch):
     """What is asked first is missing first; then the next one is."""
     checks = [
-        (distributed, "is_available", False, True, "without torch.distributed"),
+        (distributed, "is_available", False, True, "without NCCL"),
         (distributed, "is_nccl_available", False, True, "without NCCL"),
         (torch.cuda, "is_available", False, True, "sees no CUDA device"),
         (gpus, "table", None, {}, "start(with_cuda=True)"),
@@ -71,7 +71,7 @@ def test_availability(mpi, monkeypatch):
     assert statuses("cpu") == {"unimplemented", "unavailable: serves cuda tensors only"}
     if not torch.cuda.is_available():
         assert any(status.startswith("unavailable: this torch") for status in statuses("cuda"))
-    monkeypatch.setattr(Nccl, "_lacks", lambda self: "")
+    monkeypatch.setattr(Nccl, "missing", lambda self, device: "")
     places = mpi.communicator().direct.places
     monkeypatch.setattr(gpus, "table", lambda: {place: f"GPU-{place}" for place in places})
     assert statuses("cuda") == {"unimplemented", "available"}

@@ -30,7 +30,7 @@ T = TypeVar("T")
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 """Names the network interfaces to use, separated by commas; gloo's own variable."""
 
-_REMEDY = (
+REMEDY = (
     f"Name the network interface through which all nodes reach each other in {INTERFACE_VARIABLE} (for all ranks), and "
     "see that no firewall blocks it"
 )
@@ -94,7 +94,7 @@ def _tcp_store(host: str, port: int, num_ranks: int, **options: Any) -> Any:
     return factory(host, port, num_ranks, timeout=_CONNECT_TIMEOUT, wait_for_workers=False, **options)
 
 
-def connect_all(comm: MPI.Comm, what: str, attempt: Callable[[], T], remedy: str = _REMEDY) -> T:
+def connect_all(comm: MPI.Comm, what: str, attempt: Callable[[], T], remedy: str = REMEDY) -> T:
     """What ``attempt`` returns; if it fails on one rank, a CommunicatorError of ``what`` and ``remedy`` on all."""
 
     def failed(failures: Mapping[int, str]) -> CommunicatorError:

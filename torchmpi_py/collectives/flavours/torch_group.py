@@ -49,14 +49,16 @@ class ProcessGroupOfTorch:
     """A process group of the ranks of a channel, kept with the channel. Making one is collective."""
 
     name: ClassVar[str]
+    remedy: ClassVar[str]
 
     def __init__(self, channel: Channel) -> None:
         self._mpi = channel.mpi
         self._store = rendezvous.open_store(channel, f"flavour {self.name}")
-        self._group = self._connect(channel)
+        what = f"flavour {self.name}: cannot connect the ranks"
+        self._group = rendezvous.connect_all(channel.mpi, what, lambda: self._connect(channel), self.remedy)
 
     def _connect(self, channel: Channel) -> Any:
-        """The ProcessGroup, or Backend, of torch.distributed for the ranks of the channel. Collective."""
+        """The ProcessGroup, or Backend, of torch.distributed for the ranks of the channel."""
         raise NotImplementedError
 
     def run(self, call: str, *arguments: object, **fields: object) -> None:
@@ -89,37 +91,29 @@ class GlooGroup(ProcessGroupOfTorch):
     """Ranks that gloo connects over TCP."""
 
     name = "gloo"
+    remedy = rendezvous.REMEDY
 
     def _connect(self, channel: Channel) -> Any:
+        factory: Any = distributed.ProcessGroupGloo
+        options = factory._Options()
+        options._timeout = _OPERATION_TIMEOUT
+        options._devices = [factory.create_device(interface=name) for name in rendezvous.interfaces()]
         address = rendezvous.own_address(channel.num_nodes)
-
-        def connect() -> Any:
-            factory: Any = distributed.ProcessGroupGloo
-            options = factory._Options()
-            options._timeout = _OPERATION_TIMEOUT
-            options._devices = [factory.create_device(interface=name) for name in rendezvous.interfaces()]
-            options._devices = options._devices or [factory.create_device(hostname=address)]
-            return factory(self._store, channel.rank, channel.size, options)
-
-        what = f"flavour gloo: cannot connect with the other ranks from {address}"
-        return rendezvous.connect_all(channel.mpi, what, connect)
+        options._devices = options._devices or [factory.create_device(hostname=address)]
+        return factory(self._store, channel.rank, channel.size, options)
 
 
 class NcclGroup(ProcessGroupOfTorch):
     """Ranks that NCCL connects, in the first call; each has a GPU of its own, that of the tensors."""
 
     name = "nccl"
+    remedy = "NCCL_DEBUG=INFO may tell more"
 
     def _connect(self, channel: Channel) -> Any:
-        def connect() -> Any:
-            factory: Any = distributed.ProcessGroupNCCL
-            options = factory.Options()
-            options._timeout = _OPERATION_TIMEOUT
-            return factory(self._store, channel.rank, channel.size, options)
-
-        return rendezvous.connect_all(
-            channel.mpi, "flavour nccl: cannot make a process group", connect, "NCCL_DEBUG=INFO may tell more"
-        )
+        factory: Any = distributed.ProcessGroupNCCL
+        options = factory.Options()
+        options._timeout = _OPERATION_TIMEOUT
+        return factory(self._store, channel.rank, channel.size, options)
 
     def free(self) -> None:
         """Close NCCL's connections before the rest: first all GPUs finish, as older torch aborts what still runs."""
@@ -138,47 +132,40 @@ class TorchGroup(Flavour):
     ops: ClassVar[dict[str, str]]
     """The ops of kernels that the library knows, on real numbers of 8, 32 and 64 bits, with the library's names."""
 
-    def missing(self, device: str) -> str:
-        if not distributed.is_available():
-            return "this torch was built without torch.distributed; install one from pip"
-        return self._lacks()
-
-    def _lacks(self) -> str:
-        """The reason of ``missing``, in a torch that has torch.distributed."""
-        raise NotImplementedError
-
     def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
         if x.numel():
             self._group(channel).run("broadcast", [_bytes(x)], rootRank=root)
 
     def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
-        how, x, out = kernel(source.dtype, op), source.view(-1), destination.view(-1)
-        if not x.numel():
-            return
-        if self._knows(how):
-            total = _start(how, x, out)
-            self._group(channel).run("allreduce", [_pairs(total)], reduceOp=self._op(how))
-            _finish(how, total, channel.size, out)
-        else:
-            parts = x.new_empty((channel.size, x.numel()))
-            self._group(channel).run("_allgather_base", _bytes(parts), _bytes(x))
-            how.reduce(list(parts), out)
+        self._reduce(channel, source, destination, op)
 
     def reduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str, root: int) -> None:
-        how, x, is_root = kernel(source.dtype, op), source.view(-1), channel.rank == root
+        self._reduce(channel, source, destination if channel.rank == root else None, op, root)
+
+    def _reduce(
+        self, channel: Channel, source: Tensor, destination: Tensor | None, op: str, root: int | None = None
+    ) -> None:
+        """Reduce to ``root``, or to all ranks (None). ``destination`` is None where no result is due."""
+        how, x, out = kernel(source.dtype, op), source.view(-1), None if destination is None else destination.view(-1)
         if not x.numel():
             return
         if self._knows(how):
-            out = destination.view(-1) if is_root else torch.empty_like(x)  # gloo writes its partial sums everywhere
-            total = _start(how, x, out)
-            self._group(channel).run("reduce", [_pairs(total)], reduceOp=self._op(how), rootRank=root)
-            if is_root:
+            # A rank without a result needs memory too: gloo writes its partial sums there.
+            total, reduce_op = _start(how, x, torch.empty_like(x) if out is None else out), self._op(how)
+            if root is None:
+                self._group(channel).run("allreduce", [_pairs(total)], reduceOp=reduce_op)
+            else:
+                self._group(channel).run("reduce", [_pairs(total)], reduceOp=reduce_op, rootRank=root)
+            if out is not None:
                 _finish(how, total, channel.size, out)
+            return
+        parts, sizes = x.new_empty((0 if out is None else channel.size, x.numel())), Sizes.equal(x, channel.size)
+        if root is None:
+            self.allgather(channel, x, parts, sizes)
         else:
-            parts = x.new_empty((channel.size if is_root else 0, x.numel()))
-            self._group(channel).run("gather", [_rows(parts)] if is_root else [], [_bytes(x)], rootRank=root)
-            if is_root:
-                how.reduce(list(parts), destination.view(-1))
+            self.gather(channel, x, None if out is None else parts, root, sizes)
+        if out is not None:
+            how.reduce(list(parts), out)
 
     def reduce_scatter(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
         parts = torch.empty_like(source)
@@ -233,8 +220,9 @@ class Gloo(TorchGroup):
     group = GlooGroup
     ops = _ARITHMETIC | _BITWISE
 
-    def _lacks(self) -> str:
-        return "" if distributed.is_gloo_available() else "this torch was built without gloo; install one from pip"
+    def missing(self, device: str) -> str:
+        has_gloo = distributed.is_available() and distributed.is_gloo_available()
+        return "" if has_gloo else "this torch was built without gloo; install one from pip"
 
 
 class Nccl(TorchGroup):
@@ -245,8 +233,8 @@ class Nccl(TorchGroup):
     group = NcclGroup
     ops = _ARITHMETIC
 
-    def _lacks(self) -> str:
-        if not distributed.is_nccl_available():
+    def missing(self, device: str) -> str:
+        if not (distributed.is_available() and distributed.is_nccl_available()):
             return "this torch was built without NCCL; install one with CUDA from pip"
         if not torch.cuda.is_available():
             return f"torch {torch.__version__} sees no CUDA device"
