@@ -62,21 +62,21 @@ TRYING = f"noise {MARK} trying Sendrecv of 64 bytes\n"
 
 
 @pytest.mark.parametrize(
-    ("output", "errors", "status", "is_final", "words"),
+    ("output", "status", "is_final", "words"),
     [
-        (f"{MARK} right", "", 3, True, ""),
-        (f"{TRYING}{MARK} wrong Sendrecv", "", 0, True, "not CUDA-aware: a trial gave wrong values in Sendrecv; use"),
-        (f"{MARK} failed Sendrecv: no", "", 0, True, "a trial failed in Sendrecv: no;"),
-        (TRYING, "", -11, True, "crashed with signal 11 (Segmentation fault) on GPU memory, in Sendrecv of 64 bytes"),
-        (TRYING, "", None, True, "did not end within 6 s on GPU memory, in Sendrecv of 64 bytes"),
-        ("", "", -6, False, "not known whether this MPI is CUDA-aware: a trial crashed with signal 6 (Aborted) before"),
-        ("hello", "", 0, False, "ended with exit code 0 before it came to GPU memory: hello"),
-        ("", "Traceback\nRuntimeError: busy", 1, False, "exit code 1 before it came to GPU memory: RuntimeError: busy"),
-        ("", "", 2, False, "ended with exit code 2 before it came to GPU memory: it said nothing"),
+        (f"{MARK} right", 3, True, ""),
+        (f"{TRYING}{MARK} wrong Sendrecv", 0, True, "not CUDA-aware: a trial gave wrong values in Sendrecv; use"),
+        (f"{MARK} failed Sendrecv: no", 0, True, "a trial failed in Sendrecv: no;"),
+        (TRYING, -11, True, "crashed with signal 11 (Segmentation fault) on GPU memory, in Sendrecv of 64 bytes"),
+        (TRYING, None, True, "did not end within 6 s on GPU memory, in Sendrecv of 64 bytes"),
+        ("", -6, False, "not known whether this MPI is CUDA-aware: a trial crashed with signal 6 (Aborted) before"),
+        ("hello", 0, False, "ended with exit code 0 before it came to GPU memory: hello"),
+        ("Traceback\nRuntimeError: busy\n", 1, False, "exit code 1 before it came to GPU memory: RuntimeError: busy"),
+        ("", 2, False, "ended with exit code 2 before it came to GPU memory: it said nothing"),
     ],
 )
-def test_how_a_trial_ends_is_the_verdict(output, errors, status, is_final, words):
-    verdict = gpu_probe.judge(output, errors, status, 6)
+def test_how_a_trial_ends_is_the_verdict(output, status, is_final, words):
+    verdict = gpu_probe.judge(output, status, 6)
     assert verdict.is_final == is_final
     assert words in verdict.why_not
     assert bool(words) == bool(verdict.why_not)
@@ -183,7 +183,7 @@ def probe(mpi, monkeypatch):
     def run(command):
         monkeypatch.setattr(gpu_probe, "command", lambda device: command)
         gpu_probe.why_no_gpu_memory = gpu_probe.probe(mpi.communicator(0))
-        told = mpi.allgather_object(gpu_probe.why_not())
+        told = mpi.allgather_object(gpu_probe.why_no_gpu_memory)
         assert len(set(told)) == 1
         assert Mpi().missing("cuda") == told[0]
         return told[0]

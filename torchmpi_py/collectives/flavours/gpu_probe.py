@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -52,7 +52,7 @@ _KEPT = ("OMPI_MCA_", "OMPI_ALLOW_RUN_AS_ROOT", "PMIX_MCA_", "PRTE_ALLOW_RUN_AS_
 _SETTINGS = ("OMPI_MCA_", "MPICH_", "MPIR_CVAR_", "MV2_", "I_MPI_OFFLOAD", "UCX_", "FI_", "PSM")
 
 why_no_gpu_memory = "it is not known whether the MPI takes GPU memory; call mpi.start(with_cuda=True) first"
-"""Why MPI does not take GPU memory, or empty. A session alone assigns it."""
+"""Why GPU memory must not be handed to MPI, or empty. The same on all ranks; a session alone assigns it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +78,6 @@ class GpuFacts(NamedTuple):
         host = re.sub(r"[^A-Za-z0-9.+]+", "_", self.host)
         digest = hashlib.sha256(repr(tuple(self)).encode()).hexdigest()[:12]
         return config.tuning_directory() / f"cuda_aware-{host}-{digest}.json"
-
-
-def why_not() -> str:
-    """Why GPU memory must not be handed to MPI, or empty. The same on all ranks."""
-    return why_no_gpu_memory
 
 
 def probe(world: Communicator) -> str:
@@ -155,15 +150,16 @@ def _is_of_job(name: str) -> bool:
 def run_trial(command: Sequence[str], limit_seconds: float = LIMIT_SECONDS) -> Verdict:
     """Run a trial in a child process, and judge it by its output and exit status. Raises nothing."""
     try:
-        # Files, not pipes: a process that the child has started could hold a pipe open for ever.
-        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-            environment = singleton_environment(os.environ)
-            child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=environment)
+        # A file, not a pipe: a process that the child has started could hold a pipe open for ever.
+        with tempfile.TemporaryFile() as file:
+            environment, nothing = singleton_environment(os.environ), subprocess.DEVNULL
+            child = subprocess.Popen(command, stdin=nothing, stdout=file, stderr=subprocess.STDOUT, env=environment)
             status = _wait(child, limit_seconds)
-            reported, complaints = _text(output), _text(errors)
+            file.seek(0)
+            output = file.read().decode(errors="replace")
     except OSError as error:
         return Verdict(f"it is not known whether this MPI is CUDA-aware: no trial could start: {error}", is_final=False)
-    return judge(reported, complaints, status, limit_seconds)
+    return judge(output, status, limit_seconds)
 
 
 def _wait(child: subprocess.Popen[bytes], limit_seconds: float) -> int | None:
@@ -177,14 +173,10 @@ def _wait(child: subprocess.Popen[bytes], limit_seconds: float) -> int | None:
         return None
 
 
-def _text(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read().decode(errors="replace")
-
-
-def judge(reported: str, complaints: str, status: int | None, limit_seconds: float) -> Verdict:
-    """The verdict on a trial: its output and errors, and its exit status (None: it did not end in time)."""
-    reports = [line.partition(cuda_trial.MARK)[2].strip() for line in reported.splitlines() if cuda_trial.MARK in line]
+def judge(output: str, status: int | None, limit_seconds: float) -> Verdict:
+    """The verdict on a trial: its output, errors included, and its exit status (None: it did not end in time)."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    reports = [line.partition(cuda_trial.MARK)[2].strip() for line in lines if cuda_trial.MARK in line]
     word, _, what = reports[-1].partition(" ") if reports else ("", "", "")
     if word == cuda_trial.RIGHT:
         return Verdict("")
@@ -198,8 +190,7 @@ def judge(reported: str, complaints: str, status: int | None, limit_seconds: flo
     elif status < 0:
         end = f"crashed with signal {-status} ({signal.strsignal(-status)}) {during}"
     else:
-        last = [line.strip() for line in (*reported.splitlines(), *complaints.splitlines()) if line.strip()][-1:]
-        end = f"ended with exit code {status} {during}: {last[0] if last else 'it said nothing'}"
+        end = f"ended with exit code {status} {during}: {lines[-1] if lines else 'it said nothing'}"
     if not reports:
         return Verdict(f"it is not known whether this MPI is CUDA-aware: a trial {end}", is_final=False)
     return Verdict(f"this MPI is not CUDA-aware: a trial {end}; use another flavour, or an MPI built with CUDA")
@@ -210,9 +201,8 @@ def read(facts: GpuFacts) -> Verdict | None:
     path = facts.path()
     try:
         content = trusted_files.read_json(path, owners={path.parent.stat().st_uid})
-        if content["format"] != FORMAT or content["facts"] != facts._asdict():
-            return None
-        why = content["why_not"]
+        is_of_facts = (content["format"], content["facts"]) == (FORMAT, facts._asdict())
+        why = content["why_not"] if is_of_facts else None
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

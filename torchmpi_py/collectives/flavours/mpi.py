@@ -48,7 +48,7 @@ class Mpi(Flavour):
     devices = frozenset({"cpu", "cuda"})
 
     def missing(self, device: str) -> str:
-        return gpu_probe.why_not() if device == "cuda" else ""
+        return gpu_probe.why_no_gpu_memory if device == "cuda" else ""
 
     def bind(self, plan: Plan) -> tuple[Callable[..., Any], Post | None]:
         """Post small collectives and all send and recv to MPI; leave the rest to the communication thread.
