@@ -26,8 +26,10 @@ stream alone; here ranks meet twice, and all streams are followed.
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +48,9 @@ from torchmpi_py.memory import devices, gpus, symmetric
 from torchmpi_py.memory.cuda_ipc import DONE, READY, peer_events
 
 _LEAST_BYTES = 1 << 20
+T = TypeVar("T")
+Columns = Callable[[T, int, int], None]
+"""What is done with the tensor, or the tensors of all ranks, of the columns from a begin to an end."""
 
 
 class CudaIpc(Flavour):
@@ -74,19 +79,10 @@ class CudaIpc(Flavour):
             lines = [view.view(-1) for view in views]
             two_shot.carry_out(two_shot.allreduce(lines, lines, group.rank, config.current.gpu_cache_bytes), how)
 
-        group.run(
-            IpcExchange(
-                f"allreduce with {op}",
-                x,
-                x.numel(),
-                1,
-                x.numel(),
-                work,
-                home=out,
-                fill=lambda shown, begin, end: copy_to(shown, x[:, begin:end]),
-                drain=lambda shown, begin, end: copy_to(out[:, begin:end], shown),
-            )
-        )
+        def drain(shown: Tensor, begin: int, end: int) -> None:
+            copy_to(out[:, begin:end], shown)
+
+        group.run(dataclasses.replace(_showing(f"allreduce with {op}", x, work), home=out, drain=drain))
 
     def reduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str, root: int) -> None:
         group, how, out = _group(channel, source), kernel(source.dtype, op), destination.view(-1)
@@ -158,15 +154,17 @@ def _gather(group: IpcGroup, x: Tensor, parts: Sequence[Tensor], sizes: Sizes) -
             piece = line[begin:end]
             piece.copy_(view[0, : piece.numel()])
 
-    group.run(IpcExchange("gather", x, sum(counts), 1, max(counts), work, fill=fill))
+    group.run(IpcExchange("gather", x, (1, max(counts)), work, fill=fill))
 
 
-def _showing(what: str, x: Tensor, work: object, *, shows: bool = True) -> IpcExchange:
+def _showing(what: str, x: Tensor, work: Columns[Sequence[Tensor]], *, shows: bool = True) -> IpcExchange:
     """The exchange of a verb whose ranks only read; with ``shows`` False this rank has nothing that others read."""
-    exchange = IpcExchange(what, x, x.numel(), x.shape[0], x.shape[1], work, home=x)  # type: ignore[arg-type]
-    if shows:
-        exchange.fill = lambda shown, begin, end: copy_to(shown, x[:, begin:end])
-    return exchange
+
+    def fill(shown: Tensor, begin: int, end: int) -> None:
+        if shows:
+            copy_to(shown, x[:, begin:end])
+
+    return IpcExchange(what, x, (x.shape[0], x.shape[1]), work, home=x, fill=fill)
 
 
 def _group(channel: Channel, x: Tensor) -> IpcGroup:
@@ -183,13 +181,11 @@ class IpcExchange:
 
     what: str
     x: Tensor
-    count: int  # elements, equal on all ranks if they do the same
-    rows: int
-    columns: int
-    work: Callable[[Sequence[Tensor], int, int], None]
+    shape: tuple[int, int]  # rows and columns, equal on all ranks if they do the same
+    work: Columns[Sequence[Tensor]]
     home: Tensor | None = None
-    fill: Callable[[Tensor, int, int], None] = _nothing
-    drain: Callable[[Tensor, int, int], None] = _nothing
+    fill: Columns[Tensor] = _nothing
+    drain: Columns[Tensor] = _nothing
 
 
 class IpcGroup:
@@ -219,19 +215,20 @@ class IpcGroup:
         self._events.record(READY)
         # Step 2: the headers have the place of what is shown; an empty tensor has none.
         place = exchange.x[:0] if shown is None else shown.reshape(-1)
-        headers = self.node.exchange_headers(exchange.what, place, count=exchange.count)
-        if not exchange.count:
+        num_columns, count = exchange.shape[1], math.prod(exchange.shape)
+        headers = self.node.exchange_headers(exchange.what, place, count=count)
+        if not count:
             self.node.barrier()  # no rank may change its header before all have read it
             return
         if headers.read is None:
             # Kinds differ, or a rank has too little scratch: all ranks go by scratch, and start again with step 1.
             shown = None
-            self._make_room(_bytes(exchange))
-        elif shown is not None and shown.shape[1] == exchange.columns:
+            self._make_room(count * exchange.x.itemsize)
+        elif shown is not None and shown.shape[1] == num_columns:
             # One piece was enough: homes, or a tensor that fits into scratch.
-            self._finish(exchange, shown, headers.read, 0, exchange.columns)
+            self._finish(exchange, shown, headers.read, 0, num_columns)
             return
-        for begin, end in chunks(0, exchange.columns, self._step(exchange)):
+        for begin, end in chunks(0, num_columns, self._step(exchange)):
             if begin or shown is None:  # steps 1 and 2 of the further pieces
                 shown = self._piece(exchange, end - begin)
                 exchange.fill(shown, begin, end)
@@ -244,10 +241,11 @@ class IpcGroup:
         if exchange.home is not None:
             found = symmetric.find(exchange.home)
             if found is not None and self.node.is_within(found[0]):
-                return exchange.home.view(exchange.rows, exchange.columns)
-        if self._scratch is None or not exchange.count or self._scratch.numel() < self._wanted_bytes(_bytes(exchange)):
+                return exchange.home.view(exchange.shape)
+        num_bytes = math.prod(exchange.shape) * exchange.x.itemsize
+        if self._scratch is None or not num_bytes or self._scratch.numel() < self._wanted_bytes(num_bytes):
             return None
-        return self._piece(exchange, min(exchange.columns, self._step(exchange)))
+        return self._piece(exchange, min(exchange.shape[1], self._step(exchange)))
 
     def _finish(self, exchange: IpcExchange, shown: Tensor, offsets: Sequence[int], begin: int, end: int) -> None:
         """Steps 2 (after the barrier), 3 and 4 of a piece; ``offsets``: of each rank's tensor in the segment."""
@@ -262,12 +260,12 @@ class IpcGroup:
     def _step(self, exchange: IpcExchange) -> int:
         """Columns in a piece of scratch."""
         assert self._scratch is not None, "scratch was made before it is cut up"
-        return max(1, self._scratch.numel() // (exchange.rows * exchange.x.itemsize))
+        return max(1, self._scratch.numel() // (exchange.shape[0] * exchange.x.itemsize))
 
     def _piece(self, exchange: IpcExchange, columns: int) -> Tensor:
         assert self._scratch is not None, "scratch was made before it is cut up"
-        num_bytes = exchange.rows * columns * exchange.x.itemsize
-        return self._scratch[:num_bytes].view(exchange.x.dtype).view(exchange.rows, columns)
+        num_bytes = exchange.shape[0] * columns * exchange.x.itemsize
+        return self._scratch[:num_bytes].view(exchange.x.dtype).view(-1, columns)
 
     def _make_room(self, num_bytes: int) -> None:
         """Let the scratch be as large as it should be, or as there is memory for. Collective; equal on all ranks."""
@@ -295,7 +293,3 @@ class IpcGroup:
         self._channel.mpi.Barrier()
         self._scratch = None
         del self._events
-
-
-def _bytes(exchange: IpcExchange) -> int:
-    return exchange.rows * exchange.columns * exchange.x.itemsize
