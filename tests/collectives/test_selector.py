@@ -39,7 +39,7 @@ def test_assignment():
 
 def test_bad_keys():
     table = Selector()
-    of_allreduce = [("world",), (True,), ("node", 1), ("node", True, 2)]
+    of_allreduce = [("world",), (True,), ("node", 2), ("node", True, 2)]
     for key in ("all_reduce", (), *(("allreduce", *rest) for rest in of_allreduce)):
         with pytest.raises(KeyError, match=r"the key is a verb \(broadcast, .*then a scope \(node or nodes\)"):
             table[key] = "mpi"

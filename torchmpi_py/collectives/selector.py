@@ -48,6 +48,9 @@ class Key(NamedTuple):
         return f"{self.verb} on {where}{', symmetric' * self.symmetric}{', cuda' * (self.device == 'cuda')}"
 
 
+_KEYS = frozenset(Key(*parts) for parts in itertools.product(COLLECTIVES, SCOPES, (False, True), DEVICES))
+
+
 class Choices(NamedTuple):
     """The choices that one communicator has: flavours, each up to a limit in bytes."""
 
@@ -179,13 +182,7 @@ class Selector:
 def _checked_key(key: str | tuple[object, ...]) -> Key:
     parts = key if isinstance(key, tuple) else (key,)
     wanted = Key(*parts) if 1 <= len(parts) <= 4 else None  # type: ignore[arg-type]
-    if (
-        wanted is None
-        or wanted.verb not in COLLECTIVES
-        or wanted.scope not in SCOPES
-        or not isinstance(wanted.symmetric, bool)
-        or wanted.device not in DEVICES
-    ):
+    if wanted not in _KEYS:
         raise KeyError(
             f"selector[{key!r}]: the key is a verb ({', '.join(COLLECTIVES)}), then a scope ({' or '.join(SCOPES)}), "
             "then whether the tensors are symmetric (True or False), then the type of their device (cpu or cuda)"
