@@ -37,7 +37,7 @@ def mpi_with_a_fault(off_from=1 << 30, error=None):
 
     comm = types.SimpleNamespace(Sendrecv=sendrecv, Allreduce=lambda x, y, op: MPI.COMM_SELF.Allreduce(x, y, MPI.SUM))
     total = types.SimpleNamespace(Reduce_local=reduce_local)
-    return types.SimpleNamespace(BYTE=MPI.BYTE, FLOAT=MPI.FLOAT, memory=MPI.memory, COMM_SELF=comm, SUM=total)
+    return types.SimpleNamespace(FLOAT=MPI.FLOAT, memory=MPI.memory, COMM_SELF=comm, SUM=total)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ from torchmpi_py.collectives.flavours import cuda_trial
 mmap = ctypes.CDLL(None).mmap
 mmap.restype, mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
 address = mmap(None, 1 << 21, 0, 0x22, -1, 0)  # private, anonymous, not to be read or written
-cuda_trial._message = lambda mpi, x, mpi_type: [mpi.memory.fromaddress(address, x.nbytes), mpi_type]
+cuda_trial._message = lambda mpi, x: [mpi.memory.fromaddress(address, x.nbytes), mpi.FLOAT]
 cuda_trial.main("cpu")
 """
     verdict = gpu_probe.run_trial([sys.executable, "-c", code])

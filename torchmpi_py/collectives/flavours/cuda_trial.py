@@ -17,76 +17,45 @@ MARK = "cuda_trial:"  # before lines for the parent; an MPI may write on standar
 TRYING, WRONG, FAILED, RIGHT = "trying", "wrong", "failed", "right"
 LAST_SECONDS = 120  # the parent may have been killed
 
-Trial = Callable[[Any, str, int], bool]  # (MPI, device, number of elements) -> whether the values are right
-
-
-def exchange(mpi: Any, device: str, count: int) -> bool:
-    """A message to itself."""
-    given, taken = _values(count, 1, device), _values(count, 0, device)
-    _synchronize(device)
-    mpi.COMM_SELF.Sendrecv(_message(mpi, given, mpi.BYTE), 0, 0, _message(mpi, taken, mpi.BYTE), 0, 0)
-    return _is_multiple(taken, 1)
-
-
-def allreduce(mpi: Any, device: str, count: int) -> bool:
-    """The sum over one rank."""
-    given, taken = _values(count, 3, device), _values(count, 0, device)
-    _synchronize(device)
-    mpi.COMM_SELF.Allreduce(_message(mpi, given, mpi.FLOAT), _message(mpi, taken, mpi.FLOAT), mpi.SUM)
-    return _is_multiple(taken, 3)
-
-
-def reduce_local(mpi: Any, device: str, count: int) -> bool:
-    """A sum of two arrays: what a reduction over several ranks is made of."""
-    given, summed = _values(count, 2, device), _values(count, 5, device)
-    _synchronize(device)
-    mpi.SUM.Reduce_local(_message(mpi, given, mpi.FLOAT), _message(mpi, summed, mpi.FLOAT))
-    return _is_multiple(summed, 7)
-
-
-TRIALS: dict[str, Trial] = {"Sendrecv": exchange, "Allreduce": allreduce, "Reduce_local": reduce_local}
+# The calls, on x = 0, 2, 4, ... and y = 0, 5, 10, ...; and the first multiple that they leave in y.
+TRIALS: dict[str, tuple[Callable[[Any, Any, Any], object], int]] = {
+    "Sendrecv": (lambda mpi, x, y: mpi.COMM_SELF.Sendrecv(x, 0, 0, y, 0, 0), 2),  # a message to itself
+    "Allreduce": (lambda mpi, x, y: mpi.COMM_SELF.Allreduce(x, y, mpi.SUM), 2),  # over one rank
+    "Reduce_local": (lambda mpi, x, y: mpi.SUM.Reduce_local(x, y), 7),  # what a reduction over several is made of
+}
 COUNTS = (16, 1 << 18)  # 64 bytes go at once; 1 MiB by the way for large messages
 
 
 def reports(mpi: Any, device: str) -> Iterator[str]:
     """The lines for the parent, in order: each trial before it is made, and the end."""
     for count in COUNTS:
-        for name, trial in TRIALS.items():
+        for name in TRIALS:
             what = f"{name} of {4 * count} bytes"
             yield f"{TRYING} {what}"
             try:
-                is_right = trial(mpi, device, count)
+                failure = "" if is_right(mpi, name, device, count) else f"{WRONG} {what}"
             except Exception as error:
-                yield f"{FAILED} {what}: {' '.join(str(error).split())}"
-                return
-            if not is_right:
-                yield f"{WRONG} {what}"
+                failure = f"{FAILED} {what}: {' '.join(str(error).split())}"
+            if failure:
+                yield failure
                 return
     yield RIGHT
 
 
-def _values(count: int, factor: int, device: str) -> Any:
-    """0, f, 2f, ... in float32, which holds them exactly."""
+def is_right(mpi: Any, name: str, device: str, count: int) -> bool:
+    """Make a trial with ``count`` numbers in float32, which holds them exactly. Whether the result is right."""
     import torch
 
-    return torch.arange(count, dtype=torch.float32, device=device) * factor
-
-
-def _is_multiple(x: Any, factor: int) -> bool:
-    import torch
-
-    return torch.equal(x.cpu(), _values(x.numel(), factor, "cpu"))
-
-
-def _message(mpi: Any, x: Any, mpi_type: Any) -> list[Any]:
-    return [mpi.memory.fromaddress(x.data_ptr(), x.nbytes), mpi_type]
-
-
-def _synchronize(device: str) -> None:
+    call, factor = TRIALS[name]
+    x, y = (torch.arange(count, dtype=torch.float32, device=device) * each for each in (2, 5))
     if device != "cpu":
-        import torch
-
         torch.cuda.synchronize(device)
+    call(mpi, _message(mpi, x), _message(mpi, y))
+    return torch.equal(y.cpu(), torch.arange(count, dtype=torch.float32) * factor)
+
+
+def _message(mpi: Any, x: Any) -> list[Any]:
+    return [mpi.memory.fromaddress(x.data_ptr(), x.nbytes), mpi.FLOAT]
 
 
 def main(device: str) -> None:
