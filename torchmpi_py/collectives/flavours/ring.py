@@ -83,7 +83,9 @@ class Ring(Flavour):
         _run(_reduce(channel, source, destination, op, root))
 
     def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
-        _run(_broadcast(channel, x, root))
+        copies, pieces = _Copies(channel, x, x), chunks(0, x.nbytes, _chunk_bytes(x.nbytes))
+        tree = schedule.tree(channel.rank, channel.size, root, len(pieces))
+        _run(copies.walks(schedule.broadcast(tree, piece) for piece in pieces))
 
     def allgather(self, channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> None:
         _run(_allgather(channel, x, out, sizes))
@@ -116,7 +118,7 @@ def _allreduce(channel: Channel, source: Tensor, destination: Tensor, op: str) -
 
     def around_twice(pieces: list[Bounds]) -> Walk:
         # Once around the ring every rank adds to each chunk, until its owner has the total ...
-        yield from reduction.walk(schedule.reduce_scatter(me, pieces), _part(out, pieces[me]), is_ring=True)
+        yield from reduction.walk(schedule.reduce_scatter(me, pieces), out[slice(*pieces[me])], is_ring=True)
         # ... and once more every rank passes the totals on, as bytes.
         in_bytes = [(begin * x.itemsize, end * x.itemsize) for begin, end in pieces]
         yield from copies.walk(schedule.allgather(me, in_bytes))
@@ -145,13 +147,7 @@ def _reduce(channel: Channel, source: Tensor, destination: Tensor, op: str, root
     pieces = chunks(0, source.numel(), reduction.step([(0, source.numel())]))
     tree = schedule.tree(channel.rank, channel.size, root, len(pieces))
     # Up the tree: a rank adds its values to what its children send; only root writes the total into ``out``.
-    return (reduction.walk(schedule.reduce(tree, piece), _part(out, piece) if is_root else None) for piece in pieces)
-
-
-def _broadcast(channel: Channel, x: Tensor, root: int) -> Iterable[Walk]:
-    copies, pieces = _Copies(channel, x, x), chunks(0, x.nbytes, _chunk_bytes(x.nbytes))
-    tree = schedule.tree(channel.rank, channel.size, root, len(pieces))
-    return copies.walks(schedule.broadcast(tree, piece) for piece in pieces)
+    return (reduction.walk(schedule.reduce(tree, piece), out[slice(*piece)] if is_root else None) for piece in pieces)
 
 
 def _allgather(channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> Iterable[Walk]:
@@ -184,7 +180,7 @@ class _Copies:
     def walk(self, steps: Iterable[Step]) -> Walk:
         """One round."""
         for step in steps:
-            yield post(self.comm, step, _part(self.given, step.sent), _part(self.received, step.received))
+            yield post(self.comm, step, self.given[slice(*step.sent)], self.received[slice(*step.received)])
 
     def walks(self, plan: Iterable[Iterable[Step]]) -> Iterable[Walk]:
         """All rounds."""
@@ -219,13 +215,13 @@ class _Reduction:
         held, partial = NOTHING, self.x[:0]  # the elements that were added last, and the partial result
 
         def mine(bounds: Bounds) -> Tensor:
-            return partial if bounds == held else how.partial(_part(self.x, bounds))
+            return partial if bounds == held else how.partial(self.x[slice(*bounds)])
 
         as_it_is = is_ring and self.x.itemsize < how.dtype.itemsize
         for step in steps:
             # Post both messages: the partial result (in the first step this rank's own values), and the next one.
             begin, end = step.received
-            given, dtype = (_part(self.x, step.sent), self.x.dtype) if as_it_is else (mine(step.sent), how.dtype)
+            given, dtype = (self.x[slice(*step.sent)], self.x.dtype) if as_it_is else (mine(step.sent), how.dtype)
             came = incoming[: (end - begin) * dtype.itemsize].view(dtype)
             yield post(self.comm, step, mpi_buffers.raw(given)[0], mpi_buffers.raw(came)[0])
             came, as_it_is = how.partial(came) if as_it_is else came, False
@@ -273,11 +269,6 @@ def post(comm: MPI.Comm, step: Step, given: Any, received: Any) -> Requests:
     if len(given):
         requests.append(comm.Isend([given, MPI.BYTE], step.to, INTERNAL))
     return requests
-
-
-def _part(x: Any, bounds: Bounds) -> Any:
-    begin, end = bounds
-    return x[begin:end]
 
 
 def _chunk_bytes(slice_bytes: int) -> int:
