@@ -75,7 +75,7 @@ def test_the_flavour_refuses_ranks_of_several_groups(monkeypatch, num_nodes, gro
     places = [Place(0, 0), Place(0, 1)]
     table = {place: Gpu(name, group) for place, name, group in zip(places, "AB", groups, strict=True)}
     monkeypatch.setattr(gpus, "current", GpuTable(table, ""))
-    refusal = BY_NAME["cudaipc"].refuses(SimpleNamespace(num_nodes=num_nodes, direct=SimpleNamespace(places=places)))
+    refusal = BY_NAME["cudaipc"].refuses(SimpleNamespace(num_nodes=num_nodes, places=places))
     assert reason in refusal
     assert bool(refusal) == bool(reason)
 

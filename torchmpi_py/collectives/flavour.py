@@ -21,7 +21,6 @@ from torch import Tensor
 from torchmpi_py.collectives import mpi_buffers
 from torchmpi_py.collectives.plan import Carrier
 from torchmpi_py.core.channels import Channel
-from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.core.tensors import copy_if_overlapping
 from torchmpi_py.errors import RanksDisagree
@@ -47,8 +46,8 @@ class Flavour(Carrier):
         """
         return ""
 
-    def refuses(self, comm: Communicator | Channel) -> str:
-        """Why this flavour cannot serve a communicator, or empty. The same on all ranks of the communicator."""
+    def refuses(self, channel: Channel) -> str:
+        """Why this flavour cannot serve the ranks of a channel, or empty. The same on all of them."""
         return ""
 
     def implements(self, verb: str) -> bool:

@@ -76,5 +76,5 @@ def status(flavour: Flavour, verb: str, device: str, comm: Communicator) -> str:
         return "unimplemented"
     if device not in flavour.devices:
         return f"unavailable: serves {', '.join(sorted(flavour.devices))} tensors only"
-    reason = flavour.missing(device) or flavour.refuses(comm)
+    reason = flavour.missing(device) or flavour.refuses(comm.direct)
     return f"unavailable: {reason}" if reason else "available"

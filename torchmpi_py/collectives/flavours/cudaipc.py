@@ -41,7 +41,6 @@ from torchmpi_py.collectives.flavours.schedule import chunks
 from torchmpi_py.collectives.reductions import Kernel, kernel
 from torchmpi_py.core import config
 from torchmpi_py.core.channels import Channel
-from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.tensors import copy_to
 from torchmpi_py.errors import Unavailable
 from torchmpi_py.memory import devices, gpus, symmetric
@@ -65,11 +64,10 @@ class CudaIpc(Flavour):
     def missing(self, device: str) -> str:
         return symmetric.why_unavailable() or (gpus.why_no_ipc() if device == "cuda" else "")
 
-    def refuses(self, comm: Communicator | Channel) -> str:
-        if comm.num_nodes > 1:
-            return f"the communicator spreads over {comm.num_nodes} nodes"
-        places = comm.places if isinstance(comm, Channel) else comm.direct.places
-        return "" if gpus.table() is None else gpus.why_no_ipc(places)
+    def refuses(self, channel: Channel) -> str:
+        if channel.num_nodes > 1:
+            return f"the communicator spreads over {channel.num_nodes} nodes"
+        return "" if gpus.table() is None else gpus.why_no_ipc(channel.places)
 
     def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
         group, how = _group(channel, source), kernel(source.dtype, op)

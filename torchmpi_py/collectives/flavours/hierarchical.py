@@ -69,8 +69,8 @@ class Hierarchical(Flavour):
     def missing(self, device: str) -> str:
         return self.members[device].inners[-1].missing(device)
 
-    def refuses(self, comm: Communicator | Channel) -> str:
-        if span_end(comm) is not None or comm.num_nodes > 1:
+    def refuses(self, channel: Channel) -> str:
+        if span_end(channel) is not None or channel.num_nodes > 1:
             return ""
         remedy = "set_collective_span(begin, end) with end below begin names groups of your own"
         return f"all ranks are on one node; {remedy}"
@@ -311,14 +311,14 @@ def groups_of(channel: Channel) -> NodeGroups:
     return channel.keep((NodeGroups, communicators.stack().span), NodeGroups)
 
 
-def span_end(comm: Communicator | Channel) -> Communicator | None:
-    """The level whose groups are combined on ``comm``: where the span ends, if it begins there.
+def span_end(channel: Channel) -> Communicator | None:
+    """The level whose groups are combined on a channel: where the span ends, if it begins there.
 
     None where it does not, or where those groups are not smaller: then nodes are the groups.
     """
     stack = communicators.stack()
     level, groups = (stack.levels[index] for index in stack.span)
-    is_begin = comm in (level, level.direct, level.background)
+    is_begin = channel in (level.direct, level.background)
     return groups if is_begin and groups.size < level.size else None
 
 

@@ -25,7 +25,6 @@ from torchmpi_py.collectives.flavour import Flavour, Sizes
 from torchmpi_py.collectives.flavours import rendezvous
 from torchmpi_py.collectives.reductions import Kernel, kernel
 from torchmpi_py.core.channels import Channel
-from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.errors import CommunicatorError
 from torchmpi_py.memory import gpus
 
@@ -240,11 +239,11 @@ class Nccl(TorchGroup):
             return f"torch {torch.__version__} sees no CUDA device"
         return "" if gpus.table() is not None else "ranks have no GPUs of their own; call mpi.start(with_cuda=True)"
 
-    def refuses(self, comm: Communicator | Channel) -> str:
+    def refuses(self, channel: Channel) -> str:
         table, ranks_of = gpus.table(), dict[str, list[int]]()
         if table is None:
             return ""  # ``missing`` says why
-        for rank, place in enumerate(comm.places if isinstance(comm, Channel) else comm.direct.places):
+        for rank, place in enumerate(channel.places):
             ranks_of.setdefault(table[place], []).append(rank)
         for gpu, ranks in ranks_of.items():
             if len(ranks) > 1:
