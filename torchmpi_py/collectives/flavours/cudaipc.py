@@ -194,7 +194,7 @@ class IpcGroup:
         self.rank, self.size = channel.rank, channel.size
         self._channel, self._device = channel, device
         self._events = peer_events(channel, device)
-        self._scratch: Tensor | None = None
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._most_bytes = sys.maxsize  # of scratch that there is memory for
 
     def run(self, exchange: IpcExchange) -> None:
@@ -241,7 +241,7 @@ class IpcGroup:
             if found is not None and self.node.is_within(found[0]):
                 return exchange.home.view(exchange.shape)
         num_bytes = math.prod(exchange.shape) * exchange.x.itemsize
-        if self._scratch is None or not num_bytes or self._scratch.numel() < self._wanted_bytes(num_bytes):
+        if not num_bytes or self._scratch.numel() < self._wanted_bytes(num_bytes):
             return None
         return self._piece(exchange, min(exchange.shape[1], self._step(exchange)))
 
@@ -257,20 +257,17 @@ class IpcGroup:
 
     def _step(self, exchange: IpcExchange) -> int:
         """Columns in a piece of scratch."""
-        assert self._scratch is not None, "scratch was made before it is cut up"
         return max(1, self._scratch.numel() // (exchange.shape[0] * exchange.x.itemsize))
 
     def _piece(self, exchange: IpcExchange, columns: int) -> Tensor:
-        assert self._scratch is not None, "scratch was made before it is cut up"
         num_bytes = exchange.shape[0] * columns * exchange.x.itemsize
         return self._scratch[:num_bytes].view(exchange.x.dtype).view(-1, columns)
 
     def _make_room(self, num_bytes: int) -> None:
         """Let the scratch be as large as it should be, or as there is memory for. Collective; equal on all ranks."""
         wanted = self._wanted_bytes(num_bytes)
-        while self._scratch is None or self._scratch.numel() < wanted:
-            former, self._scratch = self._scratch, None
-            del former  # first, so that there is room for the new one
+        while self._scratch.numel() < wanted:
+            self._scratch = self._scratch.new_empty(0)  # first, so that there is room for the new one
             try:
                 with torch.inference_mode(False):  # it is kept, for calls outside of that mode too
                     self._scratch = symmetric.memory(self._channel, wanted, self._device)
@@ -289,5 +286,5 @@ class IpcGroup:
         """Give scratch memory and events back, after all GPUs have finished. Collective."""
         devices.of(self._device).synchronize()
         self._channel.mpi.Barrier()
-        self._scratch = None
+        del self._scratch
         del self._events
