@@ -177,7 +177,7 @@ class TorchGroup(Flavour):
 
     def scatter(self, channel: Channel, source: Tensor, destination: Tensor, root: int) -> None:
         if source.numel():
-            parts = [_rows(source.view(channel.size, -1))] if channel.rank == root else []
+            parts = [[_bytes(row) for row in source.view(channel.size, -1)]] if channel.rank == root else []
             self._group(channel).run("scatter", [_bytes(destination)], parts, rootRank=root)
 
     def allgather(self, channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> None:
@@ -293,7 +293,3 @@ def _pairs(x: Tensor) -> Tensor:
 
 def _bytes(x: Tensor) -> Tensor:
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # one element is flat with any stride
-
-
-def _rows(x: Tensor) -> list[Tensor]:
-    return [_bytes(row) for row in x]
