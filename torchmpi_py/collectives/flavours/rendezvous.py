@@ -8,6 +8,7 @@ stand under a prefix that only the job knows.
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import fcntl
 import ipaddress
@@ -15,7 +16,7 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from torch import distributed
@@ -117,13 +118,24 @@ def own_address(num_nodes: int) -> str:
     unless this is loopback (as Debian has it), or an address that no interface has (NAT); else the address from which
     packets would leave; else the first interface's.
     """
-    for name in interfaces():
-        address = _of_interface(name)
-        if address:
-            return address
+    if named := next(filter(None, map(_of_interface, interfaces())), ""):
+        return named
     if num_nodes == 1:
         return _LOOPBACK
-    return _of_host_name() or _outward() or _of_first_interface() or socket.gethostname()
+    return next(
+        (address for address in _addresses() if _is_reachable(address) and _is_here(address)), socket.gethostname()
+    )
+
+
+def _addresses() -> Iterator[str]:
+    """Addresses that may be this host's, the likeliest first."""
+    with contextlib.suppress(OSError):
+        for *_, where in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            yield str(where[0])
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trying:
+        trying.connect(_OUTSIDE)
+        yield str(trying.getsockname()[0])
+    yield from filter(None, (_of_interface(name) for _, name in socket.if_nameindex()))
 
 
 def _of_interface(name: str) -> str:
@@ -133,20 +145,6 @@ def _of_interface(name: str) -> str:
         except OSError:
             return ""
     return socket.inet_ntoa(answer[20:24])
-
-
-def _of_first_interface() -> str:
-    addresses = [_of_interface(name) for _, name in socket.if_nameindex()]
-    return next((address for address in addresses if address and _is_reachable(address)), "")
-
-
-def _of_host_name() -> str:
-    try:
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-    except OSError:
-        return ""
-    addresses = [str(where[0]) for *_, where in found]
-    return next((address for address in addresses if _is_reachable(address) and _is_here(address)), "")
 
 
 def _is_reachable(address: str) -> bool:
@@ -163,12 +161,3 @@ def _is_here(address: str) -> bool:
         except OSError:
             return False
     return True
-
-
-def _outward() -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trying:
-        try:
-            trying.connect(_OUTSIDE)
-        except OSError:
-            return ""
-        return str(trying.getsockname()[0])
