@@ -29,7 +29,7 @@ Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of wor
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -69,9 +69,10 @@ class Ring(Flavour):
 
     def walk(self, verb: str, channel: Channel, *arguments: Any) -> Walk:
         """allreduce, reduce_scatter, allgather: their rounds have equally many steps on all ranks. Others: at once."""
-        if verb not in _ROUNDS:
+        of_verb: Any = {"allreduce": _allreduce, "reduce_scatter": _reduce_scatter, "allgather": _allgather}
+        if verb not in of_verb:
             return super().walk(verb, channel, *arguments)
-        return itertools.chain.from_iterable(_ROUNDS[verb](channel, *arguments))
+        return itertools.chain.from_iterable(of_verb[verb](channel, *arguments))
 
     def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
         _run(_allreduce(channel, source, destination, op))
@@ -154,13 +155,6 @@ def _allgather(channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> Iterab
     copy_to(sizes.split(out)[channel.rank], x)  # the others' parts come around the ring, and are sent on from ``out``
     rounds = schedule.rounds(in_order(sizes.num_bytes), _chunk_bytes(max(sizes.num_bytes)))
     return _Copies(channel, out, out).walks(schedule.allgather(channel.rank, pieces) for pieces in rounds)
-
-
-_ROUNDS: dict[str, Callable[..., Iterable[Walk]]] = {
-    "allreduce": _allreduce,
-    "reduce_scatter": _reduce_scatter,
-    "allgather": _allgather,
-}
 
 
 def _run(rounds: Iterable[Walk]) -> None:
