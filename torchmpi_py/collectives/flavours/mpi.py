@@ -184,7 +184,4 @@ def _run_out(operation: Operation[Any], remaining: Steps) -> None:
 
 _POSTED = frozenset({"broadcast", "reduce", "allreduce", "reduce_scatter", "alltoall", "scatter"})
 """The collectives that take one step when they are small."""
-_POSTS: dict[str, Callable[..., Sequence[handles.MpiRequest]]] = {
-    "send": mpi_steps.post_send,
-    "recv": mpi_steps.post_recv,
-}
+_POSTS: dict[str, Callable[..., Any]] = {"send": mpi_steps.post_send, "recv": mpi_steps.post_recv}
