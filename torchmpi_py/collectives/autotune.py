@@ -131,10 +131,7 @@ def _check_ranks(world: Communicator, settings: _Settings) -> None:
 def _measure(world: Communicator, settings: _Settings) -> measured_cache.Rows:
     """The rows for all verbs; each takes its share of the time that is left."""
     rows: measured_cache.Rows = {}
-    device = torch.device("cpu")
-    if settings.device == "cuda":  # the GPU that this rank was pinned to
-        device = torch.device("cuda", torch.cuda.current_device())
-    buffers = _buffers(world, settings.max_bytes, device)
+    buffers = _buffers(world, settings)
     series = [(verb, kind) for verb in settings.verbs for kind in buffers if not (kind and verb in _INDIFFERENT)]
     ends = time.perf_counter() + settings.seconds
     for index, (verb, is_symmetric) in enumerate(series):
@@ -152,9 +149,12 @@ def _measure(world: Communicator, settings: _Settings) -> measured_cache.Rows:
     return rows
 
 
-def _buffers(world: Communicator, max_bytes: int, device: torch.device) -> dict[bool, Buffers]:
-    """Ordinary memory, and symmetric memory (True) where it can be had; of zeros, which may be summed for ever."""
-    count = max_bytes // _DTYPE.itemsize + world.size
+def _buffers(world: Communicator, settings: _Settings) -> dict[bool, Buffers]:
+    """Ordinary memory, and symmetric memory (True) where it can be had; of zeros, which may be summed for ever.
+
+    On GPUs it is of this rank's own, the current one.
+    """
+    count, device = settings.max_bytes // _DTYPE.itemsize + world.size, settings.device
     zeros = functools.partial(torch.zeros, count, dtype=_DTYPE, device=device)
     made = {False: (zeros(), zeros())}
     try:
