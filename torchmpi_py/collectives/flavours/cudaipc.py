@@ -84,75 +84,64 @@ class CudaIpc(Flavour):
 
     def reduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str, root: int) -> None:
         group, how, out = _group(channel, source), kernel(source.dtype, op), destination.view(-1)
-
-        def work(views: Sequence[Tensor], begin: int, end: int) -> None:
-            if group.rank == root:
-                _reduce([view.view(-1) for view in views], out[begin:end], how)
-
+        work = _reduction(out if channel.rank == root else None, 0, how)
         group.run(_showing(f"reduce with {op} to root {root}", source.view(1, -1), work))
 
     def reduce_scatter(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
         group, how, out = _group(channel, source), kernel(source.dtype, op), destination.view(-1)
-
-        def work(views: Sequence[Tensor], begin: int, end: int) -> None:
-            _reduce([view[group.rank] for view in views], out[begin:end], how)
-
+        work = _reduction(out, channel.rank, how)
         group.run(_showing(f"reduce_scatter with {op}", source.view(channel.size, -1), work))
 
     def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
-        group, x = _group(channel, x), x.view(1, -1)
-
-        def work(views: Sequence[Tensor], begin: int, end: int) -> None:
-            if group.rank != root:
-                x[:, begin:end].copy_(views[root])
-
-        group.run(_showing(f"broadcast from root {root}", x, work, shows=group.rank == root))
+        group, is_root = _group(channel, x), channel.rank == root
+        work = _reads([] if is_root else [(x.view(-1), root, 0)])
+        group.run(_showing(f"broadcast from root {root}", x.view(1, -1), work, shows=is_root))
 
     def scatter(self, channel: Channel, source: Tensor, destination: Tensor, root: int) -> None:
-        group, out = _group(channel, source), destination.view(-1)
-
-        def work(views: Sequence[Tensor], begin: int, end: int) -> None:
-            out[begin:end].copy_(views[root][group.rank])
-
-        x = source.view(channel.size, -1)
-        group.run(_showing(f"scatter from root {root}", x, work, shows=group.rank == root))
+        group, x = _group(channel, source), source.view(channel.size, -1)
+        work = _reads([(destination.view(-1), root, channel.rank)])
+        group.run(_showing(f"scatter from root {root}", x, work, shows=channel.rank == root))
 
     def alltoall(self, channel: Channel, source: Tensor, destination: Tensor) -> None:
-        group, out = _group(channel, source), destination.view(channel.size, -1)
-
-        def work(views: Sequence[Tensor], begin: int, end: int) -> None:
-            for row, view in zip(out, views, strict=True):
-                row[begin:end].copy_(view[group.rank])
-
+        group, rows = _group(channel, source), destination.view(channel.size, -1)
+        work = _reads([(row, rank, channel.rank) for rank, row in enumerate(rows)])
         group.run(_showing("alltoall", source.view(channel.size, -1), work))
 
     def allgather(self, channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> None:
-        _gather(_group(channel, x), x, list(sizes.split(out)), sizes)
+        self.gather(channel, x, out, channel.rank, sizes)
 
     def gather(self, channel: Channel, x: Tensor, out: Tensor | None, root: int, sizes: Sizes) -> None:
-        _gather(_group(channel, x), x, [] if out is None else list(sizes.split(out)), sizes)
+        """Each rank shows what it brings, of its own size, and those with ``out`` read all of it."""
+        group, x = _group(channel, x), x.view(-1)
+        work = _reads([] if out is None else [(part.view(-1), rank, 0) for rank, part in enumerate(sizes.split(out))])
+
+        def fill(shown: Tensor, begin: int, end: int) -> None:
+            mine = x[begin:end]
+            shown[0, : mine.numel()].copy_(mine)
+
+        group.run(IpcExchange("gather", x, (1, max(sizes.num_bytes) // x.itemsize), work, fill=fill))
 
 
-def _reduce(sources: Sequence[Tensor], out: Tensor, how: Kernel) -> None:
-    """Reduce flat tensors of all ranks into one of this rank's own."""
-    two_shot.carry_out(two_shot.plan(sources, [out], (0, out.numel()), config.current.gpu_cache_bytes), how)
-
-
-def _gather(group: IpcGroup, x: Tensor, parts: Sequence[Tensor], sizes: Sizes) -> None:
-    """Each rank shows what it brings, of its own size, and those with ``parts`` read all of them."""
-    x, lines = x.view(-1), [part.view(-1) for part in parts]
-    counts = [num_bytes // x.itemsize for num_bytes in sizes.num_bytes]
-
-    def fill(shown: Tensor, begin: int, end: int) -> None:
-        mine = x[begin:end]
-        shown[0, : mine.numel()].copy_(mine)
+def _reduction(out: Tensor | None, row: int, how: Kernel) -> Columns[Sequence[Tensor]]:
+    """The work of a rank that reduces a row of all ranks into ``out``, which is flat; of none without ``out``."""
 
     def work(views: Sequence[Tensor], begin: int, end: int) -> None:
-        for line, view in zip(lines, views, strict=False):
-            piece = line[begin:end]
-            piece.copy_(view[0, : piece.numel()])
+        if out is not None:
+            rows, target = [view[row] for view in views], out[begin:end]
+            two_shot.carry_out(two_shot.plan(rows, [target], (0, end - begin), config.current.gpu_cache_bytes), how)
 
-    group.run(IpcExchange("gather", x, (1, max(counts)), work, fill=fill))
+    return work
+
+
+def _reads(moves: Sequence[tuple[Tensor, int, int]]) -> Columns[Sequence[Tensor]]:
+    """The work of a rank that reads: each flat tensor from a rank, and there from a row."""
+
+    def work(views: Sequence[Tensor], begin: int, end: int) -> None:
+        for line, rank, row in moves:
+            piece = line[begin:end]
+            piece.copy_(views[rank][row, : piece.numel()])
+
+    return work
 
 
 def _showing(what: str, x: Tensor, work: Columns[Sequence[Tensor]], *, shows: bool = True) -> IpcExchange:
