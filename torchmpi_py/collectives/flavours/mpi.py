@@ -171,6 +171,7 @@ def _post_step(comm: MPI.Comm, operation: Operation[R]) -> handles.Handle[R]:
     return _keep(operation, requests, functools.partial(_run_out, operation, steps))
 
 
+@functools.cache
 def _posted_as(name: str) -> str:
     """The nonblocking call of MPI for a blocking one: Ibcast for Bcast."""
     return f"I{name.lower()}"
