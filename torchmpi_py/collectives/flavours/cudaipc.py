@@ -75,7 +75,7 @@ class CudaIpc(Flavour):
 
         def work(views: Sequence[Tensor], begin: int, end: int) -> None:
             lines = [view.view(-1) for view in views]
-            two_shot.carry_out(two_shot.allreduce(lines, lines, group.rank, config.current.gpu_cache_bytes), how)
+            two_shot.carry_out(two_shot.allreduce(lines, lines, channel.rank, config.current.gpu_cache_bytes), how)
 
         def drain(shown: Tensor, begin: int, end: int) -> None:
             copy_to(out[:, begin:end], shown)
@@ -180,7 +180,6 @@ class IpcGroup:
 
     def __init__(self, channel: Channel, device: torch.device) -> None:
         self.node = channel.keep(NodeGroup, NodeGroup)
-        self.rank, self.size = channel.rank, channel.size
         self._channel, self._device = channel, device
         self._events = peer_events(channel, device)
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -221,7 +220,7 @@ class IpcGroup:
                 exchange.fill(shown, begin, end)
                 self._events.record(READY)
                 self.node.barrier()
-            self._finish(exchange, shown, [0] * self.size, begin, end)
+            self._finish(exchange, shown, [0] * self._channel.size, begin, end)
 
     def _shown_first(self, exchange: IpcExchange) -> Tensor | None:
         """The home; else the first piece of scratch, unless there is not enough."""
