@@ -10,7 +10,7 @@ from test_verbs import CASES
 from torch import distributed
 
 from torchmpi_py.collectives.flavours import torch_group
-from torchmpi_py.collectives.flavours.torch_group import Gloo, Nccl, NcclGroup
+from torchmpi_py.collectives.flavours.torch_group import Gloo, Nccl, ProcessGroupOfTorch
 from torchmpi_py.collectives.reductions import kernel
 from torchmpi_py.core.channels import DIRECT, Channel, Place
 from torchmpi_py.errors import CommunicatorError
@@ -77,7 +77,7 @@ def test_availability(mpi, monkeypatch):
 
 
 class Library:
-    """What NcclGroup uses of ProcessGroupNCCL."""
+    """What flavour nccl uses of ProcessGroupNCCL."""
 
     Options = types.SimpleNamespace
     log: list = []
@@ -130,7 +130,7 @@ def test_a_group_that_cannot_be_made(mpi, monkeypatch):
         mpi.split(0) as comm,
         pytest.raises(CommunicatorError, match=r"flavour nccl: .*rank \d+: no GPUs found.*NCCL_DEBUG=INFO"),
     ):
-        NcclGroup(comm.direct)
+        ProcessGroupOfTorch(comm.direct, Nccl())
 
 
 PROGRAM = """

@@ -20,7 +20,7 @@ import torch
 from torch import distributed
 
 from torchmpi_py.collectives import registry
-from torchmpi_py.collectives.flavours.torch_group import GlooGroup
+from torchmpi_py.collectives.flavours.torch_group import Gloo
 from torchmpi_py.core import config
 from torchmpi_py.core.tensors import ops_of
 
@@ -187,26 +187,34 @@ class Way:
         return made[turn % len(made)]
 
 
-class NcclByGloo(GlooGroup):
+class NcclByGloo:
     """Gloo in the place of NCCL: takes what NCCL takes, and nothing else."""
 
     dtypes = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64})
     ops = [getattr(distributed.ReduceOp, known) for known in ("SUM", "PRODUCT", "MIN", "MAX")]
 
-    def run(self, call, *arguments, **fields):
+    def __init__(self, store, channel):
+        self.group, self.rank, self.size = Gloo().connect(store, channel), channel.rank, channel.size
+
+    def __getattr__(self, call):
+        return lambda *arguments: self.run(call, *arguments)
+
+    def run(self, call, *arguments):
         for x in tensors(arguments):
             assert x.dtype in self.dtypes, call
             assert x.dim() == 1, call
             assert x.is_contiguous(), call
             assert x.numel() or call == "alltoall_base", f"{call} of an empty tensor"
-        assert fields.get("reduceOp", self.ops[0]) in self.ops
-        if call == "_reduce_scatter_base":  # not in every gloo
-            out, x = arguments
-            total = x.clone()
-            super().run("allreduce", [total], **fields)
-            out.copy_(total.view(self._mpi.size, -1)[self._mpi.rank])
-        else:
-            super().run(call, *arguments, **fields)
+        op = getattr(arguments[-1], "reduceOp", None)
+        assert op is None or any(op == known for known in self.ops)
+        if call != "_reduce_scatter_base":
+            return getattr(self.group, call)(*arguments)
+        out, x, given = arguments  # not in every gloo
+        total, options = x.clone(), distributed.AllreduceOptions()
+        options.reduceOp = given.reduceOp
+        self.group.allreduce([total], options).wait()
+        out.copy_(total.view(self.size, -1)[self.rank])
+        return None
 
 
 def tensors(arguments):
@@ -223,8 +231,9 @@ def gpu_flavours_on_the_host():
     with pytest.MonkeyPatch.context() as patch:
         for flavour in (*GPU_FLAVOURS, "nccl"):
             patch.setattr(registry.BY_NAME[flavour], "devices", frozenset({"cpu", "cuda"}))
-        for name, value in (("group", NcclByGloo), ("missing", lambda device: ""), ("refuses", lambda comm: "")):
-            patch.setattr(registry.BY_NAME["nccl"], name, value)
+        patch.setattr(registry.BY_NAME["nccl"], "connect", NcclByGloo)
+        for name in ("missing", "refuses", "close"):
+            patch.setattr(registry.BY_NAME["nccl"], name, lambda *_: "")
         yield patch
 
 

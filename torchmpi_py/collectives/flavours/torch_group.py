@@ -16,6 +16,7 @@ the same bits. Empty tensors stay here.
 from __future__ import annotations
 
 import datetime as dt
+import functools
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +26,7 @@ from torchmpi_py.collectives.flavour import Flavour, Sizes
 from torchmpi_py.collectives.flavours import rendezvous
 from torchmpi_py.collectives.reductions import Kernel, kernel
 from torchmpi_py.core.channels import Channel
+from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import CommunicatorError
 from torchmpi_py.memory import gpus
 
@@ -45,20 +47,14 @@ _OPTIONS = {
 
 
 class ProcessGroupOfTorch:
-    """A process group of the ranks of a channel, kept with the channel. Making one is collective."""
+    """A flavour's process group of the ranks of a channel, kept with the channel. Making one is collective."""
 
-    name: ClassVar[str]
-    remedy: ClassVar[str]
-
-    def __init__(self, channel: Channel) -> None:
-        self._mpi = channel.mpi
-        self._store = rendezvous.open_store(channel, f"flavour {self.name}")
-        what = f"flavour {self.name}: cannot connect the ranks"
-        self._group = rendezvous.connect_all(channel.mpi, what, lambda: self._connect(channel), self.remedy)
-
-    def _connect(self, channel: Channel) -> Any:
-        """The ProcessGroup, or Backend, of torch.distributed for the ranks of the channel."""
-        raise NotImplementedError
+    def __init__(self, channel: Channel, flavour: TorchGroup) -> None:
+        self._mpi, self._name, self._close = channel.mpi, flavour.name, flavour.close
+        self._store = rendezvous.open_store(channel, f"flavour {flavour.name}")
+        what = f"flavour {flavour.name}: cannot connect the ranks"
+        connect = functools.partial(flavour.connect, self._store, channel)
+        self._group = rendezvous.connect_all(channel.mpi, what, connect, flavour.remedy)
 
     def run(self, call: str, *arguments: object, **fields: object) -> None:
         """Carry out the collective ``call`` of torch.distributed, whose options have these ``fields``."""
@@ -73,11 +69,12 @@ class ProcessGroupOfTorch:
                 work.wait()
         except RuntimeError as error:
             raise CommunicatorError(
-                f"{self.name}'s {call} failed: {error}. Did every rank call it with the same sizes?"
+                f"{self._name}'s {call} failed: {error}. Did every rank call it with the same sizes?"
             ) from error
 
     def free(self) -> None:
         """End its threads and close its connections when no rank uses them any more; the store, on rank 0, is last."""
+        self._close(self._group, self._mpi)
         self._mpi.Barrier()
         self._group = None
         if self._mpi.rank != 0:
@@ -86,50 +83,20 @@ class ProcessGroupOfTorch:
         self._store = None
 
 
-class GlooGroup(ProcessGroupOfTorch):
-    """Ranks that gloo connects over TCP."""
-
-    name = "gloo"
-    remedy = rendezvous.REMEDY
-
-    def _connect(self, channel: Channel) -> Any:
-        factory: Any = distributed.ProcessGroupGloo
-        options = factory._Options()
-        options._timeout = _OPERATION_TIMEOUT
-        options._devices = [factory.create_device(interface=name) for name in rendezvous.interfaces()]
-        address = rendezvous.own_address(channel.num_nodes)
-        options._devices = options._devices or [factory.create_device(hostname=address)]
-        return factory(self._store, channel.rank, channel.size, options)
-
-
-class NcclGroup(ProcessGroupOfTorch):
-    """Ranks that NCCL connects, in the first call; each has a GPU of its own, that of the tensors."""
-
-    name = "nccl"
-    remedy = "NCCL_DEBUG=INFO may tell more"
-
-    def _connect(self, channel: Channel) -> Any:
-        factory: Any = distributed.ProcessGroupNCCL
-        options = factory.Options()
-        options._timeout = _OPERATION_TIMEOUT
-        return factory(self._store, channel.rank, channel.size, options)
-
-    def free(self) -> None:
-        """Close NCCL's connections before the rest: first all GPUs finish, as older torch aborts what still runs."""
-        torch.cuda.synchronize()
-        self._mpi.Barrier()
-        shut_down = getattr(self._group, "shutdown", None) or getattr(self._group, "_shutdown", None)  # torch 2.4, 2.5
-        if shut_down is not None:
-            shut_down()
-        super().free()
-
-
 class TorchGroup(Flavour):
     """What flavours gloo and nccl have in common."""
 
-    group: ClassVar[type[ProcessGroupOfTorch]]
     ops: ClassVar[dict[str, str]]
     """The ops of kernels that the library knows, on real numbers of 8, 32 and 64 bits, with the library's names."""
+    remedy: ClassVar[str]
+    """What the user can do where ``connect`` fails."""
+
+    def connect(self, store: Any, channel: Channel) -> Any:
+        """The ProcessGroup, or Backend, of torch.distributed for the ranks of the channel."""
+        raise NotImplementedError
+
+    def close(self, group: Any, comm: MPI.Comm) -> None:
+        """Do what has to be done before the process group is dropped. Collective."""
 
     def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
         if x.numel():
@@ -201,7 +168,7 @@ class TorchGroup(Flavour):
             self._group(channel).run("alltoall_base", received, _bytes(x), expected, sent)
 
     def _group(self, channel: Channel) -> ProcessGroupOfTorch:
-        return channel.keep(self.name, self.group)
+        return channel.keep(self.name, lambda made: ProcessGroupOfTorch(made, self))
 
     def _knows(self, how: Kernel) -> bool:
         """Whether the library can do the reduction ``how``."""
@@ -216,8 +183,18 @@ class Gloo(TorchGroup):
 
     name = "gloo"
     devices = frozenset({"cpu"})
-    group = GlooGroup
     ops = _ARITHMETIC | _BITWISE
+    remedy = rendezvous.REMEDY
+
+    def connect(self, store: Any, channel: Channel) -> Any:
+        """Connect the ranks over TCP."""
+        factory: Any = distributed.ProcessGroupGloo
+        options = factory._Options()
+        options._timeout = _OPERATION_TIMEOUT
+        options._devices = [factory.create_device(interface=name) for name in rendezvous.interfaces()]
+        address = rendezvous.own_address(channel.num_nodes)
+        options._devices = options._devices or [factory.create_device(hostname=address)]
+        return factory(store, channel.rank, channel.size, options)
 
     def missing(self, device: str) -> str:
         has_gloo = distributed.is_available() and distributed.is_gloo_available()
@@ -229,8 +206,23 @@ class Nccl(TorchGroup):
 
     name = "nccl"
     devices = frozenset({"cuda"})
-    group = NcclGroup
     ops = _ARITHMETIC
+    remedy = "NCCL_DEBUG=INFO may tell more"
+
+    def connect(self, store: Any, channel: Channel) -> Any:
+        """Make a group of ranks that each have a GPU of their own; NCCL connects them in the first call."""
+        factory: Any = distributed.ProcessGroupNCCL
+        options = factory.Options()
+        options._timeout = _OPERATION_TIMEOUT
+        return factory(store, channel.rank, channel.size, options)
+
+    def close(self, group: Any, comm: MPI.Comm) -> None:
+        """Close NCCL's connections, after all GPUs have finished: older torch aborts what still runs."""
+        torch.cuda.synchronize()
+        comm.Barrier()
+        shut_down = getattr(group, "shutdown", None) or getattr(group, "_shutdown", None)  # torch 2.4, 2.5
+        if shut_down is not None:
+            shut_down()
 
     def missing(self, device: str) -> str:
         if not (distributed.is_available() and distributed.is_nccl_available()):
