@@ -51,34 +51,6 @@ class Membership(NamedTuple):
     tags: Tags
 
 
-class _Line:
-    """A communicator for the messages of some groups."""
-
-    def __init__(self, mpi: MPI.Comm) -> None:
-        self.mpi: MPI.Comm = mpi.Dup()
-
-    def free(self) -> None:
-        """Nothing: MPICH would give what nobody has received to the next communicator."""
-
-
-class _Pool:
-    """The communicators of one session."""
-
-    def __init__(self) -> None:
-        self.families: dict[tuple[int, ...], _Family] = {}  # by their ranks in the world
-        self.busy: set[Communicator] = set()  # in use by a group of this rank
-
-    def take(self, ranks: Sequence[int]) -> Membership:
-        """Communicators and tags for a group of ``ranks``. Collective over them."""
-        key = tuple(ranks)
-        if key not in self.families:
-            self.families[key] = _Family(ranks)
-        family = self.families[key]
-        comm = family.take(self.busy)
-        self.busy.add(comm)
-        return Membership(comm, *family.messages())
-
-
 class _Family:
     """The communicators of groups of the same ranks, in the order in which all ranks made them."""
 
@@ -87,56 +59,53 @@ class _Family:
         tag = zlib.crc32(repr(list(ranks)).encode()) >> 32 - _CREATION_TAG_BITS
         self.comms: list[Communicator] = []
         first = self._add(world.Create_group(world.group.Incl(list(ranks)), tag))
-        self.first, self.num_groups = first.direct, 0
-        self.line = self._new_line(self.first.mpi)
+        self.num_groups = 0
+        # Never freed: MPICH would give messages that no rank has received to the next communicator.
+        self.messages = first.direct.mpi.Dup()
 
-    def take(self, busy: set[Communicator]) -> Communicator:
-        """The first communicator that is free on all ranks, or a new one."""
+    def join(self) -> Membership:
+        """The communicators and tags for a new group. Collective."""
         # Ranks destroy their groups at different times: what is free here may be in use on another rank.
-        mine = [comm not in busy and not comm.is_free for comm in self.comms]
-        gathered = self.line.mpi.allgather(mine)
-        found = (comm for comm, *free in zip(self.comms, *gathered, strict=True) if all(free))
-        return next(found, None) or self._add(self.line.mpi.Dup())
-
-    def messages(self) -> tuple[MPI.Comm, Tags]:
-        """The communicator and the tags for the messages of the next group. Collective."""
+        mine = [comm not in _busy and not comm.is_free for comm in self.comms]
+        gathered = self.messages.allgather(mine)
+        usable = (comm for comm, *free in zip(self.comms, *gathered, strict=True) if all(free))
+        comm = next(usable, None) or self._add(self.messages.Dup())
+        _busy.add(comm)
         use = self.num_groups % _NUM_USES
         if self.num_groups and use == 0:
-            self.line = self._new_line(self.line.mpi)  # a call may be stuck on the first communicator
-        last: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
-        number = (int(last) + 1) // _NUM_USES // TAGS_PER_KIND
+            self.messages = self.messages.Dup()
         self.num_groups += 1
-        return self.line.mpi, Tags(use * number, number)
-
-    def _new_line(self, mpi: MPI.Comm) -> _Line:
-        return self.first.keep(("messages of process groups", self.num_groups), lambda _: _Line(mpi))
+        last: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+        num_tags = (int(last) + 1) // _NUM_USES // TAGS_PER_KIND
+        return Membership(comm, self.messages, Tags(use * num_tags, num_tags))
 
     def _add(self, group: MPI.Comm) -> Communicator:
         used = communicators.stack()
-        made = Communicator(group, used.place, f"process group of {group.size} ranks")
-        self.comms.append(made)
-        used.others.append(made)
-        return made
+        self.comms.append(used.keep(Communicator(group, used.place, f"process group of {group.size} ranks")))
+        return self.comms[-1]
 
 
-_pools: weakref.WeakKeyDictionary[Stack, _Pool] = weakref.WeakKeyDictionary()
-
-
-def _pool() -> _Pool:
-    """The pool of the session, which ends with its level stack."""
-    return _pools.setdefault(communicators.stack(), _Pool())
+# By level stack, with which a session ends, and by the ranks in the world.
+_families: weakref.WeakKeyDictionary[Stack, dict[tuple[int, ...], _Family]] = weakref.WeakKeyDictionary()
+_busy: weakref.WeakSet[Communicator] = weakref.WeakSet()  # in use by a group of this rank
 
 
 def acquire(ranks: Sequence[int]) -> Membership:
     """The communicators and tags for a group of these ranks of the world. Collective over them."""
-    pool, world = _pool(), communicators.stack().levels[0]
-    frame = torch_internals.program()
-    return journal.run_alone("a new process group", world, lambda: pool.take(ranks), frame=frame)
+    used, key = communicators.stack(), tuple(ranks)
+
+    def join() -> Membership:
+        families = _families.setdefault(used, {})
+        if key not in families:
+            families[key] = _Family(ranks)
+        return families[key].join()
+
+    return journal.run_alone("a new process group", used.levels[0], join, frame=torch_internals.program())
 
 
 def release(comm: Communicator) -> None:
     """This rank's group is destroyed. Not collective. A communicator that is stuck is never used again."""
     if comm.is_stuck:
         comm._release(is_lost=True)
-    elif communicators.is_started():
-        _pool().busy.discard(comm)
+    else:
+        _busy.discard(comm)
