@@ -42,4 +42,4 @@ def allreduce(comm: Communicator, x: Tensor, op: str, how: BucketCall) -> Call:
         storage.stays_where_it_is = True
     elif how is BucketCall.IN_BACKWARD and not hasattr(storage, "stays_where_it_is"):
         operation = Operation(dataclasses.replace(operation.plan, method="allreduce_adopting"), (x,), x)
-    return [operation], [x], None
+    return [operation], [x], ()

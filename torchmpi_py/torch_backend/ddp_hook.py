@@ -43,7 +43,7 @@ def average(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     else:
         memory = _memory(group, bucket.parameters(), x)
         target = x if memory is None else memory
-        call = [_allreduce(x, out=target, op="avg", comm=group.comm)], [target], None
+        call = [_allreduce(x, out=target, op="avg", comm=group.comm)], [target], ()
     work = group.carry_out(call)
     return work.get_future().then(first)  # type: ignore[no-any-return]
 
@@ -54,7 +54,7 @@ def _memory(group: Any, parameters: list[Tensor], x: Tensor) -> Tensor | None:
     if kept is not None:
         return kept.memory  # type: ignore[no-any-return]
     made: list[Tensor | None] = []
-    group.carry_out(([group.extra.operation("memory", x.nbytes, x.device, made.append)], [], None)).wait()
+    group.carry_out(([group.extra.operation("memory", x.nbytes, x.device, made.append)], [], ())).wait()
     memory = None if made[0] is None else made[0].view(x.dtype).view(x.shape)
     group.buckets.keep(parameters, memory)
     return memory

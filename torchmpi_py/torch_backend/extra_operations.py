@@ -6,12 +6,13 @@ gather      large tensors, as messages straight into the list of root
 scatter     large tensors, as messages straight from the list of root
 sparse      allreduce of sparse tensors: each rank gathers all indices and values, and adds them in rank order
 memory      symmetric memory for buckets
-widen       a copy of short whole numbers, for sums that do not wrap around
+divided     a mean of whole numbers, which the verbs refuse: Lightning counts samples in such tensors
 """
 
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +27,7 @@ from torchmpi_py.collectives.selector import selector
 from torchmpi_py.core import backoff
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.communicators import Communicator, resolve
-from torchmpi_py.core.tensors import flat
+from torchmpi_py.core.tensors import copy_to, flat
 from torchmpi_py.errors import CommunicatorError, RanksDisagree, Unavailable
 from torchmpi_py.memory import symmetric
 
@@ -63,18 +64,20 @@ class ExtraOperations(Carrier):
             return False
         return selector.flavour_for(verb, self.comm, x.device, num_bytes, symmetric=False, name=None).name == self.name
 
-    def gather_operation(self, x: Tensor, outputs: Sequence[Tensor], root: int) -> Operation[Any]:
-        """``outputs[r]`` of root becomes rank r's ``x``. All have one size; elsewhere there are no outputs."""
-        return self._with_root("gather", x, outputs, root)
-
-    def scatter_operation(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> Operation[Any]:
-        """``output`` becomes root's ``inputs[rank]``. All have one size; elsewhere there are no inputs."""
-        return self._with_root("scatter", output, inputs, root)
-
-    def _with_root(self, method: str, x: Tensor, parts: Sequence[Tensor], root: int) -> Operation[Any]:
+    def with_root(self, method: str, x: Tensor, parts: Sequence[Tensor], root: int) -> Operation[Any]:
+        """The operation ``gather`` or ``scatter``. All tensors have one size; only root has ``parts``."""
         num_bytes = self.comm.size * x.nbytes
         operation = self.operation(method, root, x, *parts, compared=(num_bytes, x.dtype, root))
         operation.plan.num_bytes = num_bytes
+        return operation
+
+    def mean_of_whole(self, operation: Operation[Any]) -> Operation[Any]:
+        """The mean of whole numbers, in place of the ``operation`` for their sum."""
+        plan = operation.plan
+        operation.plan = dataclasses.replace(
+            plan, flavour=self, method="divided", others=(plan.flavour, plan.method, *plan.others),
+            fingerprint=(*(plan.fingerprint or ()), "mean"),
+        )  # fmt: skip
         return operation
 
     def barrier(self, channel: Channel) -> None:
@@ -90,13 +93,13 @@ class ExtraOperations(Carrier):
         self._exchange(channel, tensors[: channel.size], tensors[channel.size :], has_empty=True)
 
     def gather(self, channel: Channel, root: int, x: Tensor, *outputs: Tensor) -> None:
-        """See ``gather_operation``."""
+        """``outputs[r]`` of root becomes rank r's ``x``."""
         inputs = [x[:0]] * channel.size
         inputs[root] = x
         self._exchange(channel, outputs or [x[:0]] * channel.size, inputs)
 
     def scatter(self, channel: Channel, root: int, output: Tensor, *inputs: Tensor) -> None:
-        """See ``scatter_operation``."""
+        """``output`` becomes root's ``inputs[rank]``."""
         outputs = [output[:0]] * channel.size
         outputs[root] = output
         self._exchange(channel, outputs, inputs or [output[:0]] * channel.size)
@@ -135,15 +138,34 @@ class ExtraOperations(Carrier):
         """Call ``keep`` with the coalesced sum of all sparse tensors ``x``."""
         choices = selector.choices("allgather", self.comm, x.device, symmetric=False, name=None)
         gathering = Gathering("selector", choices.flavour_for)
-        _check_alike(x, gathering.allgather(channel, _header(x), None).tolist())
+        kinds = channel.mpi.allgather(f"shape {tuple(x.shape)}, {x.sparse_dim()} of its dimensions sparse")
+        if len(set(kinds)) > 1:
+            differences = "; ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
+            raise RanksDisagree(f"all_reduce of sparse tensors that differ: {differences}. Give each one shape")
         mine = x.detach().coalesce()
         indices = gathering.allgather(channel, flat(mine.indices().t()), None)
         values = gathering.allgather(channel, flat(mine.values()), None)
         keep(torch.sparse_coo_tensor(indices.t(), values, x.shape, device=x.device, check_invariants=False).coalesce())
 
-    def widen(self, channel: Channel, *tensors: Tensor) -> None:
-        """Copy the second half of the tensors into the first."""
-        copy_all(tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :])
+    def divided(
+        self, channel: Channel, source: Tensor, destination: Tensor, flavour: Carrier, method: str, op: str, *root: int
+    ) -> None:
+        """The sum that a method of ``flavour`` makes, divided by the ranks and rounded towards zero, as in NCCL.
+
+        Sums are those of int64, or uint64, so that the sum of shorter numbers does not wrap around.
+        """
+        wide = torch.uint64 if source.dtype == torch.uint64 else torch.int64
+        total = destination.to(wide)
+        getattr(flavour, method)(channel, source.to(wide), total, op, *root)
+        if root and root[0] != channel.rank:
+            return
+        if wide == torch.uint64:  # which torch does not divide
+            total = total.cpu()
+            numbers = total.numpy()
+            numbers //= channel.size
+        else:
+            total.div_(channel.size, rounding_mode="trunc")
+        copy_to(destination, total)
 
     def memory(
         self, channel: Channel, num_bytes: int, device: torch.device, keep: Callable[[Tensor | None], object]
@@ -153,28 +175,6 @@ class ExtraOperations(Carrier):
             keep(symmetric.memory(channel, num_bytes, device)[:num_bytes])
         except Unavailable:
             keep(None)
-
-
-@torch.inference_mode()  # some may have been made there
-def copy_all(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source, unseen by autograd, to its destination."""
-    for destination, source in zip(destinations, sources, strict=True):
-        destination.detach().copy_(source)
-
-
-def _header(x: Tensor) -> Tensor:
-    return torch.tensor([x.sparse_dim(), x.dim(), *x.shape], device="cpu")
-
-
-def _check_alike(x: Tensor, gathered: list[int]) -> None:
-    """RanksDisagree unless the sparse tensors of all ranks have one shape, and as many sparse dimensions."""
-    rest, kinds = gathered, list[str]()
-    while rest:
-        num_sparse, num_dims = rest[:2]
-        kinds.append(f"rank {len(kinds)}: shape {tuple(rest[2 : 2 + num_dims])}, {num_sparse} of its dimensions sparse")
-        rest = rest[2 + num_dims :]
-    if len({kind.partition(":")[2] for kind in kinds}) > 1:
-        raise RanksDisagree("all_reduce of sparse tensors that differ: " + "; ".join(kinds) + ". Give each one shape")
 
 
 def _room_on_host(x: Tensor) -> Tensor:

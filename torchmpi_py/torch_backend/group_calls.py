@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from torchmpi_py.collectives.prepare import builder
 from torchmpi_py.collectives.selector import selector
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.tensors import (
+    WHOLE_NUMBERS,
+    Finish,
     check_divisible,
     check_parts,
     check_rank,
@@ -42,6 +44,37 @@ _alltoall = builder(verbs.alltoall)
 _scatter = builder(verbs.scatter)
 
 
+class GroupReduction(NamedTuple):
+    """A reduction: ``op``, as the package calls it, after every tensor is multiplied by ``factor``, if there is one."""
+
+    op: str
+    factor: Any
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """A copy of ``x``, multiplied; ``x`` itself without a factor.
+
+        ValueError if the dtype or shape of ``x`` cannot hold the products.
+        """
+        if self.factor is None:
+            return x
+        try:
+            return x.detach().clone().mul_(self.factor)
+        except RuntimeError as error:
+            raise ValueError(
+                f"premul_sum: {x.dtype} of shape {tuple(x.shape)} cannot be multiplied by {self.factor!r}: {error}. "
+                "Give a factor that fits, or x.float()"
+            ) from None
+
+    def operation(
+        self, build: Callable[..., Operation[Any]], extra: ExtraOperations, x: Tensor, *root: int, out: Tensor | None
+    ) -> Operation[Any]:
+        """The operation that reduces ``x``, multiplied before. The verbs refuse means of whole numbers."""
+        is_mean_of_whole = self.op == "avg" and x.dtype in WHOLE_NUMBERS
+        op = "sum" if is_mean_of_whole else self.op
+        operation = build(x, *root, out=out, op=op, comm=extra.comm)
+        return extra.mean_of_whole(operation) if is_mean_of_whole else operation
+
+
 def _into_lists(wholes: Tensors, lists: Sequence[Tensors]) -> Callable[[], None]:
     """A step that copies each flat tensor into the tensors of its list."""
 
@@ -54,15 +87,10 @@ def _into_lists(wholes: Tensors, lists: Sequence[Tensors]) -> Callable[[], None]
     return conclude
 
 
-def one_after_another(steps: Sequence[Callable[[], object] | None]) -> Callable[[], Any] | None:
-    """One step made of all ``steps`` that are not None."""
-    given = [step for step in steps if step is not None]
-
-    def conclude() -> None:
-        for step in given:
-            step()
-
-    return conclude if given else None
+def _buffers(verb: str, outputs: Tensors) -> tuple[list[Tensor], list[Finish | None]]:
+    """Flat memory to write in place of each output, and the steps that copy it to the outputs."""
+    targets = [output_buffer(verb, output, holds_input=False) for output in outputs]
+    return [buffer for buffer, _ in targets], [copy_out for _, copy_out in targets]
 
 
 def warn_in_backward(verb: str, x: Tensor) -> None:
@@ -84,17 +112,19 @@ def warn_in_backward(verb: str, x: Tensor) -> None:
     x.register_hook(warn)  # type: ignore[no-untyped-call]
 
 
-def allreduce(extra: ExtraOperations, tensors: list[Tensor], op: str, factor: Any) -> Call:
+def allreduce(extra: ExtraOperations, tensors: list[Tensor], reduction: GroupReduction) -> Call:
     """Each tensor in an operation of its own; sparse ones too."""
     if any(x.is_sparse for x in tensors):
-        return _allreduce_sparse(extra, tensors, op, factor)
-    _multiply(tensors, factor)
-    return [_allreduce(x, op=op, comm=extra.comm) for x in tensors], tensors, None
+        return _allreduce_sparse(extra, tensors, reduction)
+    operations = [reduction.operation(_allreduce, extra, reduction.scaled(x), out=x) for x in tensors]
+    return operations, tensors, ()
 
 
-def _allreduce_sparse(extra: ExtraOperations, tensors: list[Tensor], op: str, factor: Any) -> Call:
-    if op != "sum":
-        raise ValueError(f"allreduce of sparse tensors with {op!r}: only the sum of sparse tensors is defined")
+def _allreduce_sparse(extra: ExtraOperations, tensors: list[Tensor], reduction: GroupReduction) -> Call:
+    if reduction.op != "sum":
+        raise ValueError(
+            f"allreduce of sparse tensors with {reduction.op!r}: only the sum of sparse tensors is defined"
+        )
     totals: list[Tensor] = []
 
     def conclude() -> None:
@@ -106,36 +136,30 @@ def _allreduce_sparse(extra: ExtraOperations, tensors: list[Tensor], op: str, fa
                 else:
                     x.copy_(total)
 
-    return [extra.operation("sparse", _scaled(x, factor), totals.append) for x in tensors], tensors, conclude
+    return [extra.operation("sparse", reduction.scaled(x), totals.append) for x in tensors], tensors, [conclude]
 
 
-def allreduce_together(comm: Communicator, tensors: list[Tensor], op: str, factor: Any) -> Call:
+def allreduce_together(extra: ExtraOperations, tensors: list[Tensor], reduction: GroupReduction) -> Call:
     """All tensors of one dtype and device in one operation."""
     check_parts("all_reduce", "tensors", tensors)
-    _multiply(tensors, factor)
     kinds: dict[tuple[Any, ...], list[Tensor]] = {}
     for x in tensors:
         kinds.setdefault((x.dtype, x.device), []).append(x)
     # One flat tensor of each kind; results are copied back.
-    wholes = [(torch.cat([flat(x).view(-1) for x in alike]), alike) for alike in kinds.values()]
-
-    conclude = _into_lists([whole for whole, _ in wholes], [alike for _, alike in wholes])
-    return [_allreduce(whole, op=op, comm=comm) for whole, _ in wholes], tensors, conclude
+    wholes = [torch.cat([flat(reduction.scaled(x)).view(-1) for x in alike]) for alike in kinds.values()]
+    operations = [reduction.operation(_allreduce, extra, whole, out=whole) for whole in wholes]
+    return operations, tensors, [_into_lists(wholes, list(kinds.values()))]
 
 
 def broadcast(comm: Communicator, tensors: list[Tensor], root: int) -> Call:
     """Each tensor in an operation of its own."""
-    return [_broadcast(x, root, comm=comm) for x in tensors], tensors, None
+    return [_broadcast(x, root, comm=comm) for x in tensors], tensors, ()
 
 
-def reduce(comm: Communicator, tensors: list[Tensor], root: int, op: str, factor: Any) -> Call:
+def reduce(extra: ExtraOperations, tensors: list[Tensor], root: int, reduction: GroupReduction) -> Call:
     """Each tensor in an operation of its own; only root's tensors are written."""
-    sources = [_scaled(x, factor) for x in tensors]
-    operations = [
-        _reduce(source, root, out=None if factor is None else x, op=op, comm=comm)
-        for source, x in zip(sources, tensors, strict=True)
-    ]
-    return operations, tensors, None
+    operations = [reduction.operation(_reduce, extra, reduction.scaled(x), root, out=x) for x in tensors]
+    return operations, tensors, ()
 
 
 def allgather(comm: Communicator, output_lists: Sequence[Tensors], inputs: Tensors) -> Call:
@@ -151,22 +175,22 @@ def allgather(comm: Communicator, output_lists: Sequence[Tensors], inputs: Tenso
         whole = x.new_empty(sum(y.numel() for y in outputs), requires_grad=False)
         operations.append(_gathering(comm, flat(x).view(-1), whole, [y.numel() for y in outputs]))
         wholes.append(whole)
-    return operations, [y for outputs in output_lists for y in outputs], _into_lists(wholes, output_lists)
+    return operations, [y for outputs in output_lists for y in outputs], [_into_lists(wholes, output_lists)]
 
 
 def allgather_single(comm: Communicator, outputs: Tensors, inputs: Tensors) -> Call:
     """Each input of all ranks, one after another, into one output."""
     for output, x in zip(outputs, inputs, strict=True):
         check_whole("all_gather", "output", output, "input", x, comm.size)
-    targets = [output_buffer("all_gather", output, holds_input=False) for output in outputs]
-    sources = _apart([flat(x).view(-1) for x in inputs], [buffer for buffer, _ in targets])
+    buffers, copies_out = _buffers("all_gather", outputs)
+    sources = _apart([flat(x).view(-1) for x in inputs], buffers)
     operations = []
-    for source, (buffer, _) in zip(sources, targets, strict=True):
+    for source, buffer in zip(sources, buffers, strict=True):
         whole = buffer.view(-1)
         slot = whole[comm.rank * source.numel() :][: source.numel()]
         source = copy_if_overlapping(source, whole, slot)  # FSDP gives the slot
         operations.append(_gathering(comm, source, whole, [source.numel()] * comm.size))
-    return operations, list(outputs), one_after_another([copy_out for _, copy_out in targets])
+    return operations, list(outputs), copies_out
 
 
 def gather(extra: ExtraOperations, output_lists: Sequence[Tensors], x: Tensor, root: int) -> Call:
@@ -179,13 +203,12 @@ def gather(extra: ExtraOperations, output_lists: Sequence[Tensors], x: Tensor, r
         check_list("gather", "outputs", outputs, x, comm.size)
         check_equal("gather", "outputs", outputs, x)
     if extra.takes("gather", x):
-        targets = [output_buffer("gather", y, holds_input=False) for y in outputs]
-        operation = extra.gather_operation(source, [y.view(-1) for y, _ in targets], root)
-        return [operation], outputs, one_after_another([copy_out for _, copy_out in targets])
+        buffers, copies_out = _buffers("gather", outputs)
+        return [extra.with_root("gather", source, [y.view(-1) for y in buffers], root)], outputs, copies_out
     if comm.rank == root:
         whole = x.new_empty(comm.size * x.numel(), requires_grad=False)
     operation = _gathering(comm, source, whole, [x.numel()] * comm.size, root)
-    return [operation], outputs, None if whole is None else _into_lists([whole], output_lists)
+    return [operation], outputs, () if whole is None else [_into_lists([whole], output_lists)]
 
 
 def scatter(extra: ExtraOperations, output: Tensor, input_lists: Sequence[Tensors], root: int) -> Call:
@@ -199,41 +222,42 @@ def scatter(extra: ExtraOperations, output: Tensor, input_lists: Sequence[Tensor
         check_equal("scatter", "inputs", input_lists[0], output)
         inputs = [flat(x).view(-1) for x in input_lists[0]]
     if extra.takes("scatter", output):
-        return [extra.scatter_operation(buffer.view(-1), inputs, root)], [output], copy_out
+        return [extra.with_root("scatter", buffer.view(-1), inputs, root)], [output], [copy_out]
     whole = torch.cat(inputs) if inputs else buffer.new_empty(comm.size * buffer.numel())
-    return [_scatter(whole, root, out=buffer.view(-1), comm=comm)], [output], copy_out
+    return [_scatter(whole, root, out=buffer.view(-1), comm=comm)], [output], [copy_out]
 
 
-def reduce_scatter(comm: Communicator, factor: Any, op: str, outputs: Tensors, input_lists: Sequence[Tensors]) -> Call:
+def reduce_scatter(
+    extra: ExtraOperations, outputs: Tensors, input_lists: Sequence[Tensors], reduction: GroupReduction
+) -> Call:
     """Each list is reduced over the ranks; rank r gets the r-th tensor. The shapes in a list may differ."""
+    comm, operations = extra.comm, []
     for output, given in zip(outputs, input_lists, strict=True):
         check_list("reduce_scatter", "inputs", given, output, comm.size)
         check_equal("reduce_scatter", "inputs", [given[comm.rank]], output)
-    targets = [output_buffer("reduce_scatter", output, holds_input=False) for output in outputs]
-    buffers, operations = [buffer for buffer, _ in targets], []
+    buffers, copies_out = _buffers("reduce_scatter", outputs)
     for buffer, given in zip(buffers, input_lists, strict=True):
-        inputs = [_scaled(x, factor) for x in given]
+        inputs = [flat(reduction.scaled(x)).view(-1) for x in given]
         if len({x.numel() for x in inputs}) == 1:  # else a reduce for each rank
-            whole = torch.cat([flat(x).view(-1) for x in inputs])
-            operations.append(_reduce_scatter(whole, out=buffer.view(-1), op=op, comm=comm))
+            operations.append(reduction.operation(_reduce_scatter, extra, torch.cat(inputs), out=buffer.view(-1)))
         else:
-            for rank, x in enumerate(apart([flat(x).view(-1) for x in inputs], buffers)):
+            for rank, x in enumerate(apart(inputs, buffers)):
                 target = buffer.view(-1) if rank == comm.rank else None
-                operations.append(_reduce(x, rank, out=target, op=op, comm=comm))
-    return operations, list(outputs), one_after_another([copy_out for _, copy_out in targets])
+                operations.append(reduction.operation(_reduce, extra, x, rank, out=target))
+    return operations, list(outputs), copies_out
 
 
-def reduce_scatter_single(comm: Communicator, factor: Any, op: str, outputs: Tensors, inputs: Tensors) -> Call:
+def reduce_scatter_single(extra: ExtraOperations, outputs: Tensors, inputs: Tensors, reduction: GroupReduction) -> Call:
     """Each input is reduced over the ranks; rank r gets the r-th part."""
     for output, x in zip(outputs, inputs, strict=True):
-        check_whole("reduce_scatter", "input", x, "output", output, comm.size)
-    targets = [output_buffer("reduce_scatter", output, holds_input=False) for output in outputs]
-    sources = _apart([flat(_scaled(x, factor)).view(-1) for x in inputs], [buffer for buffer, _ in targets])
+        check_whole("reduce_scatter", "input", x, "output", output, extra.comm.size)
+    buffers, copies_out = _buffers("reduce_scatter", outputs)
+    sources = _apart([flat(reduction.scaled(x)).view(-1) for x in inputs], buffers)
     operations = [
-        _reduce_scatter(source, out=buffer.view(-1), op=op, comm=comm)
-        for source, (buffer, _) in zip(sources, targets, strict=True)
+        reduction.operation(_reduce_scatter, extra, source, out=buffer.view(-1))
+        for source, buffer in zip(sources, buffers, strict=True)
     ]
-    return operations, list(outputs), one_after_another([copy_out for _, copy_out in targets])
+    return operations, list(outputs), copies_out
 
 
 def alltoall_single(
@@ -245,13 +269,13 @@ def alltoall_single(
         check_divisible("all_to_all_single", x, size)
         check_whole("all_to_all_single", "output", output, "input", x, 1)
         buffer, copy_out = output_buffer("all_to_all_single", output, holds_input=False)
-        return [_alltoall(flat(x).view(-1), out=buffer.view(-1), comm=extra.comm)], [output], copy_out
+        return [_alltoall(flat(x).view(-1), out=buffer.view(-1), comm=extra.comm)], [output], [copy_out]
     check_list("all_to_all_single", "outputs", [output], x, 1)
     buffer, copy_out = output_buffer("all_to_all_single", output, holds_input=False)
     sent = rows("input", flat(x), input_splits, size)
     received = rows("output", buffer, output_splits, size)
     check_equal("all_to_all_single", "outputs", [received[extra.comm.rank]], sent[extra.comm.rank])
-    return [extra.alltoall_operation(received, sent)], [output], copy_out
+    return [extra.alltoall_operation(received, sent)], [output], [copy_out]
 
 
 def alltoall(extra: ExtraOperations, outputs: Tensors, inputs: Tensors) -> Call:
@@ -259,9 +283,8 @@ def alltoall(extra: ExtraOperations, outputs: Tensors, inputs: Tensors) -> Call:
     for what, given in (("outputs", outputs), ("inputs", inputs)):
         check_list("all_to_all", what, given, next(iter((*inputs, *outputs)), None), extra.comm.size)
     check_equal("all_to_all", "outputs", [outputs[extra.comm.rank]], inputs[extra.comm.rank])
-    targets = [output_buffer("all_to_all", y, holds_input=False) for y in outputs]
-    conclude = one_after_another([copy_out for _, copy_out in targets])
-    return [extra.alltoall_operation([y for y, _ in targets], list(inputs))], list(outputs), conclude
+    buffers, copies_out = _buffers("all_to_all", outputs)
+    return [extra.alltoall_operation(buffers, list(inputs))], list(outputs), copies_out
 
 
 def _apart(sources: list[Tensor], buffers: list[Tensor]) -> list[Tensor]:
@@ -269,28 +292,6 @@ def _apart(sources: list[Tensor], buffers: list[Tensor]) -> list[Tensor]:
     if len(sources) == 1:
         return sources
     return [apart([x], buffers[:number] + buffers[number + 1 :])[0] for number, x in enumerate(sources)]
-
-
-def _multiply(tensors: list[Tensor], factor: Any) -> None:
-    if factor is not None:
-        for x in tensors:
-            _times(x.detach(), factor)
-
-
-def _scaled(x: Tensor, factor: Any) -> Tensor:
-    """A copy of ``x``, multiplied by ``factor``; ``x`` itself without one."""
-    return x if factor is None else _times(x.detach().clone(), factor)
-
-
-def _times(x: Tensor, factor: Any) -> Tensor:
-    """``x``, multiplied in place. ValueError if its dtype or shape cannot hold the products."""
-    try:
-        return x.mul_(factor)
-    except RuntimeError as error:
-        raise ValueError(
-            f"premul_sum: {x.dtype} of shape {tuple(x.shape)} cannot be multiplied by {factor!r}: {error}. Give a "
-            "factor that fits, or x.float()"
-        ) from None
 
 
 def _gathering(

@@ -40,14 +40,12 @@ class Message(PendingWork):
         self._receipts = receipts
 
     def expect(self) -> None:
-        self.handle.expect(self._seconds)
+        super().expect()
+        threading.Thread(target=self._end_when_over, name="torchmpi_py-message", daemon=True).start()
 
-    def when_over(self, step: Callable[[], None]) -> None:
-        def wait() -> None:
-            self.handle.settle()
-            step()
-
-        threading.Thread(target=wait, name="torchmpi_py-message", daemon=True).start()
+    def _end_when_over(self) -> None:
+        self.handle.settle()
+        self.end()
 
     def source_rank(self) -> int:
         """The rank in the group that sent the message, once the message has come."""

@@ -8,8 +8,7 @@ Point-to-point messages do not queue (``p2p.py``). The import prepares torch for
 from __future__ import annotations
 
 import datetime as dt
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,28 +17,19 @@ from torch import Tensor, distributed
 from torchmpi_py.collectives import kept_plans, verbs
 from torchmpi_py.collectives.prepare import builder
 from torchmpi_py.core import communication_thread, communicators, compiling, config
-from torchmpi_py.core.channels import BACKGROUND, DIRECT
 from torchmpi_py.core.tensors import WHOLE_NUMBERS
 from torchmpi_py.errors import CommunicatorError
 from torchmpi_py.memory import symmetric
-from torchmpi_py.torch_backend import (
-    averages,
-    call_queue,
-    communicator_pool,
-    ddp_buckets,
-    group_calls,
-    p2p,
-    torch_internals,
-)
+from torchmpi_py.torch_backend import communicator_pool, ddp_buckets, group_calls, p2p, torch_internals
 from torchmpi_py.torch_backend.backend_name import NAME
 from torchmpi_py.torch_backend.call_queue import Call, CallQueue, QueuedCall
 from torchmpi_py.torch_backend.ddp_hook import BucketMemory
 from torchmpi_py.torch_backend.extra_operations import ExtraOperations
+from torchmpi_py.torch_backend.group_calls import GroupReduction
+from torchmpi_py.torch_backend.list_checks import Tensors
 from torchmpi_py.torch_backend.p2p import Message
 from torchmpi_py.torch_backend.torch_internals import REDUCTIONS
 from torchmpi_py.torch_backend.work import OVER, CallWork, Done, PendingWork, Several, callback_state
-
-Tensors = Sequence[Tensor]
 
 _OPS = {
     "SUM": "sum", "AVG": "avg", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "BAND": "band", "BOR": "bor",
@@ -68,7 +58,6 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self.mailbox = p2p.Mailbox(membership)
         self.buckets = BucketMemory()
         self.set_timeout(timeout)
-        self._is_open = True
         self._coalesced: list[Any] | None = None
         torch_internals.add_placeholder(self, comm.rank, comm.size)
 
@@ -82,25 +71,21 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self.seconds = deadline if seconds == torch_internals.DEFAULT_SECONDS else seconds
 
     def allreduce(self, tensors: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
-        op, factor = op_of(opts)
-        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        reduction, given = reduction_of(opts), as_list(tensors)
+        op, factor = reduction
         if factor is None and len(given) == 1:
-            x, how = given[0], torch_internals.bucket_call()
+            (x,) = given
+            # C++, which reduces buckets, does not wait in the call.
+            how = torch_internals.bucket_call() if getattr(opts, "asyncOp", True) else None
             if how is not None and ddp_buckets.is_bucket(x):
                 return self.carry_out(ddp_buckets.allreduce(self.comm, x, op, how), opts)
             if not x.is_sparse and (op != "avg" or x.dtype not in WHOLE_NUMBERS):
                 operation = kept_plans.allreduce(_allreduce, x, self.comm, op)
-                return self.carry_out(([operation], given, None), opts)
-        return self._reduce(op, given, given, lambda op, x, _: group_calls.allreduce(self.extra, x, op, factor), opts)
+                return self.carry_out(([operation], given, ()), opts)
+        return self.carry_out(group_calls.allreduce(self.extra, given, reduction), opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
-        op, factor = op_of(opts)
-        given = list(tensors)
-
-        def make(op: str, tensors: list[Tensor], _: list[Tensor]) -> Call:
-            return group_calls.allreduce_together(self.comm, tensors, op, factor)
-
-        return self._reduce(op, given, given, make, opts, of_lists=True)
+        return self.carry_out(group_calls.allreduce_together(self.extra, list(tensors), reduction_of(opts)), opts)
 
     def broadcast(self, tensors: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
         root = root_of(opts)
@@ -108,13 +93,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return self.carry_out(call, opts, is_written=self.comm.rank != root)
 
     def reduce(self, tensors: Tensors | Tensor, opts: Any, op: Any = None, timeout: Any = None) -> Any:
-        name, factor = op_of(op if isinstance(opts, int) else opts)
-        given, root = as_list(tensors), root_of(opts)
-
-        def make(op: str, tensors: list[Tensor], _: list[Tensor]) -> Call:
-            return group_calls.reduce(self.comm, tensors, root, op, factor)
-
-        return self._reduce(name, given, given, make, opts, is_root=self.comm.rank == root)
+        reduction, root = reduction_of(op if isinstance(opts, int) else opts), root_of(opts)
+        call = group_calls.reduce(self.extra, as_list(tensors), root, reduction)
+        return self.carry_out(call, opts, is_written=self.comm.rank == root)
 
     def allgather(self, outputs: Sequence[Any], inputs: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
         if isinstance(inputs, Tensor):
@@ -144,17 +125,13 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
-        op, factor = op_of(opts)
-        make = functools.partial(group_calls.reduce_scatter, self.comm, factor)
-        return self._reduce(op, outputs, inputs, make, opts, of_lists=True)
+        return self.carry_out(group_calls.reduce_scatter(self.extra, outputs, inputs, reduction_of(opts)), opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        op, factor = op_of(opts)
-        make = functools.partial(group_calls.reduce_scatter_single, self.comm, factor)
-        return self._reduce(op, outputs, inputs, make, opts)
+        return self.carry_out(group_calls.reduce_scatter_single(self.extra, outputs, inputs, reduction_of(opts)), opts)
 
     def all_to_all_single(
         self,
@@ -171,7 +148,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return self.carry_out(group_calls.alltoall(self.extra, outputs, inputs), opts)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
-        return self.carry_out(([self.extra.operation("barrier")], [], None), opts)
+        return self.carry_out(([self.extra.operation("barrier")], [], ()), opts)
 
     _allgather_base = all_gather_single  # their names in older versions
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -224,8 +201,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self._end(0.0)
 
     def _end(self, seconds: float | None) -> None:
-        if self._is_open:
-            self._is_open = False
+        if self.queue.is_open:
             self.queue.close(seconds)
             if communication_thread.is_installed():
                 communication_thread.current().remove_companion(self.mailbox)
@@ -240,54 +216,47 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         ``opts``, where torch gives any: a timeout, and whether the program waits in this call. ``is_written``: whether
         the results are written on this rank.
         """
-        if not self._is_open or communicators.current_stack is None:  # every call pays for a function
-            self._check_open()
+        operations, results, _ = call
+        if not operations:
+            return OVER
         timeout = getattr(opts, "timeout", None)
         given = -1.0 if timeout is None else timeout.total_seconds()
         seconds = given if given > 0 else self.seconds
         is_nested = callback_state.is_in_callback
-        is_launch = not is_nested and (getattr(opts, "asyncOp", True) or seconds is not None)
-        operations, results, _ = call
+        is_launch = getattr(opts, "asyncOp", True) or seconds is not None
         for x in results if is_written else ():
             if x.requires_grad:
                 group_calls.warn_in_backward(operations[0].plan.name, x)
         program = torch_internals.program()
         if not is_launch and not is_nested and self.queue.run_here(call, program):
             return OVER
-        call_queue.record(operations, BACKGROUND if is_nested else DIRECT, is_launch, program)
+        self._check_open()
         if is_nested:
-            self.queue.run_in_callback(call)
+            self.queue.run_in_callback(call, program)
             return Done(results)
-        return self._posted(self.queue.submit(call, seconds))
+        return self._posted(self.queue.submit(call, is_launch, seconds, program))
 
     def _posted(self, work: PendingWork) -> PendingWork:
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
-    def _reduce(
-        self, op: str, outputs: Tensors, inputs: Any, make: Callable[..., Call], opts: Any, *,
-        is_root: bool = True, of_lists: bool = False,
-    ) -> Any:  # fmt: skip
-        call = averages.averaging(self.extra, op, outputs, inputs, make, is_root=is_root, of_lists=of_lists)
-        return self.carry_out(call, opts, is_written=is_root)
-
     def _check_open(self) -> None:
-        if not self._is_open:
+        if not self.queue.is_open:
             raise CommunicatorError(f"process group {self.group_name!r} was destroyed; make a new one")
         communicators.resolve(self.comm)
 
 
-def op_of(opts: Any) -> tuple[str, Any]:
-    """The package's name of a reduction, and the factor of every tensor before it (None: no factor)."""
+def reduction_of(opts: Any) -> GroupReduction:
+    """The reduction that torch.distributed gives in options, or as such; without any, the sum."""
     given = getattr(opts, "reduceOp", opts)
     if given is None:
-        return "sum", None
+        return GroupReduction("sum", None)
     number = getattr(given, "op", given).value
     name = _BY_NUMBER.get(number)
     if name is None:
         raise ValueError(f"backend torchmpi does not know {given!r}; it knows {', '.join(_OPS)}")
-    return name, given.__getstate__()[1] if number == _PREMUL_SUM else None
+    return GroupReduction(name, given.__getstate__()[1] if number == _PREMUL_SUM else None)
 
 
 def root_of(opts: Any) -> int:

@@ -269,6 +269,13 @@ def name_group(group: Any, name: str, description: str) -> None:
     group._set_group_desc(description)
 
 
+def work_of(future: torch.futures.Future[Any]) -> Any:
+    """A Work of C++ for a call whose results are those of ``future``."""
+    from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+
+    return _create_work_from_future(future)
+
+
 def raise_on_wait(future: torch.futures.Future[Any], error: BaseException) -> None:
     """Let ``future.wait()`` and ``future.value()`` raise ``error`` in Python, whatever value the future has."""
 

@@ -26,7 +26,7 @@ from torch import Tensor, distributed
 from torchmpi_py.core.handles import Handle
 from torchmpi_py.errors import CollectiveTimeout
 from torchmpi_py.memory import devices
-from torchmpi_py.torch_backend.torch_internals import raise_on_wait
+from torchmpi_py.torch_backend.torch_internals import raise_on_wait, work_of
 
 
 class _InCallback(threading.local):
@@ -151,21 +151,31 @@ class CallWork(distributed.Work):
         return self._results
 
 
-class Done(CallWork):
-    """A call that was carried out at once."""
+class Several(CallWork):
+    """Several calls, as one. torch waits for them together, and asks for no future."""
 
-    def __init__(self, results: list[Tensor]) -> None:
+    def __init__(self, works: Sequence[Any], results: list[Tensor] | None = None) -> None:
         super().__init__()
-        self._results = results
+        self._works = works
+        self._results = [x for work in works for x in work.result()] if results is None else results
 
     def wait(self, timeout: dt.timedelta | None = None) -> bool:
+        for work in self._works:
+            work.wait(timeout)
         return True
 
     def is_completed(self) -> bool:
-        return True
+        return all(work.is_completed() for work in self._works)
 
-    def exception(self) -> None:
-        return None
+    def exception(self) -> Exception | None:
+        return next(filter(None, (work.exception() for work in self._works)), None)
+
+
+class Done(Several):
+    """A call that was carried out at once."""
+
+    def __init__(self, results: list[Tensor]) -> None:
+        super().__init__([], results)
 
     def get_future(self) -> CallFuture:
         future = CallFuture(_gpus(self._results))
@@ -173,14 +183,15 @@ class Done(CallWork):
         return future
 
 
-OVER = Done([])
-"""The work of all calls that block: torch.distributed does not show it, and making one takes a third of the verb."""
+OVER = work_of(Done([]).get_future())
+"""The work of all calls that block, which torch.distributed does not show. To make one takes a third of the verb."""
 
 
 class PendingWork(CallWork):
     """A call under way, behind ``handle``. ``wait`` and the future raise what the call raises.
 
-    After ``seconds`` the waits give up (None: never); the call goes on. A subclass sets the handle when it launches.
+    After ``seconds`` the waits give up (None: never); the call goes on. A subclass sets the handle when it launches,
+    and calls ``end`` once: when the call is over, though for a message only if there is a future.
     """
 
     handle: Handle[Any]
@@ -189,6 +200,7 @@ class PendingWork(CallWork):
         super().__init__()
         self._results, self._seconds = results, seconds
         self._lock = threading.Lock()
+        self._is_over = False
         self._future: CallFuture | None = None
         self._future_is_open = threading.Lock()  # acquired, for good, by the thread that completes the future
         self._timer: threading.Timer | None = None
@@ -200,14 +212,12 @@ class PendingWork(CallWork):
         """Called by a thread before it waits for the future."""
 
     def expect(self) -> None:
-        """Called when the future is made, for waits for a future cannot be seen."""
+        """Called when the future is created: later waits on it happen inside torch, where we cannot observe them."""
+        self.handle.expect(self._seconds)
 
-    def when_late(self) -> None:
-        """Called when a wait has given up."""
-
-    def when_over(self, step: Callable[[], None]) -> None:
-        """Run ``step`` once: when the call is over, or now if the call is over already."""
-        raise NotImplementedError
+    def give_up(self) -> None:
+        """The program no longer waits for the call, which goes on."""
+        self.handle.give_up()
 
     def wait(self, timeout: dt.timedelta | None = None) -> bool:
         """Block until the call is complete, at most ``timeout`` (default: the group's)."""
@@ -217,8 +227,7 @@ class PendingWork(CallWork):
         try:
             self.handle.wait(seconds)
         except CollectiveTimeout as error:
-            self.handle.give_up()
-            self.when_late()
+            self.give_up()
             late = TimedOut(f"the timeout of {seconds:g} s has passed: {error}")
             late.handle = self
             raise late._of_call(error.verb, error.comm) from None
@@ -242,83 +251,44 @@ class PendingWork(CallWork):
             if self._future is not None:
                 return self._future
             self._future = future = CallFuture(_gpus(self._results), self.before_future_wait)
-        self.expect()
-        if self._seconds is not None:
-            self._timer = threading.Timer(self._seconds, self._expire)
-            self._timer.daemon = True
-            self._timer.start()
-        self.when_over(self._complete_future)
+            self.expect()
+            if self._seconds is not None:
+                self._timer = threading.Timer(self._seconds, self._expire)
+                self._timer.daemon = True
+                self._timer.start()
+            is_over = self._is_over
+        if is_over:
+            self._complete_future()
         return future
 
+    def end(self) -> None:
+        """The call is complete, or has failed: complete its future."""
+        with self._lock:
+            self._is_over = True
+        self._complete_future()
+
     def _complete_future(self) -> None:
-        """The call is over."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._future is None or not self._future_is_open.acquire(blocking=False):  # or has timed out meanwhile
+        future = self._future  # which may be completed already: by the timer, or by the program
+        if future is None or future.done() or not self._future_is_open.acquire(blocking=False):
             return
-        with contextlib.ExitStack() as stack:
+        # On the program's stream its later work would wait for the call, too.
+        with self.handle.on_its_stream():
             try:
-                if self._future.done():  # by the program
-                    return
-                # On the program's stream its later work would wait for the call, too.
-                stack.enter_context(self.handle.on_its_stream())
                 self.handle.wait()
             except Exception as error:
-                self._future.set_exception(error)
+                future.set_exception(error)
             else:
-                self._future.set_result(self._results)
+                future.set_result(self._results)
             finally:
-                self._future.before_wait = _nothing  # the two would keep each other, and the tensors, alive
+                future.before_wait = _nothing  # the two would keep each other, and the tensors, alive
 
     def _expire(self) -> None:
         """The call is late: let the future give up."""
         late = self.handle.who_is_late()
         if self._future is None or self.handle.is_settled() or not self._future_is_open.acquire(blocking=False):
             return
-        self.handle.give_up()
-        self.when_late()
+        self.give_up()
         error = TimedOut(f"the timeout of {self._seconds:g} s has passed: {self.handle!r}. {late}")
         self._future.set_exception(error)
-
-
-class Several(CallWork):
-    """Several calls, as one."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        super().__init__()
-        self._works = works
-        self._results = [x for work in works for x in work.result()]
-
-    def wait(self, timeout: dt.timedelta | None = None) -> bool:
-        for work in self._works:
-            work.wait(timeout)
-        return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def exception(self) -> Exception | None:
-        return next(filter(None, (work.exception() for work in self._works)), None)
-
-    def get_future(self) -> CallFuture:
-        """A future of all tensors, which is completed after the last call."""
-        made, results = [work.get_future() for work in self._works], self._results
-
-        def before_wait() -> None:
-            for future in made:
-                future.before_wait()
-
-        whole = CallFuture(_gpus(results), before_wait)
-
-        def complete(ended: Any) -> None:
-            try:
-                ended.value()
-            except Exception as error:
-                whole.set_exception(error)
-            else:
-                for future in made:  # which have ended: where they have GPUs, this stream follows theirs
-                    torch.futures.Future.wait(future)
-                whole.set_result(results)
-
-        torch.futures.collect_all(list(made)).add_done_callback(complete)
-        return whole
