@@ -34,7 +34,7 @@ from torchmpi_py.core.tensors import (
 )
 from torchmpi_py.torch_backend.call_queue import Call
 from torchmpi_py.torch_backend.extra_operations import ExtraOperations, apart
-from torchmpi_py.torch_backend.list_checks import Tensors, check_equal, check_list, check_whole, rows
+from torchmpi_py.torch_backend.list_checks import Tensors, check_list, check_whole, rows
 
 _broadcast = builder(verbs.broadcast)
 _allreduce = builder(verbs.allreduce)
@@ -166,12 +166,7 @@ def allgather(comm: Communicator, output_lists: Sequence[Tensors], inputs: Tenso
     """Each input of all ranks into a list of outputs, whose shapes may differ between ranks."""
     operations, wholes = [], []
     for outputs, x in zip(output_lists, inputs, strict=True):
-        check_list("all_gather", "outputs", outputs, x, comm.size)
-        if outputs[comm.rank].numel() != x.numel():
-            raise ValueError(
-                f"all_gather: the input has {x.numel()} elements, but this rank's output, number {comm.rank}, has "
-                f"{outputs[comm.rank].numel()}"
-            )
+        check_list("all_gather", "outputs", outputs, x, comm.size, of_equal_size=[comm.rank])
         whole = x.new_empty(sum(y.numel() for y in outputs), requires_grad=False)
         operations.append(_gathering(comm, flat(x).view(-1), whole, [y.numel() for y in outputs]))
         wholes.append(whole)
@@ -200,8 +195,7 @@ def gather(extra: ExtraOperations, output_lists: Sequence[Tensors], x: Tensor, r
     source = flat(check_tensor("gather", "input", x)).view(-1)
     if comm.rank == root:
         outputs = list(output_lists[0])
-        check_list("gather", "outputs", outputs, x, comm.size)
-        check_equal("gather", "outputs", outputs, x)
+        check_list("gather", "outputs", outputs, x, comm.size, of_equal_size=range(comm.size))
     if extra.takes("gather", x):
         buffers, copies_out = _buffers("gather", outputs)
         return [extra.with_root("gather", source, [y.view(-1) for y in buffers], root)], outputs, copies_out
@@ -218,8 +212,7 @@ def scatter(extra: ExtraOperations, output: Tensor, input_lists: Sequence[Tensor
     check_tensor("scatter", "output", output)
     buffer, copy_out = output_buffer("scatter", output, holds_input=False)
     if comm.rank == root:
-        check_list("scatter", "inputs", input_lists[0], output, comm.size)
-        check_equal("scatter", "inputs", input_lists[0], output)
+        check_list("scatter", "inputs", input_lists[0], output, comm.size, of_equal_size=range(comm.size))
         inputs = [flat(x).view(-1) for x in input_lists[0]]
     if extra.takes("scatter", output):
         return [extra.with_root("scatter", buffer.view(-1), inputs, root)], [output], [copy_out]
@@ -233,8 +226,7 @@ def reduce_scatter(
     """Each list is reduced over the ranks; rank r gets the r-th tensor. The shapes in a list may differ."""
     comm, operations = extra.comm, []
     for output, given in zip(outputs, input_lists, strict=True):
-        check_list("reduce_scatter", "inputs", given, output, comm.size)
-        check_equal("reduce_scatter", "inputs", [given[comm.rank]], output)
+        check_list("reduce_scatter", "inputs", given, output, comm.size, of_equal_size=[comm.rank])
     buffers, copies_out = _buffers("reduce_scatter", outputs)
     for buffer, given in zip(buffers, input_lists, strict=True):
         inputs = [flat(reduction.scaled(x)).view(-1) for x in given]
@@ -274,15 +266,16 @@ def alltoall_single(
     buffer, copy_out = output_buffer("all_to_all_single", output, holds_input=False)
     sent = rows("input", flat(x), input_splits, size)
     received = rows("output", buffer, output_splits, size)
-    check_equal("all_to_all_single", "outputs", [received[extra.comm.rank]], sent[extra.comm.rank])
+    rank = extra.comm.rank
+    check_list("all_to_all_single", "outputs", received, sent[rank], size, of_equal_size=[rank])
     return [extra.alltoall_operation(received, sent)], [output], [copy_out]
 
 
 def alltoall(extra: ExtraOperations, outputs: Tensors, inputs: Tensors) -> Call:
     """A tensor to each rank, and one from each rank. Sizes match in each pair of ranks; pairs may differ."""
-    for what, given in (("outputs", outputs), ("inputs", inputs)):
-        check_list("all_to_all", what, given, next(iter((*inputs, *outputs)), None), extra.comm.size)
-    check_equal("all_to_all", "outputs", [outputs[extra.comm.rank]], inputs[extra.comm.rank])
+    rank, size = extra.comm.rank, extra.comm.size
+    check_list("all_to_all", "inputs", inputs, next(iter(inputs), None), size)
+    check_list("all_to_all", "outputs", outputs, inputs[rank], size, of_equal_size=[rank])
     buffers, copies_out = _buffers("all_to_all", outputs)
     return [extra.alltoall_operation(buffers, list(inputs))], list(outputs), copies_out
 

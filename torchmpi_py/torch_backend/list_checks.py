@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,8 +12,13 @@ from torchmpi_py.core.tensors import check_parts, check_tensor
 Tensors = Sequence[Tensor]
 
 
-def check_list(verb: str, what: str, parts: Tensors, x: Tensor | None, size: int) -> None:
-    """ValueError unless there is a tensor for each of ``size`` ranks, alike ``x`` in dtype and device."""
+def check_list(
+    verb: str, what: str, parts: Tensors, x: Tensor | None, size: int, *, of_equal_size: Iterable[int] = ()
+) -> None:
+    """ValueError unless there is a tensor for each of ``size`` ranks, of the dtype and on the device of ``x``.
+
+    ``of_equal_size``: the numbers of the tensors that must have as many elements as ``x``.
+    """
     if len(parts) != size:
         raise ValueError(f"{verb}: {len(parts)} {what}, but the group has {size} ranks; give a tensor for each")
     x = check_tensor(verb, "tensor", x)
@@ -24,14 +29,11 @@ def check_list(verb: str, what: str, parts: Tensors, x: Tensor | None, size: int
                 f"{verb}: number {rank} of the {what} is {part.dtype} on {part.device}, "
                 f"but the other tensor is {x.dtype} on {x.device}"
             )
-
-
-def check_equal(verb: str, what: str, parts: Tensors, x: Tensor) -> None:
-    """ValueError unless all have as many elements as ``x``."""
-    for rank, part in enumerate(parts):
-        if part.numel() != x.numel():
+    for rank in of_equal_size:
+        if parts[rank].numel() != x.numel():
             raise ValueError(
-                f"{verb}: number {rank} of the {what} has {part.numel()} elements, but the other tensor has {x.numel()}"
+                f"{verb}: number {rank} of the {what} has {parts[rank].numel()} elements, but the other tensor has "
+                f"{x.numel()}"
             )
 
 
