@@ -42,20 +42,23 @@ class ExtraOperations(Carrier):
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
 
-    def operation(self, method: str, *arguments: Any, compared: tuple[Any, ...] = ("any size",)) -> Operation[Any]:
-        """The operation ``method``. A tensor is an argument of its own, not an item of a list."""
+    def operation(
+        self, name: str, *arguments: Any, compared: tuple[Any, ...] = ("any size",), method: str = ""
+    ) -> Operation[Any]:
+        """An operation, carried out by ``method`` (default: its name). Tensors must be arguments, not in lists."""
         resolve(self.comm)
         tensors = [x for x in arguments if isinstance(x, Tensor)]
         device = next((x.device for x in tensors if x.is_cuda), None)
         plan = Plan(
-            name=method, flavour=self, comm=self.comm, num_bytes=sum(x.nbytes for x in tensors if not x.is_sparse),
-            device=device, fingerprint=(method, self.name, *compared),
+            name=name, flavour=self, comm=self.comm, num_bytes=sum(x.nbytes for x in tensors if not x.is_sparse),
+            device=device, fingerprint=(name, self.name, *compared), method=method,
         )  # fmt: skip
         return Operation(plan, arguments)
 
     def alltoall_operation(self, outputs: list[Tensor], inputs: list[Tensor]) -> Operation[Any]:
         """``outputs[r]`` becomes rank r's ``inputs[this rank]``; the numbers of elements match in each pair."""
-        return self.operation("alltoall", *outputs, *inputs, compared=("any size", inputs[0].dtype))
+        compared = "any size", inputs[0].dtype
+        return self.operation("alltoall", True, *outputs, *inputs, compared=compared, method="exchange")
 
     def takes(self, verb: str, x: Tensor) -> bool:
         """Whether a gather or scatter, of ``x`` on each rank, is one for messages: else the verb's flavour has it."""
@@ -64,10 +67,15 @@ class ExtraOperations(Carrier):
             return False
         return selector.flavour_for(verb, self.comm, x.device, num_bytes, symmetric=False, name=None).name == self.name
 
-    def with_root(self, method: str, x: Tensor, parts: Sequence[Tensor], root: int) -> Operation[Any]:
-        """The operation ``gather`` or ``scatter``. All tensors have one size; only root has ``parts``."""
+    def with_root(self, verb: str, x: Tensor, parts: Sequence[Tensor], root: int) -> Operation[Any]:
+        """The gather of ``x`` into the ``parts`` on root, or the scatter of these into ``x``. All have one size."""
         num_bytes = self.comm.size * x.nbytes
-        operation = self.operation(method, root, x, *parts, compared=(num_bytes, x.dtype, root))
+        of_root = [x[:0]] * self.comm.size
+        of_root[root] = x  # what this rank sends to root in a gather, and receives from root in a scatter
+        of_parts = parts or [x[:0]] * self.comm.size
+        outputs, inputs = (of_parts, of_root) if verb == "gather" else (of_root, of_parts)
+        compared = num_bytes, x.dtype, root
+        operation = self.operation(verb, False, *outputs, *inputs, compared=compared, method="exchange")
         operation.plan.num_bytes = num_bytes
         return operation
 
@@ -88,29 +96,12 @@ class ExtraOperations(Carrier):
                 raise CommunicatorError("the barrier was given up, for its process group was destroyed")
             nap.take()
 
-    def alltoall(self, channel: Channel, *tensors: Tensor) -> None:
-        """The outputs, one for each rank, then the inputs; see ``alltoall_operation``."""
-        self._exchange(channel, tensors[: channel.size], tensors[channel.size :], has_empty=True)
-
-    def gather(self, channel: Channel, root: int, x: Tensor, *outputs: Tensor) -> None:
-        """``outputs[r]`` of root becomes rank r's ``x``."""
-        inputs = [x[:0]] * channel.size
-        inputs[root] = x
-        self._exchange(channel, outputs or [x[:0]] * channel.size, inputs)
-
-    def scatter(self, channel: Channel, root: int, output: Tensor, *inputs: Tensor) -> None:
-        """``output`` becomes root's ``inputs[rank]``."""
-        outputs = [output[:0]] * channel.size
-        outputs[root] = output
-        self._exchange(channel, outputs, inputs or [output[:0]] * channel.size)
-
-    def _exchange(
-        self, channel: Channel, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, has_empty: bool = False
-    ) -> None:
-        """Messages between all pairs of ranks that have something for each other.
+    def exchange(self, channel: Channel, has_empty: bool, *tensors: Tensor) -> None:
+        """Messages between all pairs of ranks: the outputs, one for each rank, then the inputs.
 
         ``has_empty``: parts without elements are messages too, for the other rank may have, or expect, something else.
         """
+        outputs, inputs = tensors[: channel.size], tensors[channel.size :]
         received = [_room_on_host(x) for x in outputs]
         sent = apart([flat(x).cpu() for x in inputs], received)
         # This rank's own part needs no message.
