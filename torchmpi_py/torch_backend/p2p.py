@@ -28,8 +28,6 @@ from torchmpi_py.memory.devices import HostCopy
 from torchmpi_py.torch_backend.communicator_pool import Membership
 from torchmpi_py.torch_backend.work import PendingWork
 
-_FROM_ANY = "recv from any rank"
-
 
 class Message(PendingWork):
     """A message under way. No other call waits for it, and MPI moves it forward while a thread waits for it."""
@@ -68,8 +66,8 @@ class Mailbox:
         check_rank("send", "dst", destination, resolve(self._comm).size)
         place = self._tags.of("send", tag)
         buffer = flat(check_tensor("send", "tensor", x)).cpu()
-        operation = self._operation("send", destination, buffer, x, None)
-        handle = _posted(operation, frame, lambda: mpi_steps.post_send(self._mpi, buffer, destination, place))
+        operation = self._operation("send", destination, buffer, x)
+        handle, _ = _posted(operation, frame, lambda: mpi_steps.post_send(self._mpi, buffer, destination, place))
         communication_thread.current().keep(handle)
         return Message(handle, x, seconds, [])
 
@@ -87,14 +85,9 @@ class Mailbox:
             copy = HostCopy(x.detach())
             buffer = copy.empty()
             copy_out = functools.partial(copy.from_host, buffer, None)
-        operation = self._operation(_FROM_ANY if source is None else "recv", where, buffer, x, copy_out)
-        receipts: list[Any] = []
-
-        def post() -> list[Any]:
-            receipts.extend(mpi_steps.post_recv(self._mpi, buffer, where, place))
-            return receipts
-
-        handle = _posted(operation, frame, post)
+        operation = self._operation("recv from any rank" if source is None else "recv", where, buffer, x)
+        operation.conclude = None if copy_out is None else lambda _: copy_out()
+        handle, receipts = _posted(operation, frame, lambda: mpi_steps.post_recv(self._mpi, buffer, where, place))
         handle.stay_in(self._receives)
         return Message(handle, x, seconds, receipts)
 
@@ -106,19 +99,21 @@ class Mailbox:
         for handle in list(self._receives.values()):
             handle.cancel()
 
-    def _operation(
-        self, name: str, other: int, buffer: Tensor, x: Tensor, copy_out: Callable[[], object] | None
-    ) -> Operation[Any]:
+    def _operation(self, name: str, other: int, buffer: Tensor, x: Tensor) -> Operation[Any]:
         plan = Plan(
             name=name, flavour=BY_NAME["mpi"], comm=self._comm, others=(other,), num_bytes=x.nbytes, dtype=buffer.dtype
         )
-        return Operation(plan, (buffer,), x, None if copy_out is None else lambda _: copy_out())
+        return Operation(plan, (buffer,), x)
 
 
-def _posted(operation: Operation[Any], frame: FrameType, post: Callable[[], list[Any]]) -> RequestHandle[Any]:
+def _posted(
+    operation: Operation[Any], frame: FrameType, post: Callable[[], list[Any]]
+) -> tuple[RequestHandle[Any], list[Any]]:
+    """Record an operation, and post it; its handle and its requests."""
     operation.entry = journal.record(operation.plan, DIRECT, IS_LAUNCH, frame)
     try:
-        return RequestHandle(operation, post())
+        requests = post()
+        return RequestHandle(operation, requests), requests
     except BaseException:
         journal.fail(operation.entry)
         raise
