@@ -4,7 +4,6 @@ Barriers that are missing are left to ``tests/collectives/test_protocol_model.py
 """
 
 import dataclasses
-import types
 
 from torchmpi_py.collectives import mpi_buffers
 from torchmpi_py.collectives.flavours import node_group
@@ -12,7 +11,7 @@ from torchmpi_py.collectives.flavours.node_group import NodeGroup
 from torchmpi_py.collectives.flavours.prepared_allreduce import PreparedAllreduce
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.memory import symmetric
-from torchmpi_py.torch_backend.ddp_hook import BucketMemory
+from torchmpi_py.torch_backend import ddp_buckets
 from torchmpi_py.torch_backend.work import PendingWork
 
 
@@ -68,16 +67,15 @@ def one_communicator(patch, mpi):
 
 def one_bucket(patch, mpi):
     """Buckets of the same size are taken for the same, whatever their group."""
-    made = {}
-    keep = BucketMemory.keep
+    former, made = ddp_buckets._memory, {}
 
-    def kept(self, parameters, memory):
-        keep(self, parameters, memory)
-        if memory is not None:
-            made[memory.numel(), memory.dtype] = types.SimpleNamespace(memory=memory)
+    def memory(group, parameters, x):
+        key = x.numel(), x.dtype
+        if key not in made:
+            made[key] = former(group, parameters, x)
+        return made[key]
 
-    patch.setattr(BucketMemory, "find", lambda self, parameters, x: made.get((x.numel(), x.dtype)))
-    patch.setattr(BucketMemory, "keep", kept)
+    patch.setattr(ddp_buckets, "_memory", memory)
 
 
 def no_wait(patch, mpi):

@@ -13,14 +13,14 @@ from torchmpi_py.torch_backend.backend_name import NAME
 
 if TYPE_CHECKING:
     from torchmpi_py.torch_backend.compression_hook import compressed
-    from torchmpi_py.torch_backend.ddp_hook import average
+    from torchmpi_py.torch_backend.ddp_buckets import average
     from torchmpi_py.torch_backend.process_group import ProcessGroup
 
 __all__ = ["NAME", "ProcessGroup", "average", "compressed"]
 
 _HOMES = {
     "ProcessGroup": "process_group",
-    "average": "ddp_hook",
+    "average": "ddp_buckets",
     "compressed": "compression_hook",
 }
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchmpi_py.collectives import kept_plans, verbs
 from torchmpi_py.collectives.prepare import builder
@@ -23,20 +24,18 @@ from torchmpi_py.memory import symmetric
 from torchmpi_py.torch_backend import communicator_pool, ddp_buckets, group_calls, p2p, torch_internals
 from torchmpi_py.torch_backend.backend_name import NAME
 from torchmpi_py.torch_backend.call_queue import Call, CallQueue, QueuedCall
-from torchmpi_py.torch_backend.ddp_hook import BucketMemory
 from torchmpi_py.torch_backend.extra_operations import ExtraOperations
 from torchmpi_py.torch_backend.group_calls import GroupReduction
 from torchmpi_py.torch_backend.list_checks import Tensors
 from torchmpi_py.torch_backend.p2p import Message
-from torchmpi_py.torch_backend.torch_internals import REDUCTIONS
 from torchmpi_py.torch_backend.work import OVER, CallWork, Done, PendingWork, Several, callback_state
 
 _OPS = {
     "SUM": "sum", "AVG": "avg", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "BAND": "band", "BOR": "bor",
     "BXOR": "bxor", "PREMUL_SUM": "sum",
 }  # fmt: skip
-_BY_NUMBER = {REDUCTIONS.__members__[name].value: op for name, op in _OPS.items()}  # to compare the kinds takes longer
-_PREMUL_SUM = REDUCTIONS.PREMUL_SUM.value
+_KINDS: Any = distributed.ReduceOp.RedOpType
+_BY_NUMBER = {_KINDS.__members__[name].value: op for name, op in _OPS.items()}  # to compare the kinds takes longer
 _allreduce = builder(verbs.allreduce)
 _Base: Any = distributed.ProcessGroup  # whose methods have several signatures each; this class takes all of them
 
@@ -52,11 +51,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         membership = communicator_pool.acquire(world_ranks)
         self.comm = comm = membership.comm
         super().__init__(comm.rank, comm.size)
-        self.world_ranks = list(world_ranks)
         self.extra = ExtraOperations(comm)
         self.queue = CallQueue(comm, f"group-{name}")
         self.mailbox = p2p.Mailbox(membership)
-        self.buckets = BucketMemory()
+        self.bucket_memories: Any = WeakTensorKeyDictionary()  # of ``ddp_buckets.average``, by parameter
         self.set_timeout(timeout)
         self._coalesced: list[Any] | None = None
         torch_internals.add_placeholder(self, comm.rank, comm.size)
@@ -76,9 +74,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         if factor is None and len(given) == 1:
             (x,) = given
             # C++, which reduces buckets, does not wait in the call.
-            how = torch_internals.bucket_call() if getattr(opts, "asyncOp", True) else None
-            if how is not None and ddp_buckets.is_bucket(x):
-                return self.carry_out(ddp_buckets.allreduce(self.comm, x, op, how), opts)
+            is_kept = torch_internals.keeps_bucket() if getattr(opts, "asyncOp", True) else None
+            if is_kept is not None and ddp_buckets.is_bucket(x):
+                return self.carry_out(ddp_buckets.allreduce(self.comm, x, op, is_kept), opts)
             if not x.is_sparse and (op != "avg" or x.dtype not in WHOLE_NUMBERS):
                 operation = kept_plans.allreduce(_allreduce, x, self.comm, op)
                 return self.carry_out(([operation], given, ()), opts)
@@ -169,21 +167,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
         return self.recv(tensors, None, tag)
 
-    def split_group(
-        self, new_ranks: Sequence[int], timeout: dt.timedelta | None = None, opts: Any = None,
-        group_name: str | None = None, group_desc: str | None = None, device_types: Any = None,
-    ) -> Any:  # fmt: skip
-        """The group of the ranks ``new_ranks`` of this one; None on the others. Collective over its members."""
-        self._check_open()
-        if self.comm.rank not in new_ranks:
-            return None
-        name = group_name or f"{self.group_name}:split:{','.join(map(str, new_ranks))}"
-        ranks = [self.world_ranks[rank] for rank in new_ranks]
-        made = ProcessGroup(
-            ranks, name, timeout or dt.timedelta(seconds=self.seconds or torch_internals.DEFAULT_SECONDS)
-        )
-        torch_internals.name_group(made, name, group_desc or "split")
-        return made
+    def split_group(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("split_group: backend torchmpi does not split groups; call dist.new_group(ranks)")
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []
@@ -206,7 +191,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             if communication_thread.is_installed():
                 communication_thread.current().remove_companion(self.mailbox)
                 self.mailbox.close()
-            self.buckets.clear()
+            self.bucket_memories.clear()
             symmetric.drop_unused()
             communicator_pool.release(self.comm)
 
@@ -256,7 +241,7 @@ def reduction_of(opts: Any) -> GroupReduction:
     name = _BY_NUMBER.get(number)
     if name is None:
         raise ValueError(f"backend torchmpi does not know {given!r}; it knows {', '.join(_OPS)}")
-    return GroupReduction(name, given.__getstate__()[1] if number == _PREMUL_SUM else None)
+    return GroupReduction(name, given.__getstate__()[1] if number == _KINDS.PREMUL_SUM.value else None)
 
 
 def root_of(opts: Any) -> int:

@@ -21,7 +21,6 @@ older ones than 2.10. ``import torch`` runs `prepare`, so nothing heavier than t
 from __future__ import annotations
 
 import datetime as dt
-import enum
 import functools
 import logging
 import os
@@ -44,9 +43,6 @@ logger = logging.getLogger("torchmpi_py")
 
 DEFAULT_SECONDS = 30 * 60
 """torch's own deadline of an operation, for all backends but NCCL."""
-
-REDUCTIONS: Any = distributed.ReduceOp.RedOpType
-"""The kinds of reduction, by name."""
 
 _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 _INSTALLED = ("site-packages", "dist-packages")
@@ -190,32 +186,19 @@ def program() -> FrameType:
     return frame
 
 
-class BucketCall(enum.Enum):
-    """How DistributedDataParallel's C++ has a bucket reduced."""
+def keeps_bucket() -> bool | None:
+    """How C++ calls the caller of this function, if that may be for a bucket of DDP; None if Python does.
 
-    IN_BACKWARD = 1
-    JOINED = 2  # on a rank without inputs, in the place of a backward pass: the bucket is of zeros, and not kept
-
-
-def bucket_call() -> BucketCall | None:
-    """How C++ calls the caller of this function, if that may be for a bucket; None if Python does.
-
-    A thread of C++, of which there are some for deeply nested backward passes, has no frame above that.
+    True: in a backward pass, for a bucket that is kept. False: in place of one, on a rank without inputs, for zeros. A
+    thread of C++, of which there are some for deeply nested backward passes, has no frame above that.
     """
     frame = sys._getframe(1).f_back
-    return BucketCall.IN_BACKWARD if frame is None else _AROUND_BUCKETS.get(frame.f_code)
+    return True if frame is None else _AROUND_BUCKETS.get(frame.f_code)
 
 
-_AROUND_BUCKETS = {
-    getattr(function, "__code__", None): how
-    for function, how in (
-        (getattr(torch.autograd.graph, "_engine_run_backward", None), BucketCall.IN_BACKWARD),
-        (
-            getattr(torch.nn.parallel.DistributedDataParallel, "_match_all_reduce_for_bwd_pass", None),
-            BucketCall.JOINED,
-        ),
-    )
-}
+_in_backward = getattr(torch.autograd.graph, "_engine_run_backward", None)
+_in_join = getattr(torch.nn.parallel.DistributedDataParallel, "_match_all_reduce_for_bwd_pass", None)
+_AROUND_BUCKETS = {getattr(_in_backward, "__code__", None): True, getattr(_in_join, "__code__", None): False}
 
 
 def library_of(frame: FrameType) -> str:
@@ -261,12 +244,6 @@ def add_placeholder(group: Any, rank: int, size: int) -> None:
     for device in ("cpu", "cuda"):
         group._register_backend(torch.device(device), kind, backend)
     group._set_default_backend(kind)
-
-
-def name_group(group: Any, name: str, description: str) -> None:
-    """Give ``group`` what torch calls it."""
-    group._set_group_name(name)
-    group._set_group_desc(description)
 
 
 def work_of(future: torch.futures.Future[Any]) -> Any:
