@@ -22,66 +22,63 @@ from torchmpi_py.torch_backend.ddp_buckets import GradBucket
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
 
-class Launched(NamedTuple):
-    """A bucket whose reduction has begun."""
+class CompressedBucket(NamedTuple):
+    """A bucket of DDP: its parameters, memory for their gradients, and a compressor (None: they go as they are)."""
 
+    parameters: list[Tensor]
     flat: Tensor
     compressor: Compressor | None
-    handles: list[Handle[Any]]
-    future: torch.futures.Future[Tensor]
 
 
 class CompressedBuckets:
-    """The buckets of one module, by number; each with its compressor and the parameters it was made for."""
+    """The buckets of one module, by number."""
 
     def __init__(self, compression: Compression, comm: Communicator) -> None:
         self.compression = compression
         self.comm = comm
-        self._kept: dict[int, tuple[list[Tensor], Tensor, Compressor | None]] = {}
-        self._module: list[Tensor] = []  # all its parameters, from the first backward pass
-        self._is_known = False
-        self._launched: list[Launched] = []
+        self._buckets: dict[int, CompressedBucket] = {}
+        self._module: set[Tensor] = set()  # all its parameters, from the first backward pass
+        self._launched: list[tuple[CompressedBucket, list[Handle[Any]], torch.futures.Future[Tensor]]] = []
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Start the reduction of a bucket; of the last one: finish all."""
         x = torch_internals.check_bucket("compressed", bucket.buffer())
-        flat, compressor = self._compressor(bucket, x)
-        flat.copy_(x)
-        if compressor is None:
-            handles: list[Handle[Any]] = [verbs.allreduce_async(flat, op="avg", comm=self.comm)]
+        used = self._find(bucket, x)
+        used.flat.copy_(x)
+        if used.compressor is None:
+            handles: list[Handle[Any]] = [verbs.allreduce_async(used.flat, op="avg", comm=self.comm)]
         else:
-            handles = compressor.launch("avg")
+            handles = used.compressor.launch("avg")
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[x.device] if x.is_cuda else None)
-        self._launched.append(Launched(flat, compressor, handles, future))
+        self._launched.append((used, handles, future))
         if bucket.is_last():
-            self._is_known = True
             self._finish()
         return future
 
-    def _compressor(self, bucket: GradBucket, x: Tensor) -> tuple[Tensor, Compressor | None]:
-        """Memory of the bucket's own, for DDP may change that of its buckets on some ranks, and the compressor."""
-        members = bucket.parameters()
-        parameters, flat, compressor = self._kept.get(bucket.index(), ([], x, None))
-        if len(parameters) != len(members) or any(p is not q for p, q in zip(parameters, members, strict=True)):
-            if not self._is_known:
-                self._module += members
-            elif any(all(p is not q for q in self._module) for p in members):
-                raise RuntimeError("a hook made by compressed(...) serves one module; make another one for this module")
-            flat = torch.empty_like(x)
-            if self.comm.size > 1:
-                parts = torch.split(flat, [p.numel() for p in members])
-                views = [shaped(part, p) for part, p in zip(parts, members, strict=True)]  # as DDP lays gradients out
-                compressor = self.compression.compressor(flat, views, self.comm)
-            self._kept[bucket.index()] = members, flat, compressor
-        return flat, compressor
+    def _find(self, bucket: GradBucket, x: Tensor) -> CompressedBucket:
+        """The bucket as it was in the last step, or a new one: DDP may have arranged the parameters in others."""
+        members, known = bucket.parameters(), self._buckets.get(bucket.index())
+        if known is None:
+            self._module.update(members)
+        elif not self._module.issuperset(members):
+            raise RuntimeError("a hook made by compressed(...) serves one module; make another one for this module")
+        if known is not None and list(map(id, known.parameters)) == list(map(id, members)):
+            return known
+        flat, compressor = torch.empty_like(x), None  # memory of its own, for DDP may change that of its buckets
+        if self.comm.size > 1:
+            parts = torch.split(flat, [p.numel() for p in members])
+            views = [shaped(part, p) for part, p in zip(parts, members, strict=True)]  # as DDP lays gradients out
+            compressor = self.compression.compressor(flat, views, self.comm)
+        self._buckets[bucket.index()] = made = CompressedBucket(members, flat, compressor)
+        return made
 
     def _finish(self) -> None:
         launched, self._launched = self._launched, []
-        wait_all([handle for each in launched for handle in each.handles])
-        for each in launched:
-            if each.compressor is not None:
-                each.compressor.finish("avg")
-            each.future.set_result(each.flat)
+        wait_all([handle for _, handles, _ in launched for handle in handles])
+        for used, _, future in launched:
+            if used.compressor is not None:
+                used.compressor.finish("avg")
+            future.set_result(used.flat)
 
 
 def compressed(compression: Compression, group: Any = None) -> Hook:
