@@ -27,28 +27,22 @@ _CREATION_TAG_BITS = 14  # every MPI has tags up to 32767
 _NUM_USES = 64
 
 
-class Tags(NamedTuple):
-    """The tags of a group: ``number``, from ``first``; the program's tags count from 0."""
+class Membership(NamedTuple):
+    """A group's communicators: for collectives, and for messages, with ``num_tags`` tags there from ``first_tag``."""
 
-    first: int
-    number: int
+    comm: Communicator
+    messages: MPI.Comm
+    first_tag: int
+    num_tags: int
 
-    def of(self, verb: str, tag: int) -> int:
-        """The first tag in MPI for a tag of the program, for ``mpi_steps``; ValueError for one beyond the group's."""
-        number, largest = operator.index(tag), self.number - 1
+    def tag(self, verb: str, tag: int) -> int:
+        """The first tag in MPI for a tag of the program, which count from 0; ValueError for one beyond the group's."""
+        number, largest = operator.index(tag), self.num_tags - 1
         if not 0 <= number <= largest:
             raise ValueError(
                 f"{verb}: tag={tag}: give one from 0 to {largest}, the largest that a group has on this MPI"
             )
-        return (self.first + number) * TAGS_PER_KIND
-
-
-class Membership(NamedTuple):
-    """A group's communicators: for collectives, and for messages, with the tags to use there."""
-
-    comm: Communicator
-    messages: MPI.Comm
-    tags: Tags
+        return (self.first_tag + number) * TAGS_PER_KIND
 
 
 class _Family:
@@ -77,7 +71,7 @@ class _Family:
         self.num_groups += 1
         last: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
         num_tags = (int(last) + 1) // _NUM_USES // TAGS_PER_KIND
-        return Membership(comm, self.messages, Tags(use * num_tags, num_tags))
+        return Membership(comm, self.messages, use * num_tags, num_tags)
 
     def _add(self, group: MPI.Comm) -> Communicator:
         used = communicators.stack()

@@ -57,14 +57,14 @@ class Mailbox:
     """The messages of a group."""
 
     def __init__(self, membership: Membership) -> None:
-        self._comm, self._mpi, self._tags = membership
+        self._members, self._comm, self._mpi = membership, membership.comm, membership.messages
         self._receives: dict[int, RequestHandle[Any]] = {}  # held until they are complete
         communication_thread.current().add_companion(self)
 
     def send(self, x: Tensor, destination: int, tag: int, seconds: float | None, frame: FrameType) -> Message:
         """Post a send."""
         check_rank("send", "dst", destination, resolve(self._comm).size)
-        place = self._tags.of("send", tag)
+        place = self._members.tag("send", tag)
         buffer = flat(check_tensor("send", "tensor", x)).cpu()
         operation = self._operation("send", destination, buffer, x)
         handle, _ = _posted(operation, frame, lambda: mpi_steps.post_send(self._mpi, buffer, destination, place))
@@ -73,7 +73,7 @@ class Mailbox:
 
     def receive(self, x: Tensor, source: int | None, tag: int, seconds: float | None, frame: FrameType) -> Message:
         """Post a receive; from any rank if ``source`` is None."""
-        size, place = resolve(self._comm).size, self._tags.of("recv", tag)
+        size, place = resolve(self._comm).size, self._members.tag("recv", tag)
         where = MPI.ANY_SOURCE if source is None else check_rank("recv", "src", source, size)
         buffer, copy_out = output_buffer("recv", check_tensor("recv", "tensor", x), holds_input=False)
         if source is None and x.nbytes > config.current.message_bytes:
