@@ -111,7 +111,7 @@ def test_what_is_over_or_has_failed_is_not_under_way(mpi, group):
     def fail(_):
         raise ValueError("lost")
 
-    operations = [group.extra.operation("memory", 64, torch.device("cpu"), fail), group.extra.operation("barrier")]
+    operations = [group.extra.operation("memory", 64, torch.device("cpu"), keep=fail), group.extra.operation("barrier")]
     with pytest.raises(ValueError, match="lost"):
         group.carry_out((operations, [], None), types.SimpleNamespace(asyncOp=False))
     assert journal.under_way(status_board.current) <= before  # what former tests began may end meanwhile

@@ -82,7 +82,7 @@ def _memory(group: Any, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
     memory = memories.get(parameters[0])
     if memory is None or memory.nbytes not in (0, x.nbytes) or any(memories.get(p) is not memory for p in parameters):
         taken: list[Tensor | None] = []
-        group.carry_out(([group.extra.operation("memory", x.nbytes, x.device, taken.append)], [], ())).wait()
+        group.carry_out(([group.extra.operation("memory", x.nbytes, x.device, keep=taken.append)], [], ())).wait()
         memory = x.new_empty(0) if taken[0] is None else taken[0]
         for parameter in parameters:
             memories[parameter] = memory

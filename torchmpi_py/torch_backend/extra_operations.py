@@ -43,9 +43,13 @@ class ExtraOperations(Carrier):
         self.comm = comm
 
     def operation(
-        self, name: str, *arguments: Any, compared: tuple[Any, ...] = ("any size",), method: str = ""
-    ) -> Operation[Any]:
-        """An operation, carried out by ``method`` (default: its name). Tensors must be arguments, not in lists."""
+        self, name: str, *arguments: Any, compared: tuple[Any, ...] = ("any size",), method: str = "",
+        keep: Callable[[Any], object] | None = None,
+    ) -> Operation[Any]:  # fmt: skip
+        """An operation, carried out by ``method`` (default: its name). Tensors must be arguments, not in lists.
+
+        ``keep`` gets what the method returns.
+        """
         resolve(self.comm)
         tensors = [x for x in arguments if isinstance(x, Tensor)]
         device = next((x.device for x in tensors if x.is_cuda), None)
@@ -53,7 +57,7 @@ class ExtraOperations(Carrier):
             name=name, flavour=self, comm=self.comm, num_bytes=sum(x.nbytes for x in tensors if not x.is_sparse),
             device=device, fingerprint=(name, self.name, *compared), method=method,
         )  # fmt: skip
-        return Operation(plan, arguments)
+        return Operation(plan, arguments, None, keep)
 
     def alltoall_operation(self, outputs: list[Tensor], inputs: list[Tensor]) -> Operation[Any]:
         """``outputs[r]`` becomes rank r's ``inputs[this rank]``; the numbers of elements match in each pair."""
@@ -125,8 +129,8 @@ class ExtraOperations(Carrier):
             if got.data_ptr() != output.data_ptr():
                 output.copy_(got)
 
-    def sparse(self, channel: Channel, x: Tensor, keep: Callable[[Tensor], object]) -> None:
-        """Call ``keep`` with the coalesced sum of all sparse tensors ``x``."""
+    def sparse(self, channel: Channel, x: Tensor) -> Tensor:
+        """The coalesced sum of all sparse tensors ``x``."""
         choices = selector.choices("allgather", self.comm, x.device, symmetric=False, name=None)
         gathering = Gathering("selector", choices.flavour_for)
         kinds = channel.mpi.allgather(f"shape {tuple(x.shape)}, {x.sparse_dim()} of its dimensions sparse")
@@ -136,7 +140,7 @@ class ExtraOperations(Carrier):
         mine = x.detach().coalesce()
         indices = gathering.allgather(channel, flat(mine.indices().t()), None)
         values = gathering.allgather(channel, flat(mine.values()), None)
-        keep(torch.sparse_coo_tensor(indices.t(), values, x.shape, device=x.device, check_invariants=False).coalesce())
+        return torch.sparse_coo_tensor(indices.t(), values, x.shape, device=x.device, check_invariants=False).coalesce()
 
     def divided(
         self, channel: Channel, source: Tensor, destination: Tensor, flavour: Carrier, method: str, op: str, *root: int
@@ -158,14 +162,12 @@ class ExtraOperations(Carrier):
             total.div_(channel.size, rounding_mode="trunc")
         copy_to(destination, total)
 
-    def memory(
-        self, channel: Channel, num_bytes: int, device: torch.device, keep: Callable[[Tensor | None], object]
-    ) -> None:
-        """Call ``keep`` with symmetric memory; with None, on all ranks, where there is none to be had."""
+    def memory(self, channel: Channel, num_bytes: int, device: torch.device) -> Tensor | None:
+        """Symmetric memory; None, on all ranks, where there is none to be had."""
         try:
-            keep(symmetric.memory(channel, num_bytes, device)[:num_bytes])
+            return symmetric.memory(channel, num_bytes, device)[:num_bytes]
         except Unavailable:
-            keep(None)
+            return None
 
 
 def _room_on_host(x: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ def _allreduce_sparse(extra: ExtraOperations, tensors: list[Tensor], reduction: 
                 else:
                     x.copy_(total)
 
-    return [extra.operation("sparse", reduction.scaled(x), totals.append) for x in tensors], tensors, [conclude]
+    return [extra.operation("sparse", reduction.scaled(x), keep=totals.append) for x in tensors], tensors, [conclude]
 
 
 def allreduce_together(extra: ExtraOperations, tensors: list[Tensor], reduction: GroupReduction) -> Call:
