@@ -27,7 +27,7 @@ from typing import Any
 from torch import Tensor
 
 from torchmpi_py.collectives.plan import Operation
-from torchmpi_py.core import communication_thread, communicators, config, journal
+from torchmpi_py.core import communication_thread, communicators, journal
 from torchmpi_py.core.channels import BACKGROUND, DIRECT
 from torchmpi_py.core.communication_thread import CommunicationThread
 from torchmpi_py.core.communicators import Communicator
@@ -141,13 +141,9 @@ class CallQueue:
 
         So has a call of a group that is closed, or that a forked child has inherited: `submit` raises the error.
         """
-        if (
-            self._under_way
-            or config.can_raise
-            or not self.is_open
-            or communicators.current_stack is None
-            or not self._direct.acquire(blocking=False)
-        ):
+        if self._under_way or not self.is_open or communicators.current_stack is None:
+            return False
+        if not self._direct.acquire(blocking=False):
             return False
         try:
             if self._under_way:  # queued by another thread since the look: that call comes first

@@ -30,10 +30,8 @@ from torchmpi_py.torch_backend.list_checks import Tensors
 from torchmpi_py.torch_backend.p2p import Message
 from torchmpi_py.torch_backend.work import OVER, CallWork, Done, PendingWork, Several, callback_state
 
-_OPS = {
-    "SUM": "sum", "AVG": "avg", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "BAND": "band", "BOR": "bor",
-    "BXOR": "bxor", "PREMUL_SUM": "sum",
-}  # fmt: skip
+_OPS = {kind: kind.lower() for kind in ("SUM", "AVG", "MIN", "MAX", "BAND", "BOR", "BXOR")}
+_OPS |= {"PRODUCT": "prod", "PREMUL_SUM": "sum"}
 _KINDS: Any = distributed.ReduceOp.RedOpType
 _BY_NUMBER = {_KINDS.__members__[name].value: op for name, op in _OPS.items()}  # to compare the kinds takes longer
 _allreduce = builder(verbs.allreduce)
@@ -132,13 +130,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return self.carry_out(group_calls.reduce_scatter_single(self.extra, outputs, inputs, reduction_of(opts)), opts)
 
     def all_to_all_single(
-        self,
-        output: Tensor,
-        input: Tensor,  # noqa: A002
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
+        self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int],  # noqa: A002
         opts: Any = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         call = group_calls.alltoall_single(self.extra, output, input, list(output_splits), list(input_splits))
         return self.carry_out(call, opts)
 
