@@ -17,7 +17,7 @@ from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.nn.bucket import shaped
 from torchmpi_py.nn.compression import Compression, Compressor
 from torchmpi_py.torch_backend import torch_internals
-from torchmpi_py.torch_backend.ddp_buckets import GradBucket
+from torchmpi_py.torch_backend.torch_internals import GradBucket
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 

@@ -17,10 +17,10 @@ last parameter has moved.
 
 import dataclasses
 from collections.abc import Sequence  # DDP looks at the hook's annotations: they must be types, and not strings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.collectives.plan import Operation
@@ -30,12 +30,9 @@ from torchmpi_py.collectives.selector import selector
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.torch_backend import torch_internals
 from torchmpi_py.torch_backend.call_queue import Call
+from torchmpi_py.torch_backend.torch_internals import GradBucket
 from torchmpi_py.torch_backend.work import first
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket as GradBucket
-else:
-    GradBucket = distributed.GradBucket
 _allreduce, _SHARED = builder(verbs.allreduce), BY_NAME["shared"]
 
 
