@@ -139,7 +139,7 @@ class CallQueue:
     def run_here(self, call: Call, frame: FrameType) -> bool:
         """Record a call, made at ``frame``, and carry it out; False, and nothing has happened, if it has to be queued.
 
-        So has a call of a group that is closed, or that a forked child has inherited: `submit` raises the error.
+        Nothing happens for a group that is closed, or that a forked child has inherited: the caller raises the error.
         """
         if self._under_way or not self.is_open or communicators.current_stack is None:
             return False

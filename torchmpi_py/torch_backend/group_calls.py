@@ -287,19 +287,16 @@ def _apart(sources: list[Tensor], buffers: list[Tensor]) -> list[Tensor]:
     return [apart([x], buffers[:number] + buffers[number + 1 :])[0] for number, x in enumerate(sources)]
 
 
-def _gathering(
-    comm: Communicator, x: Tensor, whole: Tensor | None, counts: list[int], root: int | None = None
-) -> Operation[Any]:
-    """An (all)gather of flat tensors whose sizes all ranks know."""
+def _gathering(comm: Communicator, x: Tensor, whole: Tensor | None, counts: list[int], *root: int) -> Operation[Any]:
+    """An allgather, or with a root a gather, of flat tensors whose sizes all ranks know."""
     sizes = Sizes(counts, [count * x.itemsize for count in counts], [0] * comm.size)
-    verb = "allgather" if root is None else "gather"
+    verb = "gather" if root else "allgather"
     num_bytes = sum(sizes.num_bytes)
     resolve(comm)
     served = selector.flavour_for(verb, comm, x.device, num_bytes, symmetric=False, name=None)
-    with_root = () if root is None else (root,)
     compared = num_bytes if len(set(counts)) == 1 else zlib.crc32(repr(counts).encode())  # parts of one sum may differ
     plan = Plan(
-        name=verb, flavour=served, comm=comm, others=(*with_root, sizes), num_bytes=num_bytes, dtype=x.dtype,
-        device=x.device if x.is_cuda else None, fingerprint=(verb, served.name, compared, x.dtype, *with_root),
+        name=verb, flavour=served, comm=comm, others=(*root, sizes), num_bytes=num_bytes, dtype=x.dtype,
+        device=x.device if x.is_cuda else None, fingerprint=(verb, served.name, compared, x.dtype, *root),
     )  # fmt: skip
     return Operation(plan, (x, whole), whole)

@@ -199,8 +199,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         if not operations:
             return OVER
         timeout = getattr(opts, "timeout", None)
-        given = -1.0 if timeout is None else timeout.total_seconds()
-        seconds = given if given > 0 else self.seconds
+        seconds = self.seconds if timeout is None or timeout.total_seconds() <= 0 else timeout.total_seconds()
         is_nested = callback_state.is_in_callback
         is_launch = getattr(opts, "asyncOp", True) or seconds is not None
         for x in results if is_written else ():
