@@ -5,12 +5,11 @@ last one: what a compression still has to agree on then is collective, and must 
 """
 
 from collections.abc import Callable  # DDP looks at the hook's annotations: they must be types, and not strings
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchmpi_py.collectives import verbs
 from torchmpi_py.core import communicators
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.handles import Handle, wait_all
@@ -22,63 +21,57 @@ from torchmpi_py.torch_backend.torch_internals import GradBucket
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
 
-class CompressedBucket(NamedTuple):
-    """A bucket of DDP: its parameters, memory for their gradients, and a compressor (None: they go as they are)."""
+class Uncompressed(Compressor):
+    """A bucket that goes as it is."""
 
-    parameters: list[Tensor]
-    flat: Tensor
-    compressor: Compressor | None
+    def launch(self, op: str) -> list[Handle[Any]]:
+        return [self.destination.reduce_async(self.flat, op)]
+
+    def finish(self, op: str) -> None:
+        """Nothing: the result is in ``flat``."""
 
 
 class CompressedBuckets:
-    """The buckets of one module, by number."""
+    """The buckets of one module, by number: the parameters, and the compressor for their gradients."""
 
     def __init__(self, compression: Compression, comm: Communicator) -> None:
         self.compression = compression
         self.comm = comm
-        self._buckets: dict[int, CompressedBucket] = {}
+        self._buckets: dict[int, tuple[list[Tensor], Compressor]] = {}
         self._module: set[Tensor] = set()  # all its parameters, from the first backward pass
-        self._launched: list[tuple[CompressedBucket, list[Handle[Any]], torch.futures.Future[Tensor]]] = []
+        self._launched: list[tuple[Compressor, list[Handle[Any]], torch.futures.Future[Tensor]]] = []
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Start the reduction of a bucket; of the last one: finish all."""
         x = torch_internals.check_bucket("compressed", bucket.buffer())
-        used = self._find(bucket, x)
-        used.flat.copy_(x)
-        if used.compressor is None:
-            handles: list[Handle[Any]] = [verbs.allreduce_async(used.flat, op="avg", comm=self.comm)]
-        else:
-            handles = used.compressor.launch("avg")
+        compressor = self._find(bucket, x)
+        compressor.flat.copy_(x)
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[x.device] if x.is_cuda else None)
-        self._launched.append((used, handles, future))
+        self._launched.append((compressor, compressor.launch("avg"), future))
         if bucket.is_last():
-            self._finish()
+            launched, self._launched = self._launched, []
+            wait_all([handle for _, handles, _ in launched for handle in handles])
+            for each, _, its_future in launched:
+                each.finish("avg")
+                its_future.set_result(each.flat)
         return future
 
-    def _find(self, bucket: GradBucket, x: Tensor) -> CompressedBucket:
-        """The bucket as it was in the last step, or a new one: DDP may have arranged the parameters in others."""
-        members, known = bucket.parameters(), self._buckets.get(bucket.index())
-        if known is None:
+    def _find(self, bucket: GradBucket, x: Tensor) -> Compressor:
+        """The compressor of the last step, or a new one: DDP may have arranged the parameters in other buckets."""
+        members = bucket.parameters()
+        parameters, compressor = self._buckets.get(bucket.index(), (None, None))
+        if parameters is None:
             self._module.update(members)
         elif not self._module.issuperset(members):
             raise RuntimeError("a hook made by compressed(...) serves one module; make another one for this module")
-        if known is not None and list(map(id, known.parameters)) == list(map(id, members)):
-            return known
-        flat, compressor = torch.empty_like(x), None  # memory of its own, for DDP may change that of its buckets
-        if self.comm.size > 1:
+        if compressor is None or list(map(id, parameters or [])) != list(map(id, members)):
+            flat = torch.empty_like(x)  # memory of its own, for DDP may change that of its buckets on some ranks
             parts = torch.split(flat, [p.numel() for p in members])
             views = [shaped(part, p) for part, p in zip(parts, members, strict=True)]  # as DDP lays gradients out
-            compressor = self.compression.compressor(flat, views, self.comm)
-        self._buckets[bucket.index()] = made = CompressedBucket(members, flat, compressor)
-        return made
-
-    def _finish(self) -> None:
-        launched, self._launched = self._launched, []
-        wait_all([handle for _, handles, _ in launched for handle in handles])
-        for used, _, future in launched:
-            if used.compressor is not None:
-                used.compressor.finish("avg")
-            future.set_result(used.flat)
+            made = self.compression.compressor(flat, views, self.comm) if self.comm.size > 1 else None
+            compressor = made or Uncompressed(flat, views, self.comm)
+            self._buckets[bucket.index()] = members, compressor
+        return compressor
 
 
 def compressed(compression: Compression, group: Any = None) -> Hook:
