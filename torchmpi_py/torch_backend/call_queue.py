@@ -36,7 +36,7 @@ from torchmpi_py.core.status_board import IS_LAUNCH
 from torchmpi_py.memory import devices
 from torchmpi_py.torch_backend.work import PendingWork
 
-Call = tuple[Sequence[Operation[Any]], list[Tensor], Sequence[Callable[[], object] | None]]
+Call = tuple[Sequence[Operation[Any]], list[Tensor], Sequence[Callable[[], object]]]
 """The operations of a call, its results, and its last steps. A plain tuple, for one is made in each call."""
 
 
@@ -60,8 +60,7 @@ def _carry_out(call: Call, in_background: bool = False) -> list[Tensor]:
         _fail_rest(call, error)
         raise
     for step in last_steps:
-        if step is not None:
-            step()
+        step()
     return results
 
 

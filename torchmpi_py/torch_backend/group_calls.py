@@ -87,10 +87,10 @@ def _into_lists(wholes: Tensors, lists: Sequence[Tensors]) -> Callable[[], None]
     return conclude
 
 
-def _buffers(verb: str, outputs: Tensors) -> tuple[list[Tensor], list[Finish | None]]:
-    """Flat memory to write in place of each output, and the steps that copy it to the outputs."""
+def _buffers(verb: str, outputs: Tensors) -> tuple[list[Tensor], list[Finish]]:
+    """Flat memory to write in place of each output, and the steps that copy it to outputs that are not flat."""
     targets = [output_buffer(verb, output, holds_input=False) for output in outputs]
-    return [buffer for buffer, _ in targets], [copy_out for _, copy_out in targets]
+    return [buffer for buffer, _ in targets], [copy_out for _, copy_out in targets if copy_out]
 
 
 def warn_in_backward(verb: str, x: Tensor) -> None:
@@ -210,14 +210,14 @@ def scatter(extra: ExtraOperations, output: Tensor, input_lists: Sequence[Tensor
     comm, inputs = extra.comm, []
     check_rank("scatter", "src", root, comm.size)
     check_tensor("scatter", "output", output)
-    buffer, copy_out = output_buffer("scatter", output, holds_input=False)
+    (buffer,), copies_out = _buffers("scatter", [output])
     if comm.rank == root:
         check_list("scatter", "inputs", input_lists[0], output, comm.size, of_equal_size=range(comm.size))
         inputs = [flat(x).view(-1) for x in input_lists[0]]
     if extra.takes("scatter", output):
-        return [extra.with_root("scatter", buffer.view(-1), inputs, root)], [output], [copy_out]
+        return [extra.with_root("scatter", buffer.view(-1), inputs, root)], [output], copies_out
     whole = torch.cat(inputs) if inputs else buffer.new_empty(comm.size * buffer.numel())
-    return [_scatter(whole, root, out=buffer.view(-1), comm=comm)], [output], [copy_out]
+    return [_scatter(whole, root, out=buffer.view(-1), comm=comm)], [output], copies_out
 
 
 def reduce_scatter(
@@ -260,15 +260,15 @@ def alltoall_single(
     if not output_splits and not input_splits:
         check_divisible("all_to_all_single", x, size)
         check_whole("all_to_all_single", "output", output, "input", x, 1)
-        buffer, copy_out = output_buffer("all_to_all_single", output, holds_input=False)
-        return [_alltoall(flat(x).view(-1), out=buffer.view(-1), comm=extra.comm)], [output], [copy_out]
+        (buffer,), copies_out = _buffers("all_to_all_single", [output])
+        return [_alltoall(flat(x).view(-1), out=buffer.view(-1), comm=extra.comm)], [output], copies_out
     check_list("all_to_all_single", "outputs", [output], x, 1)
-    buffer, copy_out = output_buffer("all_to_all_single", output, holds_input=False)
+    (buffer,), copies_out = _buffers("all_to_all_single", [output])
     sent = rows("input", flat(x), input_splits, size)
     received = rows("output", buffer, output_splits, size)
     rank = extra.comm.rank
     check_list("all_to_all_single", "outputs", received, sent[rank], size, of_equal_size=[rank])
-    return [extra.alltoall_operation(received, sent)], [output], [copy_out]
+    return [extra.alltoall_operation(received, sent)], [output], copies_out
 
 
 def alltoall(extra: ExtraOperations, outputs: Tensors, inputs: Tensors) -> Call:
