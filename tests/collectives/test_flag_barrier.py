@@ -10,27 +10,23 @@ from torchmpi_py.collectives.flavours.node_group import NodeGroup
 from torchmpi_py.memory import symmetric
 
 
-def in_a_job(test):
-    return pytest.mark.mpi(pytest.mark.usefixtures("one_node")(test))
-
-
-@in_a_job
+@pytest.mark.mpi
+@pytest.mark.usefixtures("one_node")
 def test_no_rank_passes_before_all_have_come(mpi):
     """Each counts in a word of its own, and finds no other behind, or more than one ahead."""
     word = mpi.symmetric_empty(1, dtype=torch.int64).zero_()
     node = mpi.communicator(0).direct.keep(NodeGroup, NodeGroup)
     peers = node.views(word, [symmetric.find(word)[1]] * node.size)
-    mpi.barrier()
     for turn in range(1, 2000):
         word.fill_(turn)
         if turn % 97 == 0 and turn % node.size == node.rank:
             time.sleep(0.002)  # this rank is late: the others sleep between their looks
         node.barrier()
         assert all(turn <= int(peer) <= turn + 1 for peer in peers), turn
-    mpi.barrier()
 
 
-@in_a_job
+@pytest.mark.mpi
+@pytest.mark.usefixtures("one_node")
 def test_a_long_wait_leaves_the_core_to_others(mpi):
     x = torch.ones(10)
     mpi.allreduce(x, flavour="shared")
@@ -47,9 +43,8 @@ def test_messages_go_on_while_a_rank_waits(tmp_path):
     program = jobs.write(
         tmp_path,
         """
-        import torch
+        import torch, torchmpi_py as mpi
         from mpi4py import MPI
-        import torchmpi_py as mpi
 
         mpi.start()
         x, big, comm = torch.ones(10), torch.arange(1 << 20, dtype=torch.float32), MPI.COMM_WORLD
