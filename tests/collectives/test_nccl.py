@@ -58,8 +58,7 @@ def test_who_shares_a_gpu(monkeypatch, names, reason):
     monkeypatch.setattr(gpus, "table", lambda: table)
     channel = Channel(types.SimpleNamespace(rank=1, size=len(places)), places, DIRECT)
     told = Nccl().refuses(channel)
-    assert told.startswith(reason)
-    assert bool(told) == bool(reason)
+    assert told.startswith(reason) if reason else told == ""
 
 
 @pytest.mark.mpi

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from torch import distributed
+from torch.utils._pytree import tree_leaves
 
 from torchmpi_py.collectives import registry
 from torchmpi_py.collectives.flavours.torch_group import Gloo
@@ -200,13 +201,12 @@ class NcclByGloo:
         return lambda *arguments: self.run(call, *arguments)
 
     def run(self, call, *arguments):
-        for x in tensors(arguments):
+        for x in filter(torch.is_tensor, tree_leaves(arguments)):
             assert x.dtype in self.dtypes, call
             assert x.dim() == 1, call
             assert x.is_contiguous(), call
             assert x.numel() or call == "alltoall_base", f"{call} of an empty tensor"
-        op = getattr(arguments[-1], "reduceOp", None)
-        assert op is None or any(op == known for known in self.ops)
+        assert any(getattr(arguments[-1], "reduceOp", known) == known for known in self.ops)
         if call != "_reduce_scatter_base":
             return getattr(self.group, call)(*arguments)
         out, x, given = arguments  # not in every gloo
@@ -215,14 +215,6 @@ class NcclByGloo:
         self.group.allreduce([total], options).wait()
         out.copy_(total.view(self.size, -1)[self.rank])
         return None
-
-
-def tensors(arguments):
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            yield argument
-        elif isinstance(argument, list):
-            yield from tensors(argument)
 
 
 @pytest.fixture(scope="module")
