@@ -30,9 +30,7 @@ from torchmpi_py.errors import CollectiveTimeout, CommunicatorError, NotStarted,
 logger = logging.getLogger("torchmpi_py")
 R = TypeVar("R")
 _CANCEL_SECONDS = 1.0  # for the thread that waits to see it
-_AND_THEN = (
-    "it goes on: wait again for its result (handle.wait() of this error), for the same call would be another one"
-)
+_STILL_PENDING = "The operation is still pending: call error.handle.wait(); do not repeat the call."
 
 
 class Work(Generic[R]):
@@ -81,8 +79,7 @@ class Handle(ABC, Generic[R]):
     block until the result is there.
     """
 
-    to_array: Callable[[Any], R] | None = None
-    """Makes an array of the result, in the first thread that waits; every wait returns the same array."""
+    to_array: Callable[[Any], R] | None = None  # makes an array of the result, in the first thread that waits
     _error: BaseException | None = None
     _error_was_seen = False
 
@@ -98,24 +95,20 @@ class Handle(ABC, Generic[R]):
         """Wait until the operation is complete (None: without limit; 0: only look). Return whether it is complete."""
 
     def done(self) -> bool:
-        """Whether the operation is complete, with a result or an error; never blocks.
-
-        NotStarted in a forked child, unless the operation was complete before the fork.
-        """
+        """Whether the operation is complete, with a result or an error; never blocks. NotStarted in a forked child."""
         return self._complete(0)
 
     def wait(self, timeout_seconds: float | None = None) -> R:
         """Block until the operation is complete and return its result (the output tensor, or the number).
 
-        Raises what the operation raised, or CollectiveTimeout when it is not complete after ``timeout_seconds``, be
-        that longer than the deadline; it then goes on, and may be waited for again. Default: for ever, or
-        ``Tuning.deadline_seconds`` where ``Tuning.at_deadline`` is "raise".
+        Raises what the operation raised, or CollectiveTimeout after ``timeout_seconds`` (default: no limit, or with
+        ``Tuning.at_deadline="raise"`` the deadline); the operation is still pending then: wait for it again.
         """
         if timeout_seconds is None and config.can_raise:
             timeout_seconds = config.current.deadline_seconds
         if not (self._complete(None) if timeout_seconds is None else self._complete_within(timeout_seconds)):
-            state = f"{self._label} is not complete after {timeout_seconds:g} s; {_AND_THEN}"
-            late = CollectiveTimeout(f"{state}. {self.who_is_late()}")._of_call(*_call_of(self._label))
+            state = f"{self._label} is not complete after {timeout_seconds:g} s. {_STILL_PENDING}"
+            late = CollectiveTimeout(f"{state} {self.who_is_late()}")._of_call(*_call_of(self._label))
             late.handle = self
             raise late
         if self._error is not None:
