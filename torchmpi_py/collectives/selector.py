@@ -21,6 +21,7 @@ from torchmpi_py.collectives.flavour import Flavour
 from torchmpi_py.collectives.registry import BY_NAME, DEVICES, FLAVOURS, status
 from torchmpi_py.core.collective import COLLECTIVES
 from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import Unavailable, Unimplemented
 from torchmpi_py.memory import caches
 
@@ -67,9 +68,10 @@ ASSIGNED = "assigned"
 NODES_MEASURED = 4
 OF_OWN_CORES = "default where each rank has a core, more where they take turns: fewer meetings when small"
 """The reason of a limit up to which ranks meet less often: where they share cores, a meeting takes longer."""
-_OF_TWO_RANKS_BYTES = 256 << 10
-OF_THREE_RANKS = f"default for more than two ranks ({_OF_TWO_RANKS_BYTES} B for two): fewer meetings when small"
+OF_THREE_RANKS = "default for more than two ranks (less for two): fewer meetings when small"
 """The reason of such a limit that two ranks do not have."""
+_OF_TWO_RANKS_BYTES = 64 << 10
+_OF_TWO_RANKS_INTEL_BYTES = 512 << 10  # with Intel MPI, which moves data within a node as we do, without Python
 OF_FEW_NODES = f"default up to {NODES_MEASURED} nodes, more with more: fewer messages when small"
 """The reason of a limit beyond which a ring of nodes is faster: it grows with the ring's steps."""
 
@@ -148,7 +150,8 @@ class Selector:
     def fitted(self, choice: Choice, comm: Communicator) -> Choice:
         """A choice as it is for a communicator of so many ranks, nodes, and ranks to a core."""
         if choice.why == OF_THREE_RANKS and comm.size == 2:
-            choice = choice._replace(max_bytes=_OF_TWO_RANKS_BYTES, why=OF_OWN_CORES)
+            limit = _OF_TWO_RANKS_INTEL_BYTES if MPI.get_vendor()[0] == "Intel MPI" else _OF_TWO_RANKS_BYTES
+            choice = choice._replace(max_bytes=limit, why=OF_OWN_CORES)
         if choice.why in (OF_OWN_CORES, OF_THREE_RANKS) and comm.size > self._num_cores:
             # As measured with 2, 3, 4 and 8 ranks on 2 cores: a meeting takes longer, and a rank's share is smaller.
             crowding = comm.size / self._num_cores

@@ -21,7 +21,6 @@ from torchmpi_py.collectives.plan import Plan, Post
 from torchmpi_py.collectives.reductions import kernel
 from torchmpi_py.core import config
 from torchmpi_py.core.channels import Channel
-from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.tensors import copy_to
 from torchmpi_py.memory import symmetric
 
@@ -38,8 +37,8 @@ class Shared(Flavour):
     def missing(self, device: str) -> str:
         return symmetric.why_unavailable()
 
-    def refuses(self, comm: Communicator | Channel) -> str:
-        return "" if comm.num_nodes == 1 else f"the communicator spreads over {comm.num_nodes} nodes"
+    def refuses(self, channel: Channel) -> str:
+        return "" if channel.num_nodes == 1 else f"the communicator spreads over {channel.num_nodes} nodes"
 
     def bind(self, plan: Plan) -> tuple[Callable[..., Any], Post | None]:
         work, post = super().bind(plan)
