@@ -33,7 +33,8 @@ from torchmpi_py.torch_backend.work import OVER, CallWork, Done, PendingWork, Se
 _OPS = {kind: kind.lower() for kind in ("SUM", "AVG", "MIN", "MAX", "BAND", "BOR", "BXOR")}
 _OPS |= {"PRODUCT": "prod", "PREMUL_SUM": "sum"}
 _KINDS: Any = distributed.ReduceOp.RedOpType
-_BY_NUMBER = {_KINDS.__members__[name].value: op for name, op in _OPS.items()}  # to compare the kinds takes longer
+_BY_NUMBER = {_KINDS.__members__[name].value: GroupReduction(op, None) for name, op in _OPS.items()}
+_PREMUL_SUM = _KINDS.PREMUL_SUM.value  # torch's enumerations are slow: numbers are compared in their place
 _allreduce = builder(verbs.allreduce)
 _Base: Any = distributed.ProcessGroup  # whose methods have several signatures each; this class takes all of them
 
@@ -199,7 +200,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         if not operations:
             return OVER
         timeout = getattr(opts, "timeout", None)
-        seconds = self.seconds if timeout is None or timeout.total_seconds() <= 0 else timeout.total_seconds()
+        seconds = self.seconds if timeout is None or timeout.days < 0 else timeout.total_seconds() or self.seconds
         is_nested = callback_state.is_in_callback
         is_launch = getattr(opts, "asyncOp", True) or seconds is not None
         for x in results if is_written else ():
@@ -231,10 +232,10 @@ def reduction_of(opts: Any) -> GroupReduction:
     if given is None:
         return GroupReduction("sum", None)
     number = getattr(given, "op", given).value
-    name = _BY_NUMBER.get(number)
-    if name is None:
+    reduction = _BY_NUMBER.get(number)
+    if reduction is None:
         raise ValueError(f"backend torchmpi does not know {given!r}; it knows {', '.join(_OPS)}")
-    return GroupReduction(name, given.__getstate__()[1] if number == _KINDS.PREMUL_SUM.value else None)
+    return reduction if number != _PREMUL_SUM else GroupReduction("sum", given.__getstate__()[1])
 
 
 def root_of(opts: Any) -> int:

@@ -45,9 +45,8 @@ class PreparedAllreduce:
     def run(self, source: Tensor, destination: Tensor) -> None:
         """``destination`` becomes the reduction of all ``source``; the two are one tensor, or do not overlap."""
         x = source if source.dim() == 1 else source.view(-1)  # a view takes 1 us
-        address, node = x.data_ptr(), self._node
+        out, address, node = x, x.data_ptr(), self._node
         if source is destination or address == destination.data_ptr():
-            out = x
             ready = self._in_place.get(address)
             if ready is None or not ready.segment.is_live:
                 ready = self._prepare(x, address)
