@@ -110,7 +110,7 @@ def read(path: pathlib.Path, expected: MachineFacts) -> tuple[Rows, str]:
         # Whoever owns the folder, which the user has named, may have measured for all its users.
         content = trusted_files.read_json(path, owners={path.parent.stat().st_uid})
         there, here = ({"format": content["format"], **content["facts"]}, {"format": FORMAT, **expected._asdict()})
-        differing = [f"{name} {there[name]!r}, not {value!r}" for name, value in here.items() if there[name] != value]
+        differing = [f"{name} {there.get(name)!r}, not {v!r}" for name, v in here.items() if there.get(name) != v]
         if not differing:
             return dict(_row(record) for record in content["rows"]), str(content["date"])
     except (LookupError, TypeError, AttributeError, ValueError) as error:

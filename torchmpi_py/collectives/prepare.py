@@ -231,10 +231,10 @@ class Call:
         name, comm = self.name, self.comm
         key = (name, self.flavour, selector.generation, "numbers", others)
         if (plan := comm.plans.get(key)) is None:
-            served = selector.flavour_for("allgather", comm, _CPU, 0, symmetric=False, name=self.flavour)
+            selector.check_flavour(name, self.flavour)
             plan = Plan(
-                name=name, method="exchange", flavour=numbers.Records(served.name), comm=comm,
-                num_bytes=numbers.RECORD_BYTES, fingerprint=(name, served.name, "number", *others),
+                name=name, method="exchange", flavour=numbers.Records(), comm=comm,
+                num_bytes=numbers.RECORD_BYTES, fingerprint=(name, "mpi", "number", *others),
             )  # fmt: skip
             kept_plans.add(comm, key, plan)
         return Operation(plan, (numbers.to_record(x),), None, conclude)

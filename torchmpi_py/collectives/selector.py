@@ -49,7 +49,7 @@ class Key(NamedTuple):
         return f"{self.verb} on {where}{', symmetric' * self.symmetric}{', cuda' * (self.device == 'cuda')}"
 
 
-_KEYS = frozenset(Key(*parts) for parts in itertools.product(COLLECTIVES, SCOPES, (False, True), DEVICES))
+_KEYS = tuple(Key(*parts) for parts in itertools.product(COLLECTIVES, SCOPES, (False, True), DEVICES))
 
 
 class Choices(NamedTuple):
@@ -70,8 +70,9 @@ OF_OWN_CORES = "default where each rank has a core, more where they take turns: 
 """The reason of a limit up to which ranks meet less often: where they share cores, a meeting takes longer."""
 OF_THREE_RANKS = "default for more than two ranks (less for two): fewer meetings when small"
 """The reason of such a limit that two ranks do not have."""
-_OF_TWO_RANKS_BYTES = 64 << 10
-_OF_TWO_RANKS_INTEL_BYTES = 512 << 10  # with Intel MPI, which moves data within a node as we do, without Python
+_OF_TWO_RANKS_BYTES = 16 << 10
+_OF_INTEL_BYTES = {OF_THREE_RANKS: 512 << 10, OF_OWN_CORES: 64 << 10}
+"""At least so much goes by Intel MPI, which moves data within a node as flavour ``shared`` does, without Python."""
 OF_FEW_NODES = f"default up to {NODES_MEASURED} nodes, more with more: fewer messages when small"
 """The reason of a limit beyond which a ring of nodes is faster: it grows with the ring's steps."""
 
@@ -147,11 +148,17 @@ class Selector:
             choices = comm.choices[key] = self._choices_on(verb, comm, device, symmetric, name)
         return choices
 
+    def check_flavour(self, verb: str, name: str | None) -> None:
+        """ValueError unless ``name`` is a flavour, or None."""
+        if name is not None and name not in BY_NAME:
+            raise ValueError(f"{verb}: flavour {name!r} is unknown; known flavours: {', '.join(BY_NAME)}")
+
     def fitted(self, choice: Choice, comm: Communicator) -> Choice:
         """A choice as it is for a communicator of so many ranks, nodes, and ranks to a core."""
+        least = _OF_INTEL_BYTES.get(choice.why, 0) if MPI.get_vendor()[0] == "Intel MPI" else 0
         if choice.why == OF_THREE_RANKS and comm.size == 2:
-            limit = _OF_TWO_RANKS_INTEL_BYTES if MPI.get_vendor()[0] == "Intel MPI" else _OF_TWO_RANKS_BYTES
-            choice = choice._replace(max_bytes=limit, why=OF_OWN_CORES)
+            choice = choice._replace(max_bytes=_OF_TWO_RANKS_BYTES, why=OF_OWN_CORES)
+        choice = choice._replace(max_bytes=max(choice.max_bytes, least))
         if choice.why in (OF_OWN_CORES, OF_THREE_RANKS) and comm.size > self._num_cores:
             # As measured with 2, 3, 4 and 8 ranks on 2 cores: a meeting takes longer, and a rank's share is smaller.
             crowding = comm.size / self._num_cores
@@ -162,8 +169,7 @@ class Selector:
     def _choices_on(
         self, verb: str, comm: Communicator, device: torch.device, symmetric: bool, name: str | None
     ) -> Choices:
-        if name is not None and name not in BY_NAME:
-            raise ValueError(f"{verb}: flavour {name!r} is unknown; known flavours: {', '.join(BY_NAME)}")
+        self.check_flavour(verb, name)
         others = [Choice(math.inf, flavour.name, "") for flavour in FLAVOURS]
         scope = "node" if comm.num_nodes == 1 else "nodes"
         chosen = self._rows.get(Key(verb, scope, symmetric, device.type), [])
@@ -185,7 +191,7 @@ class Selector:
 def _checked_key(key: str | tuple[object, ...]) -> Key:
     parts = key if isinstance(key, tuple) else (key,)
     wanted = Key(*parts) if 1 <= len(parts) <= 4 else None  # type: ignore[arg-type]
-    if wanted not in _KEYS:
+    if wanted is None or wanted not in _KEYS or not isinstance(wanted.symmetric, bool):
         raise KeyError(
             f"selector[{key!r}]: the key is a verb ({', '.join(COLLECTIVES)}), then a scope ({' or '.join(SCOPES)}), "
             "then whether the tensors are symmetric (True or False), then the type of their device (cpu or cuda)"
@@ -232,7 +238,7 @@ def _defaults() -> dict[Key, list[Choice]]:
     cached = _cached_bytes(8, 4 << 20)
     rows = {}
     for verb, *limits in (  # on one node, of ordinary and of symmetric tensors: up to where MPI is faster, and why
-        ("allreduce", (_cached_bytes(32, 1 << 20), OF_THREE_RANKS), (32 << 10, OF_OWN_CORES)),
+        ("allreduce", (_cached_bytes(32, 1 << 20), OF_THREE_RANKS), (8 << 10, OF_OWN_CORES)),
         ("broadcast", (cached, small), (4 << 20, small)),
         ("reduce", (cached // 4, small), (512 << 10, small)),
         ("reduce_scatter", (1 << 20, OF_OWN_CORES), (512 << 10, OF_OWN_CORES)),

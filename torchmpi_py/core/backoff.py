@@ -1,7 +1,7 @@
 """Waiting for other processes: pauses instead of a busy processor, and the order of memory accesses at a barrier.
 
-Memory that ranks share is written before a barrier of MPI and read after the barrier. MPI orders processes at a
-barrier, not their memory accesses. On x86 stores become visible in order and loads are carried out in order, so the
+Memory that ranks share is written before a barrier, of MPI or of flags, and read after the barrier. A barrier orders
+processes, not their memory accesses. On x86 stores become visible in order and loads are carried out in order, so the
 barrier suffices. On other machines (ARM, POWER, RISC-V) a *fence* stands before the barrier and one after it. See
 docs/decisions/016-memory-ordering.md.
 """

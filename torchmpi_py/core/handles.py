@@ -80,6 +80,7 @@ class Handle(ABC, Generic[R]):
     """
 
     to_array: Callable[[Any], R] | None = None  # makes an array of the result, in the first thread that waits
+    _array: Any = None
     _error: BaseException | None = None
     _error_was_seen = False
 
@@ -115,9 +116,10 @@ class Handle(ABC, Generic[R]):
             self._error_was_seen = True
             raise self._error.with_traceback(self._traceback)  # the same traceback, however often the error is raised
         self._hand_over()
-        if (to_array := self.to_array) is not None:
-            self._result, self.to_array = to_array(self._result), None
-        return self._result  # type: ignore[return-value]
+        result: Any = self._result
+        if self.to_array is not None:
+            result = self._array = self.to_array(result) if self._array is None else self._array
+        return result  # type: ignore[no-any-return]
 
     def _hand_over(self) -> None:
         """Let this thread's further work on the result come after the operation."""

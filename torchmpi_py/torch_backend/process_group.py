@@ -69,15 +69,14 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def allreduce(self, tensors: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
         reduction, given = reduction_of(opts), as_list(tensors)
-        op, factor = reduction
-        if factor is None and len(given) == 1:
+        if reduction.factor is None and len(given) == 1:
             (x,) = given
             # C++, which reduces buckets, does not wait in the call.
             is_kept = torch_internals.keeps_bucket() if getattr(opts, "asyncOp", True) else None
             if is_kept is not None and ddp_buckets.is_bucket(x):
-                return self.carry_out(ddp_buckets.allreduce(self.comm, x, op, is_kept), opts)
-            if not x.is_sparse and (op != "avg" or x.dtype not in WHOLE_NUMBERS):
-                operation = kept_plans.allreduce(_allreduce, x, self.comm, op)
+                return self.carry_out(ddp_buckets.allreduce(self.comm, x, reduction.op, is_kept), opts)
+            if not x.is_sparse and (reduction.op != "avg" or x.dtype not in WHOLE_NUMBERS):
+                operation = kept_plans.allreduce(_allreduce, x, self.comm, reduction.op)
                 return self.carry_out(([operation], given, ()), opts)
         return self.carry_out(group_calls.allreduce(self.extra, given, reduction), opts)
 

@@ -204,7 +204,6 @@ class IpcGroup:
         num_columns, count = exchange.shape[1], math.prod(exchange.shape)
         headers = self.node.exchange_headers(exchange.what, place, count=count)
         if not count:
-            self.node.barrier()  # no rank may change its header before all have read it
             return
         if headers.read is None:
             # Kinds differ, or a rank has too little scratch: all ranks go by scratch, and start again with step 1.

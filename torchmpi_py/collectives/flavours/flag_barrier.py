@@ -2,10 +2,11 @@
 
 A rank stores its count into its flag, and looks at the flags of the others until none is behind. What a rank wrote
 before its barrier is visible to a rank that has seen the flag, because x86 keeps stores in order; other machines get
-fences (``backoff.fenced``). A flag lies in one cache line with what it announces, so that one look brings both.
+fences (``backoff.fenced``).
 
-Alternative: MPI_Barrier, which takes 2 to 6 us where this takes 0.4 (2 ranks). Not taken, but MPI is asked while a rank
-waits: it has to go on with other messages, for which the late rank may wait, and it raises where a rank has died.
+Alternative: MPI_Barrier, which takes 0.6 to 6 us where flags take 0.2 to 0.4 (2 ranks). Not taken. But a rank that
+waits calls MPI between its looks, because MPI has to move other messages, for which the late rank may wait, and because
+MPI raises there if a rank has died.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class FlagBarrier:
         self._count = 0
 
     def wait(self) -> None:
-        """Wait until all ranks are here. Collective. An error of MPI where a rank has died, as in a barrier of MPI."""
+        """Wait until all ranks have called this. Collective. Raises MPI's exception if a rank has died (ULFM)."""
         self._count = count = self._count + 1
         flags = self._flags
         flags[self._own] = count

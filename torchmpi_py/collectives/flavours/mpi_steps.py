@@ -135,11 +135,11 @@ def _messages(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
 
 def _exchanges(comm: MPI.Comm, given: Tensor, received: Tensor, plan: Iterable[Iterable[schedule.Step]]) -> Steps:
     """Sendrecv for every step of a plan; one of the two messages may be empty. RanksDisagree if fewer bytes come."""
-    (sent, _), (came, _) = mpi_buffers.raw(given), mpi_buffers.raw(received)
+    (sent, _), (came, _), tag = mpi_buffers.raw(given), mpi_buffers.raw(received), INTERNAL + _CODES[given.dtype]
     for step in itertools.chain.from_iterable(plan):
         status, piece = MPI.Status(), came[slice(*step.received)]
-        to = [sent[slice(*step.sent)], MPI.BYTE], step.to, INTERNAL
-        yield "Sendrecv", (*to, [piece, MPI.BYTE], step.source, INTERNAL, status)
+        send_buffer = [sent[slice(*step.sent)], MPI.BYTE]
+        yield "Sendrecv", (send_buffer, step.to, tag, [piece, MPI.BYTE], step.source, tag, status)
         if (arrived := status.Get_elements(MPI.BYTE)) != len(piece):  # MPI itself accepts a shorter message
             raise RanksDisagree(
                 f"rank {step.source} sent {arrived} bytes where {len(piece)} were expected; the rest of the tensor is "

@@ -10,10 +10,10 @@ Every operation begins with an exchange of headers:
 3. each rank reads the headers of the others, and knows whether all can work in place on each other's tensors, or else
    where to read them; ranks that disagree find out before any data is touched
 
-A rank has two headers, for operations by turns: it writes the one of the operation before last, which all have read,
-because all have announced the last one since. An operation ends with a barrier, until which no rank may change its
-slots or its tensors. Only an allreduce whose values come with the headers needs none: its slots alternate with the
-headers (``staging.allreduce_at_once``).
+A rank has two headers, which alternate between operations. A rank overwrites the header of the operation before last:
+all ranks have read that one, because all have announced the last operation since. An operation ends with a barrier,
+until which no rank may change its slots or its tensors. Only an allreduce whose values come with the headers needs
+none: its slots alternate with the headers (``staging.allreduce_at_once``).
 
 Staging: two of a rank's slots are *in* slots (the rank's values), two are *out* slots (what the rank has reduced); both
 kinds alternate between chunks. Where nothing is reduced for others, a chunk may take *two slots*, in or out.
@@ -41,7 +41,7 @@ from torchmpi_py.memory import symmetric
 from torchmpi_py.memory.peer_memory import is_readable, peer_memory
 
 _HEADER = struct.Struct("<6q")  # code, count; segment and offset (or address) of what is read, of what is written
-_LINE_BYTES = 64  # a cache line: a header and, in the first one, the flag of the barrier
+_LINE_BYTES = 64  # a cache line: the header of a turn and, in the first line, the flag of the barrier
 _HEADER_ROOM_BYTES = 4096  # a page, so that slots are aligned
 _NUM_SLOTS = 4
 _LEAST_SLOT_BYTES = 64 << 10

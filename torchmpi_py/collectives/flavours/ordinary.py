@@ -42,13 +42,13 @@ def gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, counts: list[
     _go(node, ("gather",), sum(counts) * x.itemsize, ways)
 
 
-def exchange(node: NodeGroup, exchange: Exchange, headers: Headers) -> None:
+def exchange(node: NodeGroup, wanted: Exchange, headers: Headers) -> None:
     """Each rank gives a row of its tensor to each rank."""
-    ways = [partial(staging.exchange, node, exchange)]
+    ways = [partial(staging.exchange, node, wanted)]
     if headers.read_at is not None:
-        ways.append(partial(single_copy.exchange, node, exchange, headers.read_at))
-    out = exchange.outs[0]
-    _go(node, ("exchange", out.dtype, exchange.how is None, exchange.root is None), node.size * out.nbytes, ways)
+        ways.append(partial(single_copy.exchange, node, wanted, headers.read_at))
+    out = wanted.outs[0]
+    _go(node, ("exchange", out.dtype, wanted.how is None, wanted.root is None), node.size * out.nbytes, ways)
 
 
 def _go(node: NodeGroup, kind: tuple[object, ...], num_bytes: int, ways: list[partial[None]]) -> None:

@@ -1,12 +1,12 @@
-"""The allreduce of flavour ``shared`` on tensors of one dtype and size: what such calls share is found out once.
+"""The allreduce of flavour ``shared`` on tensors of one dtype and size, with everything that such calls share.
 
 *in place*   symmetric tensors that lie at the same offset on all ranks: in two shots (``two_shot.py``), whose steps are
              kept by the address of the tensor. Buckets of a training loop go this way.
 *at once*    small ordinary tensors: the values come with the headers (``staging.allreduce_at_once``)
-*by headers* everything else, and where the ranks did not come the same way: as their headers say
+*by headers* everything else, and calls in which the ranks have chosen different ways: as their headers say
 
-A rank chooses between the first two by its own tensors. The headers of the ways differ, so that all ranks see where
-they have not chosen the same, before one of them changes a result.
+A rank chooses between the first two ways by its own tensors. The ways have different headers. So all ranks see whether
+they have chosen the same way, before one of them changes a result.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ class PreparedAllreduce:
         with torch.inference_mode(False):  # the steps are kept, for calls outside of that mode too
             views = node.views(x, [found[1]] * node.size)
         steps = two_shot.allreduce(views, views, node.rank, config.current.cache_bytes)
+        self.drop_dead()
         if len(self._in_place) >= _MOST_KEPT:
             self._in_place.clear()
         ready = self._in_place[address] = _InPlace(found[0], node.header(self._what, x), steps)

@@ -60,9 +60,9 @@ def gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, xs: Sequence[
     node.barrier()
 
 
-def exchange(node: NodeGroup, exchange: Exchange, xs: Sequence[int]) -> None:
+def exchange(node: NodeGroup, wanted: Exchange, xs: Sequence[int]) -> None:
     """Each rank gives a row of its tensor to each rank; ``xs``: where the rows begin."""
-    rows, outs, how, root = exchange
+    rows, outs, how, root = wanted
     at = node.rank * outs[0].nbytes
     if how is not None:
         assert rows is not None, "all ranks give what is reduced"

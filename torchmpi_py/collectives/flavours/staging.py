@@ -146,9 +146,9 @@ def gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, counts: list[
     pipeline(num_chunks, [copy_in, copy_out], node.barrier)
 
 
-def exchange(node: NodeGroup, exchange: Exchange) -> None:
+def exchange(node: NodeGroup, wanted: Exchange) -> None:
     """Each rank gives a row of its tensor to each rank."""
-    rows, outs, how, root = exchange
+    rows, outs, how, root = wanted
     me, size, dtype = node.rank, node.size, outs[0].dtype
     count = outs[0].numel()
     pieces = chunks(0, count, max(1, node.chunk_bytes // (size * outs[0].itemsize)))
