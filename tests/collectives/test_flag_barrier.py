@@ -28,8 +28,7 @@ def test_no_rank_passes_before_all_have_come(mpi):
 @pytest.mark.mpi
 @pytest.mark.usefixtures("one_node")
 def test_a_long_wait_leaves_the_core_to_others(mpi):
-    x = torch.ones(10)
-    mpi.allreduce(x, flavour="shared")
+    x = mpi.allreduce(torch.ones(10), flavour="shared")
     if mpi.rank() == 0:
         time.sleep(1)
     before = time.process_time()
@@ -45,7 +44,6 @@ def test_messages_go_on_while_a_rank_waits(tmp_path):
         """
         import torch, torchmpi_py as mpi
         from mpi4py import MPI
-
         mpi.start()
         x, big, comm = torch.ones(10), torch.arange(1 << 20, dtype=torch.float32), MPI.COMM_WORLD
         mpi.allreduce(x, flavour="shared")  # the first one goes by MPI as well

@@ -122,8 +122,7 @@ def test_all_barriers_of_the_code_are_met(monkeypatch):
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         there |= {f"{name}.py:{c.lineno}" for c in calls if getattr(c.func, "attr", "") == "barrier"}
     assert len(there) > 7
-    unmet = there - met
-    assert len(unmet) == 1, unmet  # after an exchange of no elements, of which there is nothing to explore
+    assert not there - met
 
 
 # Two channels at once: one process for each rank and channel.

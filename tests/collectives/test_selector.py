@@ -149,11 +149,14 @@ def test_defaults_begin_at_larger_sizes_where_a_meeting_takes_longer(monkeypatch
         table["allreduce", "nodes"] = [(128 << 10, "mpi"), (math.inf, "hierarchical")]
         assert limits("allreduce") == [128 << 10]
     for size, cores, grown in ((2, 2, 1), (2, 1, 4), (3, 4, 1), (3, 2, 2.25), (8, 2, 16)):
-        table, num_nodes, least = Selector(), 1, (256 << 10) if size == 2 else (1 << 20)  # two: in one shot
+        table, num_nodes, least = Selector(), 1, (16 << 10) if size == 2 else (1 << 20)  # two: in one shot
         table.use_cores(cores)
         assert limits("allreduce", "reduce_scatter", "broadcast") == [grown * least, grown * (1 << 20), 4 << 20]
         table["allreduce", "node"] = [(1 << 20, "mpi"), (math.inf, "shared")]
         assert limits("allreduce") == [1 << 20]
+    monkeypatch.setattr(selector_module.MPI, "get_vendor", lambda: ("Intel MPI", (2021, 18, 1)), raising=False)
+    size, table = 2, Selector()
+    assert limits("allreduce", "reduce_scatter") == [512 << 10, 1 << 20]
 
 
 @in_a_job
