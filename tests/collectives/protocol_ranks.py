@@ -20,6 +20,7 @@ import itertools
 import pathlib
 import sys
 import threading
+import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import torch
@@ -147,7 +148,8 @@ class Ranks:
             return mapping, segment
 
         monkeypatch.setattr(symmetric, "allocate", noted_allocate)
-        monkeypatch.setattr(node_group, "FlagBarrier", _Barrier)
+        barrier = lambda comm, *_: types.SimpleNamespace(wait=comm.Barrier, release=lambda: None)  # noqa: E731
+        monkeypatch.setattr(node_group, "FlagBarrier", barrier)
         monkeypatch.setattr(node_group, "memoryview", lambda mapping: _Words(self, mapping), raising=False)
         read = PeerMemory.read
 
@@ -204,16 +206,6 @@ class _Comm:
         return self.exchange(given)
 
     def Free(self) -> None:
-        """Nothing is held."""
-
-
-class _Barrier:
-    """In the place of ``FlagBarrier``."""
-
-    def __init__(self, comm: _Comm, *_: object) -> None:
-        self.wait = comm.Barrier
-
-    def release(self) -> None:
         """Nothing is held."""
 
 
