@@ -49,11 +49,12 @@ class PreparedAllreduce:
         if source is destination or address == destination.data_ptr():
             ready = self._in_place.get(address)
             if ready is None or not ready.segment.is_live:
-                ready = self._prepare(x, address)
+                found = symmetric.find(x)
+                ready = None if found is None else self._prepare(x, *found)
             if ready is not None:
                 self._run_in_place(x, ready)
                 return
-            is_ordinary = symmetric.find(x) is None
+            is_ordinary = found is None
         else:
             out = destination.view(-1)
             is_ordinary = symmetric.find(x) is None and symmetric.find(out) is None
@@ -80,18 +81,17 @@ class PreparedAllreduce:
         """Drop what was prepared in segments that are no more."""
         self._in_place = {at: ready for at, ready in self._in_place.items() if ready.segment.is_live}
 
-    def _prepare(self, x: Tensor, address: int) -> _InPlace | None:
-        """The steps for a symmetric tensor, if the others' lie at the same offset of their parts; None for another."""
-        found, node = symmetric.find(x), self._node
-        if found is None or not node.is_within(found[0]):
+    def _prepare(self, x: Tensor, segment: symmetric.AnySegment, offset: int) -> _InPlace | None:
+        """The steps if all ranks' tensors lie at the same offset of their parts; None if a rank has no part."""
+        if not self._node.is_within(segment):
             return None
         with torch.inference_mode(False):  # the steps are kept, for calls outside of that mode too
-            views = node.views(x, [found[1]] * node.size)
-        steps = two_shot.allreduce(views, views, node.rank, config.current.cache_bytes)
+            views = self._node.views(x, [offset] * self._node.size)
+        steps = two_shot.allreduce(views, views, self._node.rank, config.current.cache_bytes)
         self.drop_dead()
         if len(self._in_place) >= _MOST_KEPT:
             self._in_place.clear()
-        ready = self._in_place[address] = _InPlace(found[0], node.header(self._what, x), steps)
+        ready = self._in_place[x.data_ptr()] = _InPlace(segment, self._node.header(self._what, x), steps)
         return ready
 
     def _run_in_place(self, x: Tensor, ready: _InPlace) -> None:
