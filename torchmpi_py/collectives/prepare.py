@@ -222,7 +222,7 @@ class Call:
     def of_numbers(
         self, x: Number, out: object, others: tuple[Any, ...], conclude: Callable[[list[Number]], Any]
     ) -> Operation[Any]:
-        """The exchange of numbers; ``conclude`` makes the result from those of all ranks.
+        """The exchange of numbers; ``conclude`` makes the result from the numbers of all ranks.
 
         ``others`` are the other arguments of the call, which are equal on all ranks.
         """

@@ -11,8 +11,8 @@ itself divides gradients before it adds them. So sums of 16-bit gradients accumu
 On GPUs the hook reduces from DDP's memory into symmetric memory, which other ranks of the node read and write directly,
 and lets DDP copy from there: no copy more than DDP makes anyway. The symmetric memory is kept from step to step. A
 bucket is known by its parameters, for several modules may share a group, each with a bucket number 0. When DDP has
-arranged a module's parameters in other buckets, these get memory of their own, and that of an old bucket goes when its
-last parameter has moved.
+arranged a module's parameters in other buckets, these get memory of their own, and the memory of an old bucket goes
+when its last parameter has moved.
 """
 
 import dataclasses

@@ -147,7 +147,7 @@ class ExtraOperations(Carrier):
     ) -> None:
         """The sum that a method of ``flavour`` makes, divided by the ranks and rounded towards zero, as in NCCL.
 
-        Sums are those of int64, or uint64, so that the sum of shorter numbers does not wrap around.
+        Sums are int64, or uint64, so that the sum of shorter numbers does not wrap around.
         """
         wide = torch.uint64 if source.dtype == torch.uint64 else torch.int64
         total = destination.to(wide)

@@ -18,8 +18,8 @@ from torchmpi_py.core.backoff import Nap
 from torchmpi_py.core.mpi_api import MPI
 
 FLAG_BYTES = 8
-_LOOKS = 100  # before MPI is asked: some us
-_YIELD_SECONDS = 0.001  # then the rank sleeps between looks, for others may need its core
+_LOOKS = 100  # before the rank calls MPI: some us
+_YIELD_SECONDS = 0.001  # then the rank sleeps between looks, because other processes may need its core
 _LONGEST_NAP_SECONDS = 0.0002
 
 

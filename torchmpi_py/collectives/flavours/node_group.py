@@ -149,7 +149,7 @@ class NodeGroup:
         return all(local in segment.part_of for local in self._indices)
 
     def staged(self, what: str, x: Tensor, turn: int) -> tuple[bytes, list[Tensor]]:
-        """The header of an operation on ordinary tensors that are staged in two slots, and those of a turn by rank."""
+        """The header of an operation on ordinary tensors that are staged in two slots, and the slots of a turn."""
         header = _HEADER.pack(_code(what, x.dtype), x.numel(), _UNREAD, 0, _UNREAD, 0)
         return header, [self.two_slots(rank, turn, x.dtype, x.numel()) for rank in range(self.size)]
 
