@@ -44,7 +44,6 @@ from torchmpi_py.engine.state import State
 from torchmpi_py.errors import NotStarted
 from torchmpi_py.nn.compression import Compression, check_compression
 from torchmpi_py.nn.optimizer_state import broadcast_optimizer_state
-from torchmpi_py.nn.split_parameters import any_split
 from torchmpi_py.optim.sharded import ShardedOptimizer
 from torchmpi_py.runtime import process, survivors
 
@@ -261,7 +260,6 @@ class AllReduceSGDEngine(SGDEngine):
                 self._replicas.follow()
             if self.debug:
                 self._replicas.check()
-            self._replicas.set_batch()
 
     def backward_criterion(self, state: State) -> None:
         """As in ``SGDEngine``, then with ``devicesync`` wait for the device."""
@@ -315,11 +313,10 @@ def _check_elastic(state: State, sharded: bool) -> None:
         )
     if not iterator.follows_place:
         raise ValueError("the DatasetIterator was given rank= and size=, which change when a rank dies: give none")
-    if sharded or any_split(state.parameters()):
-        what = "the optimizer's state is divided among" if sharded else "a parameter is split over"
+    if sharded:
         raise ValueError(
-            f"{what} the ranks, and the survivors of a death would lack the dead rank's part: start the "
-            "job without --elastic, and resume from a checkpoint"
+            "the optimizer's state is divided among the ranks, and the survivors of a death would lack the dead rank's "
+            "part: start the job without --elastic, and resume from a checkpoint"
         )
     if communicators.resolve(None).size < communicators.stack().levels[0].size:
         raise ValueError(

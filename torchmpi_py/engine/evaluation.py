@@ -27,7 +27,6 @@ from torchmpi_py.engine import outcomes, samples
 from torchmpi_py.engine.batches import BatchIterator
 from torchmpi_py.engine.state import Hooks, State, modes_restored
 from torchmpi_py.errors import EndRequested, TorchMPIError
-from torchmpi_py.nn.split_parameters import split_of
 from torchmpi_py.runtime import process, session as sessions
 
 Evaluator = Callable[[torch.nn.Module, int], Any]
@@ -49,12 +48,6 @@ def train_and_evaluate(
     if not (beside and process.is_started() and process.size() > 1):
         return _train_alone(train, hooks, state, evaluator)
     _check_iterator(state.iterator)
-    splits = [split_of(parameter) for module in state.modules() for parameter in module.parameters()]
-    if any(split is not None and split.comm.size > 1 for split in splits):
-        raise ValueError(
-            "evaluator= has a rank of its own, and a parameter is split over the ranks, which have to call its layer "
-            "together: leave evaluator= out, and evaluate by engine.test in hooks.on_end_epoch"
-        )
     comm = communicators.resolve(None).direct.mpi.Dup()
     root, last = 0, comm.size - 1
     is_evaluator = comm.rank == last

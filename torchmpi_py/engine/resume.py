@@ -26,8 +26,7 @@ from torchmpi_py.engine import outcomes, samples
 from torchmpi_py.engine.checkpoint import Checkpoints, Collected, check_collected
 from torchmpi_py.engine.state import Hook, Hooks, State
 from torchmpi_py.errors import EndRequested
-from torchmpi_py.nn.optimizer_state import OptimizerKind, load_saved_state, whole_state
-from torchmpi_py.nn.split_parameters import any_split
+from torchmpi_py.nn.optimizer_state import OptimizerKind, load_saved_state
 from torchmpi_py.optim.wrapper import ReducingOptimizer
 
 logger = logging.getLogger("torchmpi_py")
@@ -210,7 +209,7 @@ class Saving:
         trained = {
             **{name: module.state_dict() for name, module in state._named_modules().items()},
             "outside": [tensor.detach() for tensor in state._parameters_of_optimizer_alone()],
-            "optimizer": None if state.optimizer is None else whole_state(state.optimizer),
+            "optimizer": None if state.optimizer is None else state.optimizer.state_dict(),
             "optimizer_kind": None if state.optimizer is None else state._optimizer_kind()._asdict(),
         }
         parts = {
@@ -284,8 +283,8 @@ def _copy(name: str, tensor: torch.Tensor, content: torch.Tensor) -> None:
 
 
 def _is_replicated(state: State) -> bool:
-    """Whether the optimizer, or layers split over ranks, have the ranks train the same."""
-    return isinstance(state.optimizer, ReducingOptimizer) or any_split(state.parameters())
+    """Whether the optimizer has the ranks train the same."""
+    return isinstance(state.optimizer, ReducingOptimizer)
 
 
 def _last_epoch(state: State, asked: int, now: int) -> int:
