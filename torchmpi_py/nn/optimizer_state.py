@@ -140,6 +140,8 @@ def _entries(content: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 def _content(leaf: Any) -> Any:
     """The content of a leaf that is compared: its bits; of an object that is no data, its type."""
+    if isinstance(leaf, Tensor) and leaf.is_sparse:  # momentum of sparse gradients
+        return [digest_of(part) for part in (leaf.coalesce().indices(), leaf.coalesce().values())]
     if isinstance(leaf, Tensor):
         return digest_of(leaf.detach())
     if isinstance(leaf, np.ndarray):
@@ -152,8 +154,8 @@ def _broadcast(optimizer: Any, root: int, comm: Communicator) -> Any:
     state = optimizer.state_dict()
     if comm.rank != root:
         state = None
-    # The structure travels by pickle, with a description in the place of each tensor; the values follow, fused.
-    bare = tree_map_only(Tensor, lambda x: _Missing(x.shape, x.dtype, x.device.type), state)
+    # The structure travels by pickle, with a description in the place of each dense tensor; the values follow, fused.
+    bare = tree_map_only(Tensor, lambda x: x if x.is_sparse else _Missing(x.shape, x.dtype, x.device.type), state)
     bare = verbs.broadcast_object(bare, root, comm=comm)
     if comm.rank != root:
         device_of = {p.device.type: p.device for group in _groups(optimizer) for p in group["params"]}
@@ -162,7 +164,7 @@ def _broadcast(optimizer: Any, root: int, comm: Communicator) -> Any:
             lambda x: torch.empty(x.shape, dtype=x.dtype, device=device_of.get(x.device_type, x.device_type)),
             bare,
         )
-    tensors = [leaf.detach() for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    tensors = [leaf.detach() for leaf in tree_leaves(state) if isinstance(leaf, Tensor) and not leaf.is_sparse]
     fused(tensors, lambda flat: verbs.broadcast(flat, root, comm=comm))
     return state
 
