@@ -30,7 +30,7 @@ from torchmpi_py.nn.compression import Compression, check_compression
 from torchmpi_py.nn.launch_order import LaunchOrder
 from torchmpi_py.nn.members import parameters_of
 from torchmpi_py.nn.sparse_reducer import sparse_parameters
-from torchmpi_py.nn.synchronize import check_alike, check_dense, check_unregistered, reduced_in_backward, trainable
+from torchmpi_py.nn.synchronize import check_alike, check_unregistered, reduced_in_backward, trainable
 
 _FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__  # autograd calls Function.backward here
 
@@ -83,9 +83,6 @@ class AsyncBackward:
         self.buckets = buckets
         self._before_pass, self._on_reduction = _while_alive(before_pass), _while_alive(on_reduction)
         self._only = only
-        self._sparse_as_dense = sparse_as_dense
-        for parameter in self.names:  # gradients that are there already
-            self._check_layout(parameter)
         self._lock = threading.Lock()
         self.num_passes = 0  # complete ones since the last reduction
         self._pass_id = -1  # autograd's number for the backward pass under way
@@ -173,7 +170,6 @@ class AsyncBackward:
         if mpi_api.is_forked():
             stack()  # NotStarted: the bucket is the parent's
         with self._lock:  # autograd has a thread per device
-            self._check_layout(parameter)
             if self._pass_id != torch._C._current_graph_task_id():
                 self._begin_pass()
             if self.num_passes + 1 < self.frequency:
@@ -188,13 +184,6 @@ class AsyncBackward:
             self.buckets.all[index].insert(parameter)
             self._num_ready[index] += 1
             self._launch(only_ready=True)
-
-    def _check_layout(self, parameter: torch.nn.Parameter) -> None:
-        """A sparse gradient becomes dense where that is asked for; elsewhere it is a TypeError, or stays."""
-        if self._sparse_as_dense and parameter.grad is not None and parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.to_dense()
-        if parameter not in self.buckets.sparse:
-            check_dense(self.names[parameter], parameter)
 
     def _begin_pass(self) -> None:
         """The first gradient of a backward pass is complete: check, and have autograd call ``_end_pass``."""

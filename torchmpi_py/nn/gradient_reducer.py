@@ -60,7 +60,9 @@ class GradientReducer:
     def holds(self, parameter: torch.nn.Parameter) -> bool:
         """Whether the gradient of a parameter lies in the bucket."""
         gradient, view = parameter.grad, self._views[parameter]
-        return gradient is not None and (gradient is self._absent[parameter] or gradient.data_ptr() == view.data_ptr())
+        if gradient is None or gradient is self._absent[parameter]:
+            return gradient is not None
+        return gradient.layout is torch.strided and gradient.data_ptr() == view.data_ptr()
 
     def insert(self, parameter: torch.nn.Parameter) -> None:
         """Copy a complete gradient into the bucket."""
@@ -90,7 +92,7 @@ class GradientReducer:
     def _input(self) -> Tensor:
         """The values to reduce, flat: the bucket, or the lone gradient where it is, in the layout of its view."""
         first = self.parameters[0]
-        gradient, view = first.grad, self._views[first]
+        gradient, view = dense_gradient(first), self._views[first]
         if self.reads_in_place and gradient is not None and not self.holds(first):
             _check_dtype(gradient, view)
             if gradient.stride() == view.stride() and gradient.is_contiguous():
@@ -103,7 +105,7 @@ class GradientReducer:
         """Copy gradients that lie elsewhere into the bucket, all in one call; zero for None."""
         views, gradients = [], []
         for parameter in parameters:
-            gradient, view, absent = parameter.grad, self._views[parameter], self._absent[parameter]
+            gradient, view, absent = dense_gradient(parameter), self._views[parameter], self._absent[parameter]
             if gradient is absent:
                 continue
             if gradient is None:
@@ -124,6 +126,12 @@ def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
         plain = parameter.detach()
         is_dense = plain.numel() == 0 or torch.empty_like(plain).stride() == plain.stride()
         yield part.as_strided(plain.shape, plain.stride()) if is_dense else part.view(plain.shape)
+
+
+def dense_gradient(parameter: torch.nn.Parameter) -> Tensor | None:
+    """The gradient of a parameter; a sparse one is made dense."""
+    gradient = parameter.grad
+    return gradient if gradient is None or gradient.layout is torch.strided else gradient.to_dense()
 
 
 def _check_dtype(gradient: Tensor, view: Tensor) -> None:

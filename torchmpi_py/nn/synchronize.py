@@ -155,7 +155,6 @@ def _serve(buckets: Buckets, module: torch.nn.Module, comm: Communicator, compre
     return (
         len(parameters) == len(buckets.parameters)
         and all(map(operator.is_, parameters, buckets.parameters))
-        and all(p.grad is None or p.grad.layout is torch.strided or p in buckets.sparse for p in parameters)
         and sparse_parameters(module) == buckets.sparse
         and buckets.all_fit()
     )
@@ -168,26 +167,13 @@ def check_module(what: str, module: object) -> None:
 
 
 def trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters that take a gradient, by name; a TypeError for a DTensor, or an unexpected sparse gradient."""
+    """The parameters that take a gradient, by name; a TypeError for a DTensor."""
     check_module("reducing gradients", module)
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    sparse = sparse_parameters(module)
     for name, parameter in parameters.items():
         if type(parameter) is not torch.nn.Parameter:
             check_tensor("reducing gradients", name, parameter)
-        if parameter not in sparse:
-            check_dense(name, parameter)
     return parameters
-
-
-def check_dense(name: str, parameter: torch.nn.Parameter) -> None:
-    """A TypeError for a sparse gradient."""
-    if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-        raise TypeError(
-            f"the gradient of {name} is {parameter.grad.layout}; only Embedding and EmbeddingBag may have sparse "
-            "ones, without ShardedOptimizer. Build the layer with sparse=False, or give the DistributedOptimizer or "
-            "ShardedOptimizer sparse_as_dense=True"
-        )
 
 
 def check_unregistered(call: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:

@@ -49,8 +49,8 @@ class ShardedOptimizer(ReducingOptimizer):
     average: mean over the ranks; False: sum.
     backward_passes_per_step: gradients of so many passes are added up, and reduced in the last one.
     compression: of gradients on their way to the owners; updated parameters travel as they are.
-    sparse_as_dense: make sparse gradients (``Embedding(sparse=True)``) dense; else they are a TypeError.
 
+    Sparse gradients (``Embedding(sparse=True)``) are made dense.
     The gradient of a parameter that no rank used counts as zero. So weight decay, momentum and the moments of Adam move
     that parameter, where torch would leave it as it is: freeze it before the optimizer is made.
     ``state_dict`` is that of the plain optimizer, the same on every rank and for any number of ranks; it is collective.
@@ -72,12 +72,11 @@ class ShardedOptimizer(ReducingOptimizer):
         average: bool = True,
         backward_passes_per_step: int = 1,
         compression: Compression | None = None,
-        sparse_as_dense: bool = False,
         **defaults: Any,
     ) -> None:
         groups = _groups(parameters)
         _check_parameters([p for group in groups for p in group["params"]], optimizer_class)
-        how = {"average": average, "frequency": backward_passes_per_step, "sparse_as_dense": sparse_as_dense}
+        how = {"average": average, "frequency": backward_passes_per_step}
         self._divide(optimizer_class(groups, **defaults), placement, comm, compression, how)
 
     @classmethod
@@ -90,7 +89,6 @@ class ShardedOptimizer(ReducingOptimizer):
         average: bool = True,
         backward_passes_per_step: int = 1,
         compression: Compression | None = None,
-        sparse_as_dense: bool = False,
     ) -> ShardedOptimizer:
         """A sharded optimizer that uses ``optimizer``, with its groups and its state, which all ranks have alike.
 
@@ -98,7 +96,7 @@ class ShardedOptimizer(ReducingOptimizer):
         """
         sharded = cls.__new__(cls)
         _check_parameters([p for group in optimizer.param_groups for p in group["params"]], type(optimizer))
-        how = {"average": average, "frequency": backward_passes_per_step, "sparse_as_dense": sparse_as_dense}
+        how = {"average": average, "frequency": backward_passes_per_step}
         sharded._divide(optimizer, placement, comm, compression, how)
         return sharded
 
