@@ -170,10 +170,21 @@ def trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The parameters that take a gradient, by name; a TypeError for a DTensor."""
     check_module("reducing gradients", module)
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    for name, parameter in parameters.items():
-        if type(parameter) is not torch.nn.Parameter:
-            check_tensor("reducing gradients", name, parameter)
+    check_whole("reducing gradients", parameters)
     return parameters
+
+
+def check_whole(what: str, named: Mapping[Any, Tensor]) -> None:
+    """A TypeError for a parameter of which this rank holds a part, or that is not in memory."""
+    for name, x in named.items():
+        if hasattr(x, "device_mesh"):
+            raise TypeError(
+                f"{what}: parameter {name} is a DTensor, of which this rank holds a part; average the gradients of "
+                "torch's tensor parallelism by torch's own, over the mesh's data-parallel dimension: see "
+                "docs/from_0.1.md and examples/mnist_hybrid.py"
+            )
+        if type(x) is not torch.nn.Parameter:
+            check_tensor(what, f"parameter {name}", x)
 
 
 def check_unregistered(call: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:

@@ -23,6 +23,7 @@ from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.async_backward import AsyncBackward
 from torchmpi_py.nn.compression import Compression, check_compression
 from torchmpi_py.nn.gradient_reducer import views_of
+from torchmpi_py.nn.synchronize import check_whole
 from torchmpi_py.optim.owners import Placement, owners
 from torchmpi_py.optim.sharded_buckets import GradientOfOwners, ShardedBuckets, ShardedReducer, slice_of_state
 from torchmpi_py.optim.sharded_gradients import clip, share_overflow
@@ -377,5 +378,6 @@ def _check_parameters(parameters: list[Any], optimizer_class: type[torch.optim.O
     for number, p in enumerate(parameters):
         if not isinstance(p, torch.nn.Parameter):
             raise TypeError(f"ShardedOptimizer: parameter {number} is a {type(p).__name__}; give torch.nn.Parameters")
+    check_whole("ShardedOptimizer", dict(enumerate(parameters)))
     if len(set(parameters)) < len(parameters):
         raise ValueError("ShardedOptimizer: a parameter is given twice")

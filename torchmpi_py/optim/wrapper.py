@@ -12,7 +12,7 @@ from torchmpi_py.collectives import verbs
 from torchmpi_py.collectives.check import check_all_with_allreduce
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.nn.async_backward import AsyncBackward
-from torchmpi_py.nn.synchronize import fused
+from torchmpi_py.nn.synchronize import check_whole, fused
 
 
 class OptimizerWrapper(torch.optim.Optimizer):
@@ -135,6 +135,7 @@ class LocalOptimizer(OptimizerWrapper):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
         self.optimizer = optimizer
+        check_whole(type(self).__name__, dict(enumerate(self.parameters())))
 
     @torch.no_grad()
     def take_own_step(self) -> None:
