@@ -1,5 +1,7 @@
 """Modules that are kept equal on all ranks, and collectives that autograd follows."""
 
+from typing import Any
+
 from torchmpi_py.nn import functional
 from torchmpi_py.nn.async_backward import AsyncBackward, register_async_backward
 from torchmpi_py.nn.block_sequential import Block, BlockSequential
@@ -23,3 +25,18 @@ __all__ = [
     "synchronize_gradients",
     "synchronize_parameters",
 ]
+
+_REMOVED = {
+    "ColumnParallelLinear": "torch.distributed.tensor.parallel.ColwiseParallel",
+    "RowParallelLinear": "torch.distributed.tensor.parallel.RowwiseParallel",
+    "ParallelEmbedding": "torch.distributed.tensor.parallel.RowwiseParallel for a torch.nn.Embedding",
+    "ModelParallel": "torch.distributed.tensor.parallel.parallelize_module",
+    "parallel_cross_entropy": "torch.distributed.tensor.parallel.loss_parallel",
+    "clip_grad_norm_": "torch.nn.utils.clip_grad_norm_",
+    **dict.fromkeys(("send", "recv"), "torch.distributed.pipelining"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    hint = f"; it was removed, use {_REMOVED[name]} (docs/from_0.1.md)" if name in _REMOVED else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
