@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator, SGDEngine
 from torchmpi_py.errors import EndRequested
-from torchmpi_py.nn import ColumnParallelLinear
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(90)]
 
@@ -115,13 +114,6 @@ def test_what_is_divided_among_all_ranks_is_refused(mpi):
     ):
         with pytest.raises(ValueError, match=f"divided into {mpi.size()} parts"):
             trained(network(), iterator)
-    with pytest.raises(ValueError, match="evaluator= has a rank of its own, and a parameter is split"):
-        trained(torch.nn.Sequential(ColumnParallelLinear(6, 3)).double())
-
-
-def test_layers_that_are_split_over_one_rank(mpi):
-    layer = ColumnParallelLinear(6, 3, comm=mpi.split(mpi.rank()))
-    assert trained(torch.nn.Sequential(layer).double()).evaluations
 
 
 def test_parameters_of_one_element_with_a_stride(mpi):

@@ -282,7 +282,6 @@ def test_bad_input(mpi):
         ([], ValueError, "no parameters"),
         ([torch.zeros(2)], TypeError, "parameter 0 is a Tensor"),
         ([module[0].weight, module[0].weight], ValueError, "twice"),
-        (mpinn.ColumnParallelLinear(4, 4).parameters(), ValueError, "split"),
     ):
         with pytest.raises(error, match=message):
             optim.ShardedOptimizer(parameters, torch.optim.SGD)
