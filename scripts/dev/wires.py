@@ -38,7 +38,8 @@ def main():
 
 def names_in(text):
     """All names in the code of a module."""
-    return {token.string for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type == tokenize.NAME}
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return {token.string for token in tokens if token.type == tokenize.NAME}
 
 
 if __name__ == "__main__":
