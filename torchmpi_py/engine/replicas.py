@@ -7,6 +7,7 @@ import torch
 from torchmpi_py import nn
 from torchmpi_py.collectives.check import check_all_with_allreduce
 from torchmpi_py.core import ulfm
+from torchmpi_py.engine.same_batches import FirstBatches
 from torchmpi_py.engine.state import State
 from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.compression import Compression
@@ -28,6 +29,7 @@ class Replicas:
         self.module: torch.nn.Module = torch.nn.ModuleDict()
         self.trained: list[torch.nn.Parameter] | None = None  # when last broadcast
         self.registration: nn.AsyncBackward | None = None
+        self._first_batches = FirstBatches()
 
     def follow(self) -> None:
         """Broadcast and register, if the set of trained parameters is not the one of the last time."""
@@ -71,17 +73,24 @@ class Replicas:
             self.registration = nn.register_async_backward(self.module, compression=self.compression)
         self.trained = self.state.parameters()
 
-    def average_gradients(self) -> None:
-        """Every gradient becomes its mean over the ranks; a ShardedOptimizer's are by the end of the pass."""
-        if self.registration is not None:
-            self.registration.synchronize()
-        elif self._in_backward() is None:
-            buckets_of(self.module, self.compression).reduce("avg")
+    def look(self) -> None:
+        """Before the forward pass: look whether other ranks train on the same batches."""
+        self._first_batches.look(self.state.sample)
 
-    def _in_backward(self) -> nn.AsyncBackward | None:
-        """The registration that reduces gradients during the backward pass; None if there is none."""
-        optimizer = self.state.optimizer
-        return optimizer.reduction if isinstance(optimizer, ShardedOptimizer) else self.registration
+    def average_gradients(self) -> None:
+        """Every gradient becomes its mean over the ranks; a ShardedOptimizer's are by the end of a backward pass.
+
+        In a step without samples there was no pass, and the gradients of this rank count as zero.
+        """
+        has_samples, optimizer = self.state.sample is not None, self.state.optimizer
+        if isinstance(optimizer, ShardedOptimizer):
+            optimizer.synchronize()
+        elif self.registration is None:
+            buckets_of(self.module, self.compression).reduce("avg")
+        elif has_samples:
+            self.registration.synchronize()
+        else:
+            self.registration.reduce_now()
 
     def check(self) -> None:
         """RanksDisagree if the parameters differ between ranks. Buffers may, until the end: each has its batches."""

@@ -28,7 +28,6 @@ from torchmpi_py.engine.evaluation import Evaluator
 from torchmpi_py.engine.resume import RunHooks, Stateful, hooks_of_run
 from torchmpi_py.engine.state import Hooks, State, modes_restored
 from torchmpi_py.nn.members import parameters_of
-from torchmpi_py.nn.sync_batch_norm import set_has_samples
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -141,7 +140,7 @@ class SGDEngine:
         check_one_given(lr, optimizer)
         samples.check_repeatable(iterator, maxepoch)
         run_hooks = hooks_of_run(self.hooks, checkpoint, every, keep, stateful, self.steps_together)
-        with self.session(state), run_hooks as saving, self._calling(saving, epoch_lines, state) as hooks:
+        with self.session(state), run_hooks as saving, self._calling(saving, epoch_lines) as hooks:
             state.optimizer = self.make_optimizer(state, lr, optimizer)
             self.set_mode(state)
             hooks.on_start(state)
@@ -202,23 +201,13 @@ class SGDEngine:
         return nullcontext()
 
     @contextmanager
-    def _calling(self, hooks: RunHooks, epoch_lines: bool, state: State) -> Iterator[RunHooks]:
-        """A block whose loop calls ``hooks``, and prints lines: a hook may train another network with this engine.
-
-        Wherever the loop ends, batches count again in the statistics of SyncBatchNorm.
-        """
+    def _calling(self, hooks: RunHooks, epoch_lines: bool) -> Iterator[RunHooks]:
+        """A block whose loop calls ``hooks``, and prints lines: a hook may train another network with this engine."""
         enclosing, self._run_hooks = self._run_hooks, followed_by_lines(hooks, self.hooks, epoch_lines)
         try:
             yield self._run_hooks
         finally:
             self._run_hooks = enclosing
-            self._end_stand_in(state)
-
-    @staticmethod
-    def _end_stand_in(state: State) -> None:
-        if state._is_stand_in:
-            state._is_stand_in = False
-            set_has_samples(state.modules(), True)
 
     def make_optimizer(
         self, state: State, lr: float | None, optimizer: OptimizerLike | None
@@ -245,8 +234,12 @@ class SGDEngine:
         """The last action before the first epoch, of training: ``hooks.on_start`` may have changed the state."""
 
     def samples(self, state: State) -> Iterator[Any]:
-        """The samples of one epoch, from ``state.position`` on."""
-        return samples.of_epoch(state)
+        """The samples of one epoch, from ``state.position`` on; this rank takes part in the steps without any."""
+        for sample in samples.of_epoch(state):
+            if sample is not None:
+                yield sample
+            elif state.training:
+                self.take_part(state)
 
     def take_sample(self, state: State, sample: Any) -> None:
         """Set the sample, its weight and number of samples (the iterator's, else 1.0 and the target's length, or 1)."""
@@ -259,11 +252,23 @@ class SGDEngine:
         state._is_counted = num_samples is not None
         state.num_samples = 1 if num_samples is None else num_samples
 
+    def take_part(self, state: State) -> None:
+        """A step of the other ranks, in which this rank has no samples: ``state.sample`` is None.
+
+        Nothing is computed. The gradients of this rank count as zero, so that its parameters stay equal to those of
+        the others. Of the hooks only ``on_backward`` and ``on_update`` are called.
+        """
+        self.take_sample(state, None)
+        self.prepare(state)
+        self.zero_gradients(state)
+        self.reduce(state)
+        self._run_hooks.on_backward(state)
+        self.update(state)
+        self.complete(state)
+        self._run_hooks.on_update(state)
+
     def prepare(self, state: State) -> None:
-        """Before the forward pass, in training only: a stand-in does not count in the statistics of SyncBatchNorm."""
-        state._is_stand_in = state.num_samples == 0 and state.weight == 0
-        if state._is_stand_in:
-            set_has_samples(state.modules(), False)
+        """The last action before the forward pass, in training only: none here."""
 
     def forward(self, state: State) -> None:
         """``state.output = network(input)``; the samples are counted now if ``hooks.on_sample`` has made the pair."""
@@ -327,14 +332,16 @@ class SGDEngine:
         cuts, state._cuts = state._cuts, []  # frees the network's graph before the update, not at the next sample
         torch.autograd.backward([tensor for tensor, _ in cuts], [grad for _, grad in cuts])
 
+    def reduce(self, state: State) -> None:
+        """Bring the gradients of the ranks together: none here."""
+
     def update(self, state: State) -> None:
         """One step of the optimizer, if there is one."""
         if state.optimizer is not None:
             state.optimizer.step()
 
     def complete(self, state: State) -> None:
-        """Count the step; what hooks compute from here on counts in the statistics of SyncBatchNorm."""
-        self._end_stand_in(state)
+        """Count the step."""
         state.t += 1
         state.position = state.next_position
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,14 +34,13 @@ class State:
     maxepoch: int = 1
     evaluations: dict[int, Any] = field(default_factory=dict)  # what train(evaluator=) gave, by epochs completed
     weight: float = 1.0  # of this batch in a mean over ranks: the loss is scaled by it for the backward pass only
-    num_samples: int = 0  # in this batch; 0: this rank had none left and computes on a stand-in of weight 0
+    num_samples: int = 0  # in this batch; 0: this rank has none in this step, and sample is None
     next_position: int = 0  # where the step after this one begins
     epoch_random: dict[str, Any] | None = field(default=None, repr=False)  # random generators as the epoch began
     _sharded: ShardedOptimizer | None = field(default=None, repr=False)  # made by the engine, for this run
     _gets_state_back: bool = False  # whether its optimizer is the user's
     _is_counted: bool = True  # whether num_samples is known, or may be once on_sample has made a pair
-    _is_stand_in: bool = False  # whether layers know that the batch is one
-    _batches: Generator[Any, None, None] | None = field(default=None, repr=False)  # of the epoch, to be closed
+    _batches: Any = field(default=None, repr=False)  # of the epoch, to be closed
     _cuts: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list, repr=False)  # where backward resumes
 
     def modules(self) -> list[torch.nn.Module]:
