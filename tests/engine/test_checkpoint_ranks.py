@@ -1,6 +1,7 @@
 """Checkpoints of several ranks: what is each rank's own, other numbers of ranks, and errors that all ranks raise."""
 
 import contextlib
+import logging
 import random
 import types
 
@@ -97,37 +98,39 @@ def used_by(mpi, folder, batch_size, **options):
     """The samples of each saved step that this rank's group has used."""
     dataset = TensorDataset(torch.arange(83.0).unsqueeze(1), torch.arange(83))
     steps = []
-    options |= {"lr": 0.001, "maxepoch": 2, "checkpoint": folder, "every": 1}
     state = train(
         torch.nn.Linear(1, 1),
         DatasetIterator(dataset, batch_size),
         criterion=lambda output, target: output.mean(),
         on_update=lambda state: steps.append(together(mpi, numbers_in(state.sample, state.num_samples))),
-        **options,
+        **{"lr": 0.001, "maxepoch": 2, "checkpoint": folder, "every": 1} | options,
     )
     return steps if state else steps[:-1]
 
 
-def test_the_rest_of_an_epoch_on_fewer_ranks_uses_each_sample_once(mpi, folder):
-    begun = used_by(mpi, folder, 4, killed_at=3)
-    rest = on_few(mpi, lambda: used_by(mpi, folder, 5))
-    everything = [number for step in begun + rest for number in step]
-    assert sorted(everything[:83]) == list(range(83))
-    assert sorted(everything[83:]) == list(range(83))
-
-
 @pytest.mark.mpi(min_size=2)
-def test_the_middle_of_an_epoch_of_batches_needs_the_same_number_of_ranks(mpi, folder):
-    def run(**options):
-        return train(torch.nn.Linear(6, 3), [BATCH] * 4, checkpoint=folder, every=1, **options)
+@pytest.mark.parametrize("kind", ["iterator", "batches"])
+def test_on_another_number_of_ranks_an_epoch_begins_again(mpi, folder, kind, caplog):
+    """In the second epoch of two."""
 
-    assert run(killed_at=2) is None
-    level, is_first = mpi.push_communicator(mpi.rank() < 1), mpi.rank() == 0
-    with mpi.at(level):
-        if is_first:
-            with pytest.raises(ValueError, match=r"of \d ranks after 1 batches of an epoch; on 1 ranks"):
-                run()
-    mpi.barrier()
+    def run(**options):
+        options |= {"maxepoch": 2, "checkpoint": folder, "every": 1}
+        if kind == "iterator":
+            return used_by(mpi, folder, 4, **options)
+        train(torch.nn.Linear(6, 3), [BATCH] * 25, on_update=lambda state: used.append([state.t]), **options)
+        return used
+
+    used = []
+    run(killed_at=27 if kind == "batches" else -(-83 // (4 * mpi.size())) + 2)
+    used.clear()
+    caplog.set_level(logging.WARNING, "torchmpi_py")
+    steps = on_few(mpi, run)
+    if kind == "iterator":
+        assert sorted(number for step in steps for number in step) == list(range(83))
+    else:
+        assert len(steps) == 25
+    said = [record for record in caplog.records if "ranks that epoch begins again" in record.getMessage()]
+    assert len(said) == (mpi.rank() == 0)
 
 
 def test_each_rank_with_a_dataset_of_its_own(mpi, folder):
@@ -143,7 +146,7 @@ def test_each_rank_with_a_dataset_of_its_own(mpi, folder):
     assert run(killed_at=4) is None
     del used[12:]  # the step that was not saved
     last = mpi.size() - 1
-    message = "in the middle of an epoch over 30 samples, seed .*; this is another order"
+    message = "in the middle of an epoch over samples: 30, seed: .*; this is another order"
     with pytest.raises(ValueError, match=message if last == 0 else rf"rank {last} on .*{message}"):
         run(seed=100 if mpi.rank() < last else 200)
     run()

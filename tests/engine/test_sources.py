@@ -1,5 +1,6 @@
 """Several sources in one order, and samplers in place of an order: every sample once, on any number of ranks."""
 
+import logging
 import threading
 from itertools import islice
 
@@ -97,8 +98,8 @@ def test_a_slow_source_does_not_hold_up_another(mpi):
 
 
 @pytest.mark.parametrize(("num_workers", "steps"), [(0, 1), (0, 2), (2, 2)])
-def test_the_rest_of_an_epoch(mpi, steps, num_workers):
-    """On the same number of ranks, and on fewer."""
+def test_the_rest_of_an_epoch(mpi, steps, num_workers, caplog):
+    """On the same number of ranks; on fewer the epoch begins again."""
 
     def resumed(batch_size, num_workers):
         again = DatasetIterator(sources(num_workers), batch_size, seed=2)
@@ -113,7 +114,11 @@ def test_the_rest_of_an_epoch(mpi, steps, num_workers):
     again = resumed(3, num_workers)
     assert sorted(used + epoch_of(mpi, again)) == list(range(TOTAL))
     assert sorted(epoch_of(mpi, again)) == list(range(TOTAL))  # the next epoch is whole
-    assert sorted(used + on_few(mpi, lambda: epoch_of(mpi, resumed(5, 0)))) == list(range(TOTAL))
+    if mpi.size() > 1:
+        caplog.set_level(logging.WARNING, "torchmpi_py")
+        assert sorted(on_few(mpi, lambda: epoch_of(mpi, resumed(5, 0)))) == list(range(TOTAL))
+        said = ["that epoch begins again" in record.getMessage() for record in caplog.records]
+        assert said == [True] * (mpi.rank() == 0)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -199,10 +204,6 @@ def test_an_epoch_that_was_under_way_keeps_the_order_of_its_sampler(mpi):
     iterator.take_place()
     run(0, 1)  # ranks have died before its first step
     assert iterator.sampler.epoch == 21
-    iterator.load_state_dict(iterator.state_dict() | {"position": 6})
-    with pytest.raises(ValueError, match="after 6 samples of epoch 1 is in another order"):
-        iter(iterator)  # of a checkpoint: drawn, and compared
-    assert iterator.sampler.epoch == 28
 
 
 class Raising(Epochs):
@@ -247,7 +248,7 @@ def test_nonsense_is_refused(mpi):
     with pytest.raises(TypeError, match="generator, which lacks a length"):
         DatasetIterator(sources(), 2, sampler=(index for index in range(3)))
     for index in (TOTAL, -1):
-        with pytest.raises(ValueError, match=rf"index {index} is none of a dataset of {TOTAL} samples"):
+        with pytest.raises(ValueError, match=rf"index {index} is not in a dataset of {TOTAL} samples"):
             iter(DatasetIterator(sources(), 3, sampler=[0, index]))
     with pytest.raises(TypeError, match="dataset is a set"):
         Source({1, 2})

@@ -8,7 +8,7 @@ from torchmpi_py.engine.resume import EndRequests
 from torchmpi_py.engine.sgd import SGDEngine
 from torchmpi_py.engine.sources import Source
 from torchmpi_py.engine.state import Hooks, State
-from torchmpi_py.engine.streams import Shards, StreamIterator, read_tar
+from torchmpi_py.engine.streams import Shards, StreamIterator
 
 __all__ = [
     "Accuracy",
@@ -24,6 +24,5 @@ __all__ = [
     "Source",
     "State",
     "StreamIterator",
-    "read_tar",
     "show_progress",
 ]

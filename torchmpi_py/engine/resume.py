@@ -251,8 +251,8 @@ class Saving:
             if name not in parts["stateful"]:
                 raise ValueError(f"it holds nothing of stateful[{name!r}]")
             part.load_state_dict(parts["stateful"][name])
-        samples.restore_place(state.iterator, parts)
-        state.epoch, state.position, state.t = parts["epoch"], parts["position"], parts["t"]
+        position = samples.restore_place(state.iterator, parts)
+        state.epoch, state.position, state.t = parts["epoch"], position, parts["t"]
         state.epoch_random = parts["epoch_random"]
         if parts["loss"] is not None:
             state.loss = parts["loss"].to(next((tensor.device for tensor in state.parameters()), None))
