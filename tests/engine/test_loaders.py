@@ -48,7 +48,6 @@ class Stream(IterableDataset):
 @pytest.fixture
 def warnings(caplog):
     """What is logged, as if no warning had been given yet."""
-    loaders._warn_of_kind.cache_clear()
     caplog.set_level(logging.INFO, "torchmpi_py")
     return caplog
 
@@ -70,14 +69,6 @@ def test_each_sample_is_used_once_in_an_epoch(mpi, total, kind, warnings):
     total = 9 * mpi.size() + mpi.size() // 2
     (epoch,) = used(mpi, kind(numbered(total), 4, shuffle=True, drop_last=True))
     assert len(epoch) == len(set(epoch)) == 8 * mpi.size()
-
-
-def test_a_loader_that_iterates_in_its_own_way_is_not_divided(mpi, warnings):
-    generator = torch.Generator().manual_seed(mpi.rank())
-    (epoch,) = used(mpi, MyLoader(numbered(12), 4, shuffle=True, generator=generator))
-    assert sorted(epoch) == sorted(list(range(12)) * mpi.size())
-    is_said = "a MyLoader iterates in its own way, and is not divided" in warnings.text
-    assert is_said == (mpi.rank() == 0 and mpi.size() > 1)
 
 
 @pytest.mark.mpi(min_size=2)  # one rank keeps torch's own order
@@ -150,8 +141,9 @@ def test_what_may_be_divided_already_is_left_as_it_is(mpi):
 
 @pytest.mark.mpi(min_size=2)
 def test_what_cannot_be_divided_is_refused_on_all_ranks(mpi):
-    with pytest.raises(ValueError, match=r"batch_size=None .* sampler=mpi\.shard\(dataset\)"):
-        train(network(), eight(batch_size=None))
+    for loader in (eight(batch_size=None), MyLoader(numbered(12), 4, shuffle=True)):
+        with pytest.raises(ValueError, match=r"batch_size=None.* sampler=mpi\.shard\(dataset\)"):
+            train(network(), loader)
     last = mpi.size() - 1
     sizes = [4] * last + [5]
     with pytest.raises(ValueError, match=rf"batch_size is \[{', '.join(map(str, sizes))}\]"):

@@ -35,16 +35,13 @@ def read(path):
 
 
 class Stream(IterableDataset):
-    """All samples, wherever it is iterated; ``fail_at``: none from there on."""
+    """All samples, wherever it is iterated."""
 
-    def __init__(self, total=TOTAL, fail_at=None):
-        self.total, self.fail_at = total, fail_at
+    def __init__(self, total=TOTAL):
+        self.total = total
 
     def __iter__(self):
-        for number in range(self.total):
-            if number == self.fail_at:
-                raise LookupError(f"no number {number}")
-            yield sample_of(number)
+        return map(sample_of, range(self.total))
 
 
 def stream(way, pattern):
@@ -189,9 +186,9 @@ def test_a_checkpoint_of_other_files_is_refused(mpi, pattern, folder):
     options = {"checkpoint": folder / "runs", "every": 1}
     assert trained(StreamIterator(Shards(pattern, read), 1), killed_at=2, **options) is None
     fewer = Shards(pattern.replace("*", "[3-6]"), read)
-    with pytest.raises(ValueError, match=r"in the middle of an epoch over files: .*; this is another order: files: "):
+    with pytest.raises(ValueError, match=r"in the middle of an epoch over {.*; this is another order: {"):
         trained(StreamIterator(fewer, 1), **options)
-    with pytest.raises(ValueError, match="position=2: a stream goes on from a state alone"):
+    with pytest.raises(ValueError, match="position=2: a stream goes on from a state_dict alone"):
         StreamIterator(fewer, 1).set_position(2)
     with pytest.raises(ValueError, match="of a stream of other files"):
         StreamIterator(fewer, 1).load_state_dict(StreamIterator(Shards(pattern, read), 1).state_dict())
@@ -222,28 +219,21 @@ def test_dropping_the_steps_in_which_a_rank_has_no_batch(mpi, pattern, way):
     assert list(StreamIterator(Stream(0), 2)) == []  # an empty stream has no steps
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"prefetch": 0}, pytest.param({"num_workers": 1}, marks=pytest.mark.slow)], ids=str
-)
-def test_what_raises_on_one_rank_is_raised_on_all(mpi, options):
-    last = mpi.size() - 1
-    fails = Stream(TOTAL, fail_at=20 if mpi.rank() == last else None)
-    with pytest.raises(RuntimeError, match=rf"(?s)cannot be read: rank {last}: LookupError: .*no number 20"):
-        list(StreamIterator(fails, 1, **options))
-
-
 def test_a_damaged_file_is_named(mpi, pattern, folder):
     if mpi.rank() == 0:
         (folder / "data-3.txt").write_text("12\nthirteen\n")
     mpi.barrier()
-    with pytest.raises(RuntimeError, match=r"(?s)rank \d: RuntimeError: .*data-3.txt: "):
+    with (
+        pytest.raises(RuntimeError, match=r"data-3.txt: ValueError: "),
+        mpi.at(mpi.push_communicator(f"alone {mpi.rank()}")),
+    ):
         list(StreamIterator(Shards(pattern, read), 2))
 
 
 @pytest.mark.mpi(min_size=2)
 def test_streams_that_differ_are_refused_on_all_ranks(mpi, pattern):
     files = Shards(pattern, read).files
-    with pytest.raises(ValueError, match=r"number of files is \[7, 6.*\]"):
+    with pytest.raises(ValueError, match=r"files is \["):
         iter(StreamIterator(Shards(files[:-1] if mpi.rank() == 1 else files, read), 2))
     for name, value in (("batch_size", 3 + mpi.rank()), ("seed", mpi.rank()), ("num_workers", mpi.rank() % 2)):
         with pytest.raises(ValueError, match=rf"{name} is \["):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
@@ -18,6 +18,9 @@ from torchmpi_py.memory import devices
 from torchmpi_py.runtime import process
 
 logger = logging.getLogger("torchmpi_py")
+
+Device = torch.device | str | None
+_Place = tuple[int | None, int | None]  # rank and size
 
 
 class IterationPlace:
@@ -45,13 +48,12 @@ class BatchIterator(ABC):
         *,
         seed: int,
         prefetch: int,
-        device: torch.device | str | None,
+        device: Device,
         drop_last: bool,
-        rank: int | None = None,
-        size: int | None = None,
+        place: _Place = (None, None),
     ) -> None:
-        self.rank, self.size = _rank_and_size(rank, size)
-        self.follows_place = rank is None  # rank and size are those of the current communicator, and were not given
+        self.rank, self.size = _rank_and_size(*place)
+        self.follows_place = place[0] is None  # rank and size are those of the current communicator, and were not given
         self.batch_size = at_least(1, "batch_size", batch_size)
         self.seed = at_least(0, "seed", seed)
         self.prefetch = at_least(0, "prefetch", prefetch)
@@ -82,9 +84,9 @@ class BatchIterator(ABC):
     def __iter__(self) -> Iterator[Any]:
         """The batches of the next epoch, or of the rest of one."""
 
-    @abstractmethod
     def may_give_none(self) -> bool:
         """Whether a rank may have no samples in a step. The same on every rank."""
+        return not self.drop_last
 
     @abstractmethod
     def _facts(self) -> dict[str, Any]:
@@ -97,14 +99,14 @@ class BatchIterator(ABC):
         is compared if rank and size were given.
         """
         rank, size = _rank_and_size() if self.follows_place else (self.rank, self.size)
+        name = type(self).__name__
         if (rank, size) != (self.rank, self.size):
-            name = type(self).__name__
             raise ValueError(
                 f"the {name} was made for rank {self.rank} of {self.size}, but this is rank {rank} of {size}: "
                 "make it after mpi.start(), at the level at which it is used"
             )
         if self.size > 1 and self.follows_place:
-            check_equal(f"{type(self).__name__}s", verbs.allgather_object(self._facts()))
+            check_equal(f"{name}s", verbs.allgather_object(self._facts()))
 
     def take_place(self) -> None:
         """Take this rank's present rank and size, because ranks have died. If they were given, they remain."""
@@ -122,8 +124,8 @@ class BatchIterator(ABC):
     def state_dict(self) -> dict[str, Any]:
         """The place after the last batch, as plain data that are equal on all ranks, whatever is read ahead."""
         is_next = self._is_set or self._place.is_over
-        place = (self.epoch, self._first) if is_next else (self._place.epoch, self._place.position)
-        return {"epoch": place[0], "position": place[1], "size": self.size}
+        place = IterationPlace(self.epoch, self._first) if is_next else self._place
+        return {"epoch": place.epoch, "position": place.position, "size": self.size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on at the place of a ``state_dict``; the same on every rank.
@@ -135,8 +137,7 @@ class BatchIterator(ABC):
 
     def _seed_of_workers(self, place: IterationPlace) -> int:
         """A seed for this rank's workers, which follows from seed, epoch and place."""
-        numbers = np.random.SeedSequence((self.seed, place.epoch, place.position, self.rank))
-        return int(numbers.generate_state(1)[0])
+        return zlib.crc32(repr((self.seed, place.epoch, place.position, self.rank)).encode())
 
     def _begin(self) -> IterationPlace:
         """The place where an iteration begins; the next iteration is of the next epoch."""
@@ -161,15 +162,10 @@ class BatchIterator(ABC):
 
 def place_on(size: int, saved_size: int, position: int, rank: int) -> int:
     """The position in an epoch, or 0 on another number of ranks, with a warning of rank 0."""
-    if position == 0 or size == saved_size:
-        return position
-    if rank == 0:
-        logger.warning(
-            "the saved place is after %d samples or batches of an epoch on %d ranks; on %d ranks that epoch begins "
-            "again",
-            *(position, saved_size, size),
-        )
-    return 0
+    if position > 0 and size != saved_size and rank == 0:
+        text = "the saved place in an epoch is of %d ranks; on %d ranks that epoch begins again"
+        logger.warning(text, saved_size, size)
+    return position if size == saved_size else 0
 
 
 def check_equal(what: str, facts: Sequence[Mapping[str, Any]]) -> None:
@@ -185,14 +181,14 @@ def moved(batch: Any, device: torch.device | None) -> Any:
     if device is None or device.type != "cuda":
         return batch if device is None else tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor if tensor.is_cuda else tensor.pin_memory()).to(device, non_blocking=True)
+
     with devices.of(device).on(stream):
-        batch = tree_map_only(torch.Tensor, lambda tensor: _pinned(tensor).to(device, non_blocking=True), batch)
+        batch = tree_map_only(torch.Tensor, copied, batch)
     stream.synchronize()
     return batch
-
-
-def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_cuda else tensor.pin_memory()
 
 
 def adopted(batch: Any, device: torch.device | None) -> Any:

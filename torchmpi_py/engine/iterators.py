@@ -20,7 +20,7 @@ then every share is full.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -96,29 +96,22 @@ class DatasetIterator(BatchIterator):
         rank: int | None = None,
         size: int | None = None,
     ) -> None:
-        options: dict[str, Any] = {"seed": seed, "prefetch": prefetch, "device": device, "drop_last": drop_last}
-        super().__init__(batch_size, rank=rank, size=size, **options)
+        place = rank, size
+        super().__init__(batch_size, seed=seed, prefetch=prefetch, device=device, drop_last=drop_last, place=place)
         self.dataset: Any = _as_one(dataset)
         if not (hasattr(self.dataset, "__len__") and hasattr(self.dataset, "__getitem__")):
-            raise TypeError(
-                f"dataset is a {type(dataset).__name__}; it must have a length and be indexed by integers (a stream "
-                "goes into a StreamIterator)"
-            )
+            name = type(dataset).__name__
+            raise TypeError(f"dataset is a {name}, without length or index; a stream goes into a StreamIterator")
         if sampler is not None and not hasattr(sampler, "__len__"):
             raise TypeError(f"sampler is a {type(sampler).__name__}, which lacks a length: give it __len__")
         self.sampler: Any = sampler
         self.shuffle = shuffle and sampler is None
         self.collate_fn = collate_fn
-        self._order = torch.empty(0, dtype=torch.int64, device="cpu")  # of the sampler, in the epoch ``_order_epoch``
-        self._order_epoch = -1
-        self._keeps_order = False  # in the epoch under way, because ranks have died
-        if self.total == 0:
-            raise ValueError(f"the {'dataset' if sampler is None else 'sampler'} is empty: nothing to iterate over")
+        self._order = torch.empty(0, dtype=torch.int64, device="cpu")  # of the sampler
+        self._drawn_for = -1, 0  # the epoch and the number of ranks for which it was drawn
         if len(self) == 0:
-            raise ValueError(
-                f"drop_last=True leaves nothing of {self.total} samples: batch_size={batch_size} on {self.size} ranks "
-                "is more; take a smaller batch_size"
-            )
+            what = f"{self.total} samples, with batch_size={batch_size} on {self.size} ranks, drop_last={drop_last}"
+            raise ValueError(f"there is no batch in {what}: give more samples, or a smaller batch_size")
 
     @property
     def total(self) -> int:
@@ -137,15 +130,8 @@ class DatasetIterator(BatchIterator):
 
     def _facts(self) -> dict[str, Any]:
         names = ("batch_size", "shuffle", "seed", "drop_last")
-        facts: dict[str, Any] = {"number of samples": len(self.dataset)} | {name: getattr(self, name) for name in names}
-        if isinstance(self.dataset, Sources):
-            facts["sizes of sources"] = [len(source.dataset) for source in self.dataset.sources]
-        return facts
-
-    def take_place(self) -> None:
-        """As in ``BatchIterator``; an epoch that was under way keeps its order."""
-        super().take_place()
-        self._keeps_order = True
+        sizes = {"number of samples": len(self.dataset), "sizes of sources": getattr(self.dataset, "sizes", None)}
+        return sizes | {name: getattr(self, name) for name in names}
 
     def __iter__(self) -> Iterator[Any]:
         place = self._begin()
@@ -164,31 +150,22 @@ class DatasetIterator(BatchIterator):
 
     def _of_sampler(self, epoch: int) -> torch.Tensor:
         """The sampler's order, the same on all ranks. Collective."""
-        keeps, self._keeps_order = self._keeps_order and epoch == self._order_epoch, False
-
-        def drawn_digest() -> bytes:
-            # After a death the sampler is not asked again: it may have moved on, and this rank may have asked it alone.
-            if not keeps:
-                set_epoch(self.sampler, epoch)
-                self._order = torch.tensor([int(index) for index in self.sampler], dtype=torch.int64, device="cpu")
-                self._order_epoch = epoch
-            outside = self._order[(self._order < 0) | (self._order >= len(self.dataset))]
-            if len(outside):
-                raise ValueError(f"index {int(outside[0])} is not in a dataset of {len(self.dataset)} samples")
-            return hashlib.blake2b(self._order.numpy().tobytes(), digest_size=8).digest()
-
-        def failed(failures: Mapping[int, str]) -> Exception:
-            texts = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
-            return ValueError(f"the sampler gives no order: {texts}")
-
-        allgather = verbs.allgather_object if self.size > 1 and self.follows_place else agree.alone
-        different = agree.first_different(agree.gather_results(allgather, drawn_digest, (Exception,), str, failed))
-        if different is not None:
-            raise ValueError(
-                f"the sampler gives rank {different} other indices than rank 0; give all ranks the same, of the whole "
-                "dataset: seed its generator alike, or draw from (seed, epoch) in set_epoch. The shares of the ranks "
-                "are made here"
-            )
+        # After a death the sampler is not asked again: it may have moved on, and this rank may have asked it alone.
+        if self._drawn_for[0] != epoch or self._drawn_for[1] == self.size:
+            set_epoch(self.sampler, epoch)
+            self._order = torch.tensor([int(index) for index in self.sampler], dtype=torch.int64, device="cpu")
+            self._drawn_for = epoch, self.size
+        if self.size > 1 and self.follows_place:
+            digest = hashlib.blake2b(self._order.numpy().tobytes(), digest_size=8).digest()
+            different = agree.first_different(verbs.allgather_object(digest))
+            if different is not None:
+                raise ValueError(
+                    f"the sampler gives rank {different} other indices than rank 0; give all ranks the same, of the "
+                    "whole dataset, which the iterator divides: draw from (seed, epoch) in set_epoch"
+                )
+        outside = self._order[(self._order < 0) | (self._order >= len(self.dataset))]
+        if len(outside):
+            raise ValueError(f"index {int(outside[0])} is not in a dataset of {len(self.dataset)} samples")
         return self._order
 
     def _batches(self, order: torch.Tensor, place: IterationPlace) -> Generator[Any, None, None]:

@@ -4,8 +4,7 @@ A DataLoader knows nothing of ranks: with ``shuffle=True`` alone every rank trai
 apart, on all of the data in an order of its own. The engine divides a DataLoader whose order it knows (torch's own
 samplers over a dataset with a length) as a ``DatasetIterator`` divides its dataset, and lets a second DataLoader with
 the same workers, collate_fn and so on load the shares. A DataLoader with another sampler, or with an IterableDataset,
-is left as it is, for its user may have divided it. So is one of a class that iterates in its own way, of which rank 0
-warns.
+is left as it is, for its user may have divided it.
 
 To be divided, the datasets have to be one: of the same class, length and attributes on all ranks. Where they are not,
 or hold what cannot be compared (a connection, a generator), an error asks for a sampler, which says what is meant. An
@@ -14,23 +13,14 @@ alternative is to compare samples, but reading them opens files before workers a
 
 from __future__ import annotations
 
-import functools
 import inspect
-import logging
 from collections.abc import Generator, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
+from torch.utils.data.sampler import RandomSampler, Sampler, SequentialSampler
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core import agree, ulfm
@@ -40,8 +30,6 @@ from torchmpi_py.engine.iterators import DatasetIterator
 from torchmpi_py.engine.same_batches import digest
 from torchmpi_py.engine.sources import loaded
 from torchmpi_py.runtime import process
-
-logger = logging.getLogger("torchmpi_py")
 
 _OF_THE_ORDER = {"self", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"}
 
@@ -81,25 +69,26 @@ class _Shard(DistributedSampler[int]):
 def divided(iterator: Any) -> Any:
     """The iterator; instead of a DataLoader that would give all ranks the same samples, its ``DividedLoader``.
 
-    Collective over the current level where it is such a DataLoader. ValueError, on all ranks, for one that has no
-    batches to divide (``batch_size=None``), and for DataLoaders or datasets that differ between ranks.
+    Collective over the current level where it is such a DataLoader. ValueError, on all ranks, for one that cannot be
+    divided, and for DataLoaders or datasets that differ between ranks.
     """
     alone = process.size() == 1 and not ulfm.is_elastic()
     if alone or not isinstance(iterator, DataLoader) or not _has_torch_order(iterator):
         return iterator
-    kind = type(iterator)
-    if any(getattr(kind, name) is not getattr(DataLoader, name) for name in ("__iter__", "_get_iterator")):
-        if process.rank() == 0:
-            _warn_of_kind(kind.__name__)
-        return iterator
     facts = verbs.allgather_object(_facts(iterator))
-    _check_one_dataset([each.pop("dataset") for each in facts])
+    descriptions = [each.pop("dataset") for each in facts]
+    if len(set(descriptions)) > 1:
+        raise ValueError(
+            "the ranks' DataLoaders have datasets that differ, or cannot be compared, so that it is not clear whether "
+            f"to divide them: {descriptions}. Give the DataLoader sampler=mpi.shard(dataset) to divide one dataset, or "
+            "sampler=SubsetRandomSampler(range(len(dataset))) to let each rank use all of its own"
+        )
     seed, *_ = [each.pop("seed") for each in facts]  # rank 0's counts
     check_equal("DataLoaders", facts)
-    if iterator.batch_size is None:
+    if type(iterator).__iter__ is not DataLoader.__iter__ or iterator.batch_size is None:
         raise ValueError(
-            "a DataLoader with batch_size=None gives every rank the same samples, and cannot be divided: give it "
-            "sampler=mpi.shard(dataset)"
+            f"a {type(iterator).__name__} with batch_size=None, or with an __iter__ of its own, cannot be divided, and "
+            "would give every rank the same samples: give it sampler=mpi.shard(dataset)"
         )
     return DividedLoader(iterator, shuffle=facts[0]["shuffle"], seed=seed)
 
@@ -138,33 +127,12 @@ def _described(dataset: Any) -> str:
     """Class, length and attributes of a dataset; a text of this rank alone where they cannot be compared."""
     text = f"{type(dataset).__name__} of {len(dataset)} samples"
     try:
-        if dataset not in _attributes:
-            attributes = digest(dataset)
-            if not isinstance(dataset, Dataset):  # a list, say, which has no weak reference
-                return f"{text}, attributes {attributes}"
+        attributes = _attributes[dataset] if dataset in _attributes else digest(dataset)
+        if isinstance(dataset, Dataset):  # others, such as lists, have no weak references
             _attributes[dataset] = attributes
-        return f"{text}, attributes {_attributes[dataset]}"
+        return f"{text}, attributes {attributes}"
     except Exception as error:
         return f"{text} on rank {process.rank()}, not comparable ({type(error).__name__}: {agree.first_line(error)})"
-
-
-def _check_one_dataset(descriptions: list[str]) -> None:
-    """ValueError unless all ranks have the same dataset."""
-    if len(set(descriptions)) > 1:
-        raise ValueError(
-            "the ranks' DataLoaders have datasets that differ, or cannot be compared, so that it is not clear whether "
-            f"to divide them: {descriptions}. Give the DataLoader sampler=mpi.shard(dataset) to divide one dataset, or "
-            "sampler=SubsetRandomSampler(range(len(dataset))) to let each rank use all of its own"
-        )
-
-
-@functools.cache
-def _warn_of_kind(name: str) -> None:
-    logger.warning(
-        "a %s iterates in its own way, and is not divided: every rank gets the samples that it gives there. Give it "
-        "sampler=mpi.shard(dataset), unless it divides them itself",
-        name,
-    )
 
 
 def _has_torch_order(loader: DataLoader[Any]) -> bool:

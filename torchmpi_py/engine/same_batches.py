@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import pickle
+from contextlib import suppress
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -34,10 +35,10 @@ class FirstBatches:
         """Note a batch; after the second one rank 0 warns if ranks have had the same. Collective then."""
         if len(self._digests) == _NUM_BATCHES:
             return
-        try:
-            self._digests.append(None if batch is None else digest(batch))
-        except Exception:  # one that cannot be compared
-            self._digests.append(None)
+        mine = None
+        with suppress(Exception):  # of a batch that cannot be compared
+            mine = batch if batch is None else digest(batch)
+        self._digests.append(mine)
         if len(self._digests) == _NUM_BATCHES:
             _warn_of_equal(verbs.allgather_object(None if None in self._digests else tuple(self._digests)))
 

@@ -67,12 +67,10 @@ def of_epoch(state: State) -> Iterator[Any]:
     samplers = samplers_of(iterator)
     for holder in {id(each): each for each in (iterator, *samplers.values())}.values():  # some are the same object
         set_epoch(holder, state.epoch)
-    if state.position > 0:
-        batches = _resumed(state)
-    else:
-        if state.training and (samplers["sampler"] is not None or not hasattr(iterator, "set_position")):
-            state.epoch_random = {"global": random_states(), "iterator": generator_states(iterator)}
-        batches = _started(iterator)
+    needs_random = samplers["sampler"] is not None or not hasattr(iterator, "set_position")
+    if state.training and state.position == 0 and needs_random:
+        state.epoch_random = {"global": random_states(), "iterator": generator_states(iterator)}
+    batches = _started(iterator) if state.position == 0 else _resumed(state)
     state._batches = batches if isinstance(iterator, BatchIterator) else None
     return batches
 
@@ -140,8 +138,7 @@ def check_place(iterator: Any, order: dict[str, Any], position: int, size: int) 
     """ValueError if a place in the middle of an epoch in this ``order`` does not fit the iterator, on as many ranks."""
     if position > 0 and size == outcomes.size() and order != order_of(iterator):
         raise ValueError(
-            f"the checkpoint is in the middle of an epoch over {_described(order)}; "
-            f"this is another order: {_described(order_of(iterator))}"
+            f"the checkpoint is in the middle of an epoch over {order}; this is another order: {order_of(iterator)}"
         )
 
 
@@ -167,10 +164,6 @@ def length_of(sized: Any) -> int | None:
         return len(sized)
     except (TypeError, NotImplementedError):  # an IterableDataset, and what loads one
         return None
-
-
-def _described(order: dict[str, Any]) -> str:
-    return ", ".join(f"{word}: {value}" for word, value in order.items()) or "samples of an unknown order"
 
 
 def samplers_of(iterator: Any) -> dict[str, Any]:

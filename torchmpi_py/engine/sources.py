@@ -105,9 +105,9 @@ class Sources(ConcatDataset[Any]):
 
     def __init__(self, sources: Sequence[Source | Dataset[Any]]) -> None:
         self.sources = [each if isinstance(each, Source) else Source(each) for each in sources]
-        for number, source in enumerate(self.sources):
-            if len(source.dataset) == 0:
-                raise ValueError(f"{self.name(number)} is empty: leave it out, or look where its samples are")
+        self.sizes = [len(source.dataset) for source in self.sources]
+        if 0 in self.sizes:
+            raise ValueError(f"{self.name(self.sizes.index(0))} is empty: leave it out, or look where its samples are")
         super().__init__([source.dataset for source in self.sources])
 
     def name(self, number: int) -> str:

@@ -114,39 +114,35 @@ class _StreamProgress:
         return {"position": position, "num_pieces": self.num_pieces, "rests": rests.reshape(-1, 2)}
 
 
-_ROW = 4  # numbers that a rank brings to the exchange: samples, worker, Reached
-_OVER, _FAILED = 0, -1  # in place of a number of samples
+_ROW = 4  # numbers that a rank brings to the exchange: samples, worker, and (number, used)
 
 
 class _ReadBatches(IterableDataset[Any]):
     """The batches of one rank with the rows for the exchange; each DataLoader worker gives those of its reader."""
 
     def __init__(self, iterator: StreamIterator, progress: _StreamProgress) -> None:
-        self.stream, self.num_pieces = iterator.stream, progress.num_pieces
-        self.batch_size, self.collate = iterator.batch_size, iterator.collate_fn or default_collate
-        # By rank first: where pieces are few, every rank gets some.
-        self.dealt_to = [
-            dealt(progress.rests, worker * iterator.size + iterator.rank, iterator.num_readers)
-            for worker in range(max(1, iterator.num_workers))
-        ]
+        self.iterator, self.progress = iterator, progress
 
     def __iter__(self) -> Iterator[tuple[Any, list[int]]]:
-        info = get_worker_info()
+        info, of = get_worker_info(), self.iterator
         worker = 0 if info is None else info.id
-        mine, waiting = self.dealt_to[worker], []
+        # By rank first: where pieces are few, every rank gets some.
+        mine, waiting = dealt(self.progress.rests, worker * of.size + of.rank, of.num_readers), []
+        collate = of.collate_fn or default_collate
         for number, (piece, used) in enumerate(mine):
             for count, sample in enumerate(islice(self._piece(piece), used, None), used + 1):
                 waiting.append(sample)
-                if len(waiting) == self.batch_size:
-                    yield self.collate(waiting), [len(waiting), worker, number, count]
+                if len(waiting) == of.batch_size:
+                    yield collate(waiting), [len(waiting), worker, number, count]
                     waiting = []
         if waiting:
-            yield self.collate(waiting), [len(waiting), worker, len(mine), 0]
+            yield collate(waiting), [len(waiting), worker, len(mine), 0]
 
     def _piece(self, piece: int) -> Iterator[Any]:
-        if isinstance(self.stream, Shards):
-            return self.stream.read_piece(piece)
-        return islice(iter(self.stream), piece, None, self.num_pieces)
+        stream = self.iterator.stream
+        if isinstance(stream, Shards):
+            return stream.read_piece(piece)
+        return islice(iter(stream), piece, None, self.progress.num_pieces)
 
 
 class StreamIterator(BatchIterator):
@@ -178,8 +174,8 @@ class StreamIterator(BatchIterator):
 
     Raises:
         TypeError: The stream is not an IterableDataset.
-        ValueError: A number is out of range. When an epoch begins, on all ranks: the streams or numbers differ.
-        RuntimeError: On all ranks, if the stream raises on one.
+        ValueError: A number is out of range. When an epoch begins, on all ranks: the files or numbers differ.
+        RuntimeError: A file of ``Shards`` cannot be read.
     """
 
     def __init__(
@@ -218,15 +214,9 @@ class StreamIterator(BatchIterator):
             return None
         return digest([os.path.basename(f) if isinstance(f, (str, os.PathLike)) else f for f in self.stream.files])
 
-    def may_give_none(self) -> bool:
-        """Whether a rank may run out of samples before others."""
-        return not self.drop_last
-
     def _facts(self) -> dict[str, Any]:
         names = ("files", "batch_size", "shuffle", "seed", "num_workers", "drop_last", "epoch")
-        number = len(self.stream.files) if isinstance(self.stream, Shards) else None
-        facts = {"number of files": number} | {name: getattr(self, name) for name in names}
-        return facts | {"position": self._first}
+        return {name: getattr(self, name) for name in names} | {"position": self._first}
 
     def set_position(self, position: int) -> None:
         """Let the next iteration begin at the place of ``load_state_dict``, at 0, or after one of the last two steps.
@@ -237,18 +227,15 @@ class StreamIterator(BatchIterator):
         if progress is not None and self._place.epoch == self.epoch and position in progress.reached:
             self._loaded = progress.state(position)
         if position not in (0, self._loaded.get("position")):
-            raise ValueError(
-                f"position={position}: a stream goes on from a state alone, which says what is used of each file: give "
-                "load_state_dict the state_dict of that place"
-            )
+            raise ValueError(f"position={position}: a stream goes on from a state_dict alone, by load_state_dict")
         super().set_position(position)
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the last batch, as plain data that are equal on all ranks: what is left of each piece."""
         state = super().state_dict() | {"files": self.files}
-        if state["position"] == 0:
-            return state
-        return (self._loaded if self._is_set else self._place.progress.state(self.position)) | state
+        if state["position"] > 0:
+            state = (self._loaded if self._is_set else self._place.progress.state(self.position)) | state
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As in ``BatchIterator``; ValueError if the state is of other files."""
@@ -271,9 +258,7 @@ class StreamIterator(BatchIterator):
         return self._run(place, self._steps(self._read(place), place))
 
     def _num_pieces(self, epoch: int) -> int:
-        if not isinstance(self.stream, Shards):
-            return self.num_readers
-        number = len(self.stream.files)
+        number = len(self.stream.files) if isinstance(self.stream, Shards) else self.num_readers
         if number < self.num_readers and self.rank == 0 and epoch == 0:
             text = "%d files for %d readers (%d ranks, num_workers=%d): some readers, or ranks, have nothing to do"
             logger.warning(text, number, self.num_readers, self.size, self.num_workers)
@@ -286,7 +271,7 @@ class StreamIterator(BatchIterator):
             return prefetched(map(self._moved, batches), self.prefetch)
         options = {"num_workers": self.num_workers, "multiprocessing_context": self.multiprocessing_context}
         options |= {"generator": torch.Generator().manual_seed(self._seed_of_workers(place))}
-        options |= {"collate_fn": _same, "prefetch_factor": max(1, self.prefetch)}
+        options |= {"collate_fn": tuple, "prefetch_factor": max(1, self.prefetch)}
         return (self._moved(item) for item in begun(DataLoader(batches, batch_size=None, **options)))
 
     def _moved(self, item: tuple[Any, list[int]]) -> tuple[Any, list[int]]:
@@ -297,7 +282,9 @@ class StreamIterator(BatchIterator):
     ) -> Generator[Any, None, None]:
         with closing(read):
             while True:
-                batch, rows = self._exchanged(read)
+                batch, row = next(read, (None, [0] * _ROW))
+                # One exchange a step: it says who has samples, and what each reader has come to.
+                rows = [row] if self.size == 1 else verbs.allgather(torch.tensor([row], device="cpu")).tolist()
                 counts = [row[0] for row in rows]
                 if sum(counts) == 0 or (self.drop_last and min(counts) == 0):
                     return
@@ -305,24 +292,3 @@ class StreamIterator(BatchIterator):
                 place.weight = place.num_samples * self.size / sum(counts)
                 place.position = place.progress.advance(place.position, rows)
                 yield adopted(batch, self.device)
-
-    def _exchanged(self, read: Iterator[tuple[Any, list[int]]]) -> tuple[Any, list[list[int]]]:
-        """This rank's next batch, or None, and the rows of all ranks. RuntimeError, on all ranks, if one fails."""
-        batch, row, error = None, [_OVER] * _ROW, None
-        try:
-            batch, row = next(read, (batch, row))
-        except Exception as raised:
-            row, error = [_FAILED] * _ROW, raised
-        # One exchange a step: it says who has samples, who has failed, and what each reader has come to.
-        rows = [row] if self.size == 1 else verbs.allgather(torch.tensor([row], device="cpu")).tolist()
-        if any(row[0] == _FAILED for row in rows):
-            mine = None if error is None else f"{type(error).__name__}: {error}"
-            texts = [mine] if self.size == 1 else verbs.allgather_object(mine)
-            text = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(texts) if each is not None)
-            raise RuntimeError(f"the stream cannot be read: {text}") from error
-        return batch, rows
-
-
-def _same(item: Any) -> Any:
-    """In place of DataLoader's conversion: a batch is complete."""
-    return item
