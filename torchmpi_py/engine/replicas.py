@@ -69,7 +69,7 @@ class Replicas:
 
     def _register(self) -> None:
         self.module = self.state.as_one_module()
-        if self.asynchronous:
+        if self.asynchronous and self.state.parameters():
             self.registration = nn.register_async_backward(self.module, compression=self.compression)
         self.trained = self.state.parameters()
 
