@@ -68,7 +68,8 @@ class DownpourUpdate(Update):
         """Add the gradients of a step, except the step that seeds the server."""
         if step <= self.timetable.init_delay:
             return
-        if self.parameters and all(p.grad is None for p in self.parameters):
+        is_first = step == self.timetable.init_delay + 1  # later ones may be of a rank without samples in this step
+        if is_first and self.parameters and all(p.grad is None for p in self.parameters):
             raise ParameterServerError(
                 f"update({step}): no parameter has a gradient; call update before optimizer.zero_grad"
             )
