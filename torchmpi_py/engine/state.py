@@ -23,7 +23,7 @@ class State:
     criterion: Callable[..., torch.Tensor]  # a module or a function: criterion(output, target) -> mean loss, a scalar
     iterator: Iterable[Any]  # gives samples; iterated once an epoch
     optimizer: torch.optim.Optimizer | None = None  # None in test(), and in train() with lr=0: no update
-    sample: Any = None  # (input, target, ...)
+    sample: Any = None  # (input, target, ...); None in a step in which other ranks have samples, and this rank has none
     output: Any = None  # of the network; from on_forward_criterion on cut from its graph, so that .grad is kept
     loss: Any = None  # scalar tensor: mean over this rank's samples, never scaled by weight
     epoch: int = 0  # epochs completed; a hook may set it in on_start to resume, or maxepoch to stop after this epoch
