@@ -31,7 +31,7 @@ TRAINING = """
     import os, signal, sys
     import torch
     import torchmpi_py as mpi
-    from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator
+    from torchmpi_py.engine import AllReduceSGDEngine, Checkpoint, DatasetIterator
     from torchmpi_py.runtime import survivors
 
     def die():
@@ -51,7 +51,7 @@ TRAINING = """
     optimizer = torch.optim.SGD(network.parameters(), 0.5)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     engine.train(network=network, criterion=torch.nn.MSELoss(), iterator=DatasetIterator(data, 2), optimizer=optimizer,
-                 maxepoch=int(sys.argv[2]), checkpoint=sys.argv[1], stateful={"schedule": schedule})
+                 maxepoch=int(sys.argv[2]), extensions=[Checkpoint(sys.argv[1], stateful={"schedule": schedule})])
     mpi.nn.check_with_allreduce(network)
     print(f"size {mpi.size()} calls {schedule.last_epoch} rate {optimizer.param_groups[0]['lr']}", flush=True)
     mpi.stop()
@@ -140,7 +140,7 @@ EPOCH = """
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_sample(state):
-        state.at = state.position, state.next_position
+        state.at = state.position, state.place.next_position
         reach("sample", state, state.sample[1][: state.num_samples, 0].int().tolist())
 
     engine = AllReduceSGDEngine()

@@ -43,7 +43,7 @@ Collected = tuple[Mapping[str, Any], Mapping[str, Any]]
 T = TypeVar("T")
 
 
-class Checkpoint(NamedTuple):
+class Saved(NamedTuple):
     """The result of ``Checkpoints.load``."""
 
     step: int
@@ -127,7 +127,7 @@ class Checkpoints:
                 files.remove(folder)
             raise
 
-    def load(self) -> Checkpoint | None:
+    def load(self) -> Saved | None:
         """The last complete checkpoint, as (step, parts); a rank's own parts are among them. None if there is none.
 
         Collective. Tensors are on the CPU. The global random generators are set to what they were on this rank. A rank
@@ -140,7 +140,7 @@ class Checkpoints:
             # All ranks know of the damage that one has found, and take the same checkpoint.
             damages = outcomes.of_all(partial(_damage, folder), failure)
             if not any(damages):
-                return Checkpoint(files.step_of(name), _result_here(partial(_read, folder), failure))
+                return Saved(files.step_of(name), _result_here(partial(_read, folder), failure))
             if not outcomes.of_rank_0(folder.exists, failure):
                 return self.load()  # another job that saves has removed it, and has a later one
             self._damaged.append(name)

@@ -11,6 +11,7 @@ from torchmpi_py.core import ulfm
 from torchmpi_py.engine.state import State
 from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.compression import Compression
+from torchmpi_py.nn.members import Members
 from torchmpi_py.nn.synchronize import average_gradients_of, check_replicas
 from torchmpi_py.optim.sharded import ShardedOptimizer
 from torchmpi_py.runtime import process
@@ -27,15 +28,20 @@ class Replicas:
         self.asynchronous = asynchronous
         self.compression = compression
         self.module: torch.nn.Module = torch.nn.ModuleDict()
-        self.trained: list[torch.nn.Parameter] | None = None  # when last broadcast
+        self.members: Members | None = None  # when last broadcast
         self.registration: nn.AsyncBackward | None = None
 
     def follow(self) -> None:
         """Broadcast and register, if the set of trained parameters is not the one of the last time."""
-        if not self._trains_the_same():
-            self.close()
-            nn.synchronize_parameters(self.state.as_one_module())
-            self._register()
+        members = self.state.members()
+        if members is self.members:
+            return
+        if self._trains(members):
+            self.members = members
+            return
+        self.close()
+        nn.synchronize_parameters(self.state.as_one_module())
+        self._register()
 
     def make_equal(self, with_buffers: bool) -> None:
         """Broadcast parameters and buffers where the ranks' differ; buffers alone may, unless ``with_buffers``."""
@@ -55,20 +61,21 @@ class Replicas:
         if process.size() == 1:
             return None
         successor = Replicas(self.state, self.asynchronous, self.compression)
-        if self._trains_the_same():
+        if self._trains(self.state.members()):
             successor._register()
         else:
             successor.follow()
         return successor
 
-    def _trains_the_same(self) -> bool:
-        return self.trained is not None and [id(p) for p in self.state.parameters()] == [id(p) for p in self.trained]
+    def _trains(self, members: Members) -> bool:
+        """Whether these are the parameters that were last broadcast, whatever else has changed."""
+        return self.members is not None and list(map(id, members.trained)) == list(map(id, self.members.trained))
 
     def _register(self) -> None:
         self.module = self.state.as_one_module()
         if self.asynchronous:
             self.registration = nn.register_async_backward(self.module, compression=self.compression)
-        self.trained = self.state.parameters()
+        self.members = self.state.members()
 
     def set_batch(self) -> None:
         """Before the backward pass: tell the registration its batch."""

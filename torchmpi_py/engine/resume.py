@@ -13,10 +13,10 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Any, Literal, Protocol, Union
+from typing import Any, Literal
 
 import torch
 
@@ -24,11 +24,11 @@ from torchmpi_py.collectives.verbs import allreduce
 from torchmpi_py.core import config
 from torchmpi_py.engine import outcomes, samples
 from torchmpi_py.engine.checkpoint import Checkpoints, Collected, check_collected
-from torchmpi_py.engine.state import Hook, Hooks, State
+from torchmpi_py.engine.extensions import Extension, Stateful
+from torchmpi_py.engine.state import State
 from torchmpi_py.errors import EndRequested
-from torchmpi_py.nn.optimizer_state import OptimizerKind, load_saved_state, whole_state
-from torchmpi_py.nn.split_parameters import any_split
-from torchmpi_py.optim.wrapper import ReducingOptimizer
+from torchmpi_py.nn.optimizer_state import OptimizerKind, load_saved_state, name_of_class, whole_state
+from torchmpi_py.optim.wrapper import LocalOptimizer, ReducingOptimizer
 
 logger = logging.getLogger("torchmpi_py")
 
@@ -39,47 +39,8 @@ completed: dict[pathlib.Path, weakref.ref[torch.nn.Module]] = {}
 """The network that this process has trained to the end, by folder of checkpoints."""
 
 
-class Stateful(Protocol):
-    """An object with a state: a schedule of the learning rate, a meter (torch.distributed.checkpoint's word)."""
-
-    def state_dict(self) -> Any:
-        """The state, as plain data."""
-
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take a state that ``state_dict`` gave."""
-
-
-RunHooks = Union[Hooks, "Saving"]
-
-
-def hooks_of_run(
-    hooks: Hooks,
-    checkpoint: str | os.PathLike[str] | None,
-    every: int | Literal["epoch"],
-    keep: int,
-    stateful: Mapping[str, Stateful] | None,
-    steps_together: bool,
-) -> AbstractContextManager[RunHooks]:
-    """The hooks that one call of ``train`` makes: the user's, with ``checkpoint`` followed by those of ``Saving``.
-
-    ValueError or TypeError for arguments that ``train`` does not take.
-    """
-    if every != "epoch" and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-        raise ValueError(f"every={every!r}: give a positive number of steps, or 'epoch'")
-    for name, part in (stateful or {}).items():
-        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-            raise TypeError(
-                f"stateful[{name!r}] is a {type(part).__name__}: give objects with state_dict and load_state_dict"
-            )
-    if checkpoint is not None:
-        return Saving(hooks, Checkpoints(checkpoint, keep=keep), every, stateful or {}, steps_together)
-    if stateful:
-        raise ValueError("stateful= is what checkpoints hold besides: give checkpoint=DIRECTORY too")
-    return nullcontext(hooks)
-
-
-class Saving:
-    """The hooks of one training run; three of them resume or save it after the user's hook, and are collective.
+class Checkpoint(Extension):
+    """Save a run into a folder, and go on from there when the program is started again.
 
     Equal on all ranks, and written by rank 0: network, criterion, optimizer, ``maxepoch``. Each rank's own: buffers of
     the modules (batch statistics), random generators, counters, the place in the epoch, the last loss, the objects in
@@ -89,37 +50,36 @@ class Saving:
 
     def __init__(
         self,
-        hooks: Hooks,
-        checkpoints: Checkpoints,
-        every: int | Literal["epoch"],
-        stateful: Mapping[str, Stateful],
-        steps_together: bool,
+        folder: str | os.PathLike[str],
+        *,
+        every: int | Literal["epoch"] = "epoch",
+        keep: int = 3,
+        stateful: Mapping[str, Stateful] | None = None,
     ) -> None:
-        self.hooks = hooks
-        self.checkpoints = checkpoints
+        if every != "epoch" and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise ValueError(f"every={every!r}: give a positive number of steps, or 'epoch'")
+        for name, part in (stateful or {}).items():
+            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+                raise TypeError(
+                    f"stateful[{name!r}] is a {type(part).__name__}: give objects with state_dict and load_state_dict"
+                )
+        self.checkpoints = Checkpoints(folder, keep=keep)
         self.every = every
-        self.stateful = dict(stateful)
-        self.steps_together = steps_together  # whether ranks can exchange something after every step
+        self.stateful = dict(stateful or {})
+
+    @contextmanager
+    def session(self, engine: Any, state: State) -> Iterator[None]:
+        self.steps_together = engine.steps_together  # whether ranks can exchange something after every step
         self.asked = 0  # maxepoch, before hooks of the epochs change it
         self.saved: tuple[int, ...] | None = None  # where the run stood at the last checkpoint
-        self.end_requests = EndRequests()
-
-    def __enter__(self) -> Saving:
-        self.end_requests.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.end_requests.__exit__(kind, error, at)
-        self.checkpoints.release()
-
-    def __getattr__(self, moment: str) -> Hook:
-        """The user's hook of a moment at which nothing is saved, as the user has set it by now."""
-        hook: Hook = getattr(self.hooks, moment)
-        return hook
+        try:
+            with EndRequests() as self.end_requests:
+                yield
+        finally:
+            self.checkpoints.release()
 
     def on_start(self, state: State) -> None:
         """The user's hook; then go on from the last complete checkpoint, if there is one."""
-        self.hooks.on_start(state)
         self.asked = state.maxepoch
         # An error that the first save would have is raised now, and not when the first epoch is done.
         lengths = outcomes.of_all(lambda: self._check_begin(state), "training cannot begin", (TypeError, ValueError))
@@ -134,11 +94,11 @@ class Saving:
         outcomes.of_all(lambda: samples.check_place(*place), misfit, (ValueError,))
         outcomes.of_all(lambda: self._restore(state, saved.parts), misfit)
         self.saved = _standing(state)
+        state.place.is_resumed = True
         self._log_begin(state)
 
     def on_update(self, state: State) -> None:
         """The user's hook; then save if it is time. EndRequested, on all ranks and saved too, if one was asked to."""
-        self.hooks.on_update(state)
         is_due = self.every != "epoch" and state.t % self.every == 0
         if is_due:
             self._save(state)
@@ -146,7 +106,6 @@ class Saving:
 
     def on_end_epoch(self, state: State) -> None:
         """The user's hook; then save each epoch, or the last one. EndRequested as after a step, unless all is done."""
-        self.hooks.on_end_epoch(state)
         is_over = state.epoch >= state.maxepoch
         is_due = self.every == "epoch" or is_over
         if is_due:
@@ -208,10 +167,10 @@ class Saving:
 
     def _collected(self, state: State) -> Collected:
         trained = {
-            **{name: module.state_dict() for name, module in state._named_modules().items()},
-            "outside": [tensor.detach() for tensor in state._parameters_of_optimizer_alone()],
+            **{name: module.state_dict() for name, module in state.named_modules().items()},
+            "outside": [tensor.detach() for tensor in state.parameters_of_optimizer_alone()],
             "optimizer": None if state.optimizer is None else whole_state(state.optimizer),
-            "optimizer_kind": None if state.optimizer is None else state._optimizer_kind()._asdict(),
+            "optimizer_kind": None if state.optimizer is None else _kind(state)._asdict(),
         }
         parts = {
             **trained,
@@ -221,7 +180,7 @@ class Saving:
         }
         # What rank 0 has is in the model.
         is_own = outcomes.rank() > 0 and not self.steps_together and not _is_replicated(state)
-        modules = state._named_modules().items() if outcomes.rank() > 0 and not is_own else ()
+        modules = state.named_modules().items() if outcomes.rank() > 0 and not is_own else ()
         own = {
             "trained": trained if is_own else None,
             "buffers": {name: _kept_buffers(module) for name, module in modules},
@@ -231,7 +190,7 @@ class Saving:
             "order": samples.order_of(state.iterator),
             "iterator": samples.place_of(state.iterator),
             "generators": samples.generator_states(state.iterator),
-            "epoch_random": state.epoch_random,
+            "epoch_random": state.place.random,
             "loss": state.loss.detach().cpu().clone() if isinstance(state.loss, torch.Tensor) else None,
             "stateful": {name: part.state_dict() for name, part in self.stateful.items()},
         }
@@ -239,7 +198,7 @@ class Saving:
 
     def _restore(self, state: State, parts: dict[str, Any]) -> None:
         _check_experiment(parts.get("experiment", ""))
-        modules = state._named_modules()
+        modules = state.named_modules()
         trained = parts.get("trained") or parts  # this rank's own, if it has some
         for name, module in modules.items():
             module.load_state_dict(trained[name])
@@ -253,8 +212,8 @@ class Saving:
                 raise ValueError(f"it holds nothing of stateful[{name!r}]")
             part.load_state_dict(parts["stateful"][name])
         samples.restore_place(state.iterator, parts)
-        state.epoch, state.position, state.t = parts["epoch"], parts["position"], parts["t"]
-        state.epoch_random = parts["epoch_random"]
+        state.epoch, state.place.position, state.t = parts["epoch"], parts["position"], parts["t"]
+        state.place.random = parts["epoch_random"]
         if parts["loss"] is not None:
             state.loss = parts["loss"].to(next((tensor.device for tensor in state.parameters()), None))
         samples.restore_generators(state.iterator, parts["generators"])
@@ -267,12 +226,12 @@ def _restore_optimizer(state: State, trained: dict[str, Any]) -> None:
         raise ValueError("one of them has no optimizer (lr=0)")
     if state.optimizer is None:
         return
-    outside = state._parameters_of_optimizer_alone()
+    outside = state.parameters_of_optimizer_alone()
     for number, (tensor, content) in enumerate(zip(outside, trained["outside"], strict=True)):
         _copy(f"parameter {number} of those that only the optimizer holds", tensor, content)
     kind = trained.get("optimizer_kind")  # earlier versions have not saved it
     saved = None if kind is None else OptimizerKind(**kind)
-    load_saved_state(state.optimizer, trained["optimizer"], state._optimizer_kind(), saved)
+    load_saved_state(state.optimizer, trained["optimizer"], _kind(state), saved)
 
 
 @torch.no_grad()
@@ -283,9 +242,15 @@ def _copy(name: str, tensor: torch.Tensor, content: torch.Tensor) -> None:
     tensor.copy_(content)
 
 
+def _kind(state: State) -> OptimizerKind:
+    """What the optimizer's state belongs to, on whatever ranks, and however they reduce gradients."""
+    name = name_of_class(state.optimizer, transparent=(ReducingOptimizer, LocalOptimizer))
+    return OptimizerKind.of(name, [p for group in state.parameter_groups() for p in group])
+
+
 def _is_replicated(state: State) -> bool:
     """Whether the optimizer, or layers split over ranks, have the ranks train the same."""
-    return isinstance(state.optimizer, ReducingOptimizer) or any_split(state.parameters())
+    return isinstance(state.optimizer, ReducingOptimizer)
 
 
 def _last_epoch(state: State, asked: int, now: int) -> int:

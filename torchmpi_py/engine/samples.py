@@ -67,14 +67,14 @@ def of_epoch(state: State) -> Iterator[Any]:
     if state.position > 0:
         return _kept(state, _resumed(state))
     if state.training and (samplers["sampler"] is not None or not hasattr(iterator, "set_position")):
-        state.epoch_random = {"global": random_states(), "iterator": generator_states(iterator)}
+        state.place.random = {"global": random_states(), "iterator": generator_states(iterator)}
     return _kept(state, _started(iterator))
 
 
 def _kept(state: State, batches: Iterator[Any]) -> Iterator[Any]:
     """The batches; of an iterator that knows of ranks, in training, the outer ones, which ``closed`` closes."""
     if state.training and isinstance(state.iterator, BatchIterator):
-        batches = state._batches = state.iterator.as_outer(batches)
+        batches = state.place.batches = state.iterator.as_outer(batches)
     return batches
 
 
@@ -84,7 +84,7 @@ def closed(state: State) -> Iterator[None]:
     try:
         yield
     finally:
-        batches, state._batches = state._batches, None
+        batches, state.place.batches = state.place.batches, None
         if batches is not None:
             batches.close()
 
@@ -109,9 +109,9 @@ def _started(iterator: Any) -> Iterator[Any]:
 
 def _resumed(state: State) -> Iterator[Any]:
     now, own_now = random_states(), generator_states(state.iterator)
-    if state.epoch_random is not None:
-        restore_random_states(state.epoch_random["global"])
-        restore_generators(state.iterator, state.epoch_random["iterator"])
+    if state.place.random is not None:
+        restore_random_states(state.place.random["global"])
+        restore_generators(state.iterator, state.place.random["iterator"])
     if hasattr(state.iterator, "set_position"):
         state.iterator.set_position(state.position)
         samples = iter(state.iterator)
