@@ -3,14 +3,14 @@ import os
 
 import pytest
 
-from torchmpi_py.engine import checkpoint, checkpoint_files
+from torchmpi_py.engine import checkpoint_file, folder_lock
 
 
 @pytest.fixture
 def no_waiting(monkeypatch):
-    """For a file system that shows things later, or writes them."""
+    """For another job, or for the disk."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    monkeypatch.setattr(checkpoint, "SEEN_WITHIN_SECONDS", 0.0)
+    monkeypatch.setattr(folder_lock, "SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -28,11 +28,11 @@ def full_disk(monkeypatch):
     def block():
         with open("/dev/full", "wb", buffering=0) as full, monkeypatch.context() as patch:
 
-            class Full(checkpoint_files.ChecksumStream):
+            class Full(checkpoint_file.ChecksumStream):
                 def __init__(self, file):
                     super().__init__(full)
 
-            patch.setattr(checkpoint_files, "ChecksumStream", Full)
+            patch.setattr(checkpoint_file, "ChecksumStream", Full)
             yield
 
     return block

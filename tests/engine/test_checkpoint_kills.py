@@ -4,7 +4,6 @@ With TORCHMPI_FAULTS=all (scripts/test_faults) at each write too, and when there
 """
 
 import itertools
-import json
 import os
 import pathlib
 import re
@@ -16,7 +15,7 @@ import pytest
 import torch
 from runs import listed
 
-from torchmpi_py.engine import Checkpoints, checkpoint_files
+from torchmpi_py.engine import Checkpoints
 
 ALL = os.environ.get("TORCHMPI_FAULTS", "") == "all"
 CASES = {  # saved before; then saved under which name, as which step
@@ -62,7 +61,6 @@ def killed_at(point, directory, step, name):
 def test_the_last_complete_one_is_resumed_from(tmp_path, monkeypatch, case, stride):
     before, name, step = CASES[case]
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # slow, and not for those who are only killed
-    monkeypatch.setattr(checkpoint_files, "PROBE_SECONDS", -1.0)
     source = tmp_path / "source"
     source.mkdir()
     for former in before:
@@ -77,16 +75,13 @@ def test_the_last_complete_one_is_resumed_from(tmp_path, monkeypatch, case, stri
         Checkpoints(directory, keep=2).save(9, content(9))
         assert step_saved(directory) == 9
         left = listed(directory)
-        assert all(re.fullmatch(r"step-\d{6}", entry) for entry in left), (point, left)
+        assert all(re.fullmatch(r"step-\d{6}\.pt", entry) for entry in left), (point, left)
         assert len(left) <= 2, (point, left)
-        for entry in left:
-            summary = checkpoint_files.summary_of(directory / entry)
-            checkpoint_files.check(directory / entry, summary, summary["files"], summary["files"])
         shutil.rmtree(directory)
     turned = seen.index(step)
     assert seen == [before[-1] if before else None] * turned + [step] * (len(seen) - turned), seen
-    assert len(seen) > 40 // stride
-    assert turned > 20 // stride
+    assert len(seen) > 14 // stride
+    assert turned > 8 // stride
 
 
 def test_all_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
@@ -104,7 +99,6 @@ def test_all_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "rename", noted_rename)
-    folder = Checkpoints(tmp_path / "a" / "b").save(1, content(1))
-    names = ["a", tmp_path.name, "rank-0.pt", "model.pt", "checkpoint.json", ".step-000001"]
-    assert done == [*(("fsync", name) for name in names), ("rename", "step-000001"), ("fsync", "b")]
-    assert json.loads((folder / "checkpoint.json").read_text())["size"] == 1
+    Checkpoints(tmp_path / "a" / "b").save(1, content(1))
+    names = ["a", tmp_path.name, ".step-000001.pt"]
+    assert done == [*(("fsync", name) for name in names), ("rename", "step-000001.pt"), ("fsync", "b")]

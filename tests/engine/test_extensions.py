@@ -70,7 +70,7 @@ def test_former_keywords_build_the_extension_and_name_it(tmp_path, capsys):
         SGDEngine().train(network=network, criterion=loss_of, iterator=samples(), lr=0.1, **options)
 
     epochs = []
-    with pytest.warns(DeprecationWarning) as warned:
+    with pytest.warns(DeprecationWarning, match="goes away") as warned:
         run(checkpoint=tmp_path, every=1, keep=2, evaluator=lambda network, epoch: epochs.append(epoch))
     said = [str(each.message) for each in warned]
     assert all(each.filename == __file__ for each in warned)
@@ -81,7 +81,10 @@ def test_former_keywords_build_the_extension_and_name_it(tmp_path, capsys):
     with pytest.warns(DeprecationWarning, match=r"extensions=\[\] for no lines"):
         run(epoch_lines=False)
     assert capsys.readouterr().out == ""
-    with pytest.warns(DeprecationWarning), pytest.raises(ValueError, match=r"Checkpoint\(folder, stateful="):
+    with (
+        pytest.warns(DeprecationWarning, match="goes away"),
+        pytest.raises(ValueError, match=r"Checkpoint\(folder, stateful="),
+    ):
         run(stateful={"a": Evaluate(print)})
     with pytest.raises(TypeError, match="unexpected keyword argument 'maxepochs'"):
         run(maxepochs=2)

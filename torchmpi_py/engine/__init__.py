@@ -1,15 +1,16 @@
 """The training engine: torchnet's loop with hooks, alone or data-parallel over MPI ranks."""
 
 from torchmpi_py.engine.allreduce_sgd import AllReduceSGDEngine
-from torchmpi_py.engine.checkpoint import Checkpoints, Saved
+from torchmpi_py.engine.checkpoint import Checkpoint
+from torchmpi_py.engine.checkpoints import Checkpoints, Saved
 from torchmpi_py.engine.elastic import Elastic
+from torchmpi_py.engine.end_requests import EndRequests
 from torchmpi_py.engine.epoch_lines import EpochLines
 from torchmpi_py.engine.evaluate import Evaluate
 from torchmpi_py.engine.extensions import Extension
 from torchmpi_py.engine.iterators import DatasetIterator
 from torchmpi_py.engine.meters import Accuracy, Average
 from torchmpi_py.engine.progress import ProgressBar
-from torchmpi_py.engine.resume import Checkpoint, EndRequests
 from torchmpi_py.engine.sgd import SGDEngine
 from torchmpi_py.engine.sources import Source
 from torchmpi_py.engine.state import Hooks, State

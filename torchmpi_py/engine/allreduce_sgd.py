@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map_only
 
 from torchmpi_py import nn
 from torchmpi_py.collectives.verbs import allgather_object
-from torchmpi_py.core import communicators, ulfm
+from torchmpi_py.core import ulfm
 from torchmpi_py.engine import loaders
 from torchmpi_py.engine.batches import BatchIterator, check_equal
 from torchmpi_py.engine.replicas import Replicas

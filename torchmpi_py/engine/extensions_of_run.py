@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchmpi_py.core import ulfm
-from torchmpi_py.engine.resume import Checkpoint
+from torchmpi_py.engine.checkpoint import Checkpoint
 from torchmpi_py.engine.elastic import Elastic
 from torchmpi_py.engine.epoch_lines import EpochLines
 from torchmpi_py.engine.evaluate import Evaluate

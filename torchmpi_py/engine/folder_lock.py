@@ -31,6 +31,8 @@ from torchmpi_py import trusted_files
 from torchmpi_py.launch.notices import printable
 
 NAME = ".lock"
+SECONDS = 10.0
+"""How long ``take`` waits: a job that was killed, or its former rank 0, may still be about to end."""
 _MOST_BYTES = 4096  # of the line
 
 warn_once = functools.cache(logging.getLogger("torchmpi_py").warning)
@@ -50,8 +52,19 @@ _held: weakref.WeakValueDictionary[pathlib.Path, FolderLock] = weakref.WeakValue
 def take(directory: pathlib.Path) -> FolderLock | None:
     """Return this process's lock on a folder; None where there are no locks.
 
-    BlockingIOError that names the holder, if another process has the lock.
+    BlockingIOError that names the holder, if another process has the lock for longer than ``SECONDS``.
     """
+    deadline = time.monotonic() + SECONDS
+    while True:
+        try:
+            return _take(directory)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
+
+
+def _take(directory: pathlib.Path) -> FolderLock | None:
     path = pathlib.Path(os.path.realpath(directory), NAME)
     lock = _held.get(path)
     if lock is not None and _is_at(lock, path):

@@ -1,14 +1,14 @@
 """Work that may fail on one rank, and that all ranks then give up: they exchange the outcomes.
 
-One rank may write to a disk for minutes while the others wait for its outcome, so no deadline counts in that wait. The
-death of a rank ends the job as anywhere.
+Rank 0 may work on a disk for minutes while the others wait for it, so no timeout applies to that wait. The death of a
+rank ends the job, as anywhere.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 import socket
-import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeVar, cast
 
@@ -20,6 +20,7 @@ from torchmpi_py.errors import CheckpointError
 from torchmpi_py.runtime import process
 
 _LOOK_SECONDS = 0.01
+PIECE_BYTES = 1 << 30  # MPI counts elements by ints
 
 T = TypeVar("T")
 
@@ -53,55 +54,89 @@ def of_all(work: Callable[[], T], what: str, mistakes: tuple[type[Exception], ..
         if ulfm.is_death(error):
             raise error
         mistake = next((kind for kind in mistakes if isinstance(error, kind)), None)
-        return _RankFailure(socket.gethostname(), str(error) if mistake else _said(error), mistake)
+        return _RankFailure(socket.gethostname(), str(error) if mistake else _text_of(error), mistake)
 
     def failed(failures: Mapping[int, _RankFailure]) -> Exception:
-        said = "; ".join(f"rank {rank} on {each.host}: {each.text}" for rank, each in failures.items())
+        text = "; ".join(f"rank {rank} on {each.host}: {each.text}" for rank, each in failures.items())
         texts = {each.text for each in failures.values()}
         if len(failures) == size() > 1 == len(texts):
-            said = f"all ranks: {texts.pop()}"
+            text = f"all ranks: {texts.pop()}"
         kinds = {each.mistake for each in failures.values()}
         kind = kinds.pop() if len(kinds) == 1 else None
-        return CheckpointError(f"{what}: {said}") if kind is None else kind(said)
+        return CheckpointError(f"{what}: {text}") if kind is None else kind(text)
 
-    exchange = exchanged if size() > 1 else agree.alone
-    return agree.gather_results(exchange, work, (Exception,), describe, failed)
+    return agree.gather_results(_exchanged if size() > 1 else agree.alone, work, (Exception,), describe, failed)
 
 
 def of_rank_0(work: Callable[[], T], what: str) -> T:
-    """Do the work on rank 0, and return its result on all; else as ``of_all``."""
+    """Do the work on rank 0, and return its result on all ranks; otherwise as ``of_all``."""
     return cast(T, of_all(work if rank() == 0 else lambda: None, what)[0])
 
 
-def soon(attempt: Callable[[], T], error: type[Exception], within_seconds: float) -> T:
-    """Try until it succeeds, or raise the error when that takes too long."""
-    deadline = time.monotonic() + within_seconds
-    while True:
-        try:
-            return attempt()
-        except error:
-            if time.monotonic() > deadline:
-                raise
-        time.sleep(0.1)
+def of_each(work: Callable[[], T], what: str, mistakes: tuple[type[Exception], ...] = ()) -> T:
+    """Like ``of_all`` for large results: each rank gets its own, and they are not exchanged."""
+    results: list[T] = []
+    of_all(lambda: results.append(work()), what, mistakes)
+    return results[0]
 
 
-def exchanged(mine: T) -> list[T]:
-    """The objects of all ranks, in rank order. Like ``allgather_object``, without a deadline. Collective."""
+def gathered(mine: bytes) -> list[bytes]:
+    """Return the bytes of all ranks on rank 0, in rank order, and none on the others. Collective."""
+    return _patiently(lambda mpi: _gathered(mpi, mine)) if size() > 1 else [mine]
+
+
+def broadcast(content: io.BytesIO) -> None:
+    """Overwrite the content with rank 0's, which has as many bytes. Collective."""
+    if size() > 1:
+        _patiently(lambda mpi: _broadcast(mpi, np.frombuffer(content.getbuffer(), np.uint8)))
+
+
+def _exchanged(mine: T) -> list[T]:
+    """The objects of all ranks, in rank order."""
+    return [pickle.loads(packed) for packed in _patiently(lambda mpi: _all_gathered(mpi, pickle.dumps(mine)))]
+
+
+def _patiently(exchange: Callable[[MPI.Comm], T]) -> T:
+    """Run a collective without a timeout, recorded for the hang detection."""
     comm = communicators.resolve(None)
-    return journal.run_together("checkpoint", comm, lambda: _gathered(comm.direct.mpi, mine), is_patient=True)
+    return journal.run_together("checkpoint", comm, lambda: exchange(comm.direct.mpi), is_patient=True)
 
 
-def _gathered(mpi: MPI.Comm, mine: T) -> list[T]:
-    packed = pickle.dumps(mine)
-    sizes = np.empty(mpi.size, np.int64)
-    backoff.complete(mpi.Iallgather(np.array([len(packed)], np.int64), sizes), backoff.Nap(_LOOK_SECONDS))
-    received = np.empty(sizes.sum(), np.uint8)
-    request = mpi.Iallgatherv(np.frombuffer(packed, np.uint8), [received, sizes.tolist()])
+def _complete(request: MPI.Request) -> None:
     backoff.complete(request, backoff.Nap(_LOOK_SECONDS))
-    return [pickle.loads(piece.tobytes()) for piece in np.split(received, np.cumsum(sizes)[:-1])]
 
 
-def _said(error: Exception) -> str:
+def _sizes(mpi: MPI.Comm, mine: bytes) -> list[int]:
+    sizes = np.empty(mpi.size, np.int64)
+    _complete(mpi.Iallgather(np.array([len(mine)], np.int64), sizes))
+    return cast(list[int], sizes.tolist())
+
+
+def _all_gathered(mpi: MPI.Comm, mine: bytes) -> list[bytes]:
+    sizes = _sizes(mpi, mine)
+    received = np.empty(sum(sizes), np.uint8)
+    _complete(mpi.Iallgatherv(np.frombuffer(mine, np.uint8), [received, sizes]))
+    return [piece.tobytes() for piece in np.split(received, np.cumsum(sizes)[:-1])]
+
+
+def _gathered(mpi: MPI.Comm, mine: bytes) -> list[bytes]:
+    """In pieces of the same size from every rank, so that rank 0 never receives more than one message may hold."""
+    sizes = _sizes(mpi, mine)
+    piece = min(max(sizes), PIECE_BYTES // mpi.size)
+    rounds = []
+    for begin in range(0, max(sizes), piece):
+        received = np.empty((mpi.size, piece) if mpi.rank == 0 else 0, np.uint8)
+        _complete(mpi.Igather(np.frombuffer(mine[begin : begin + piece].ljust(piece, b"\0"), np.uint8), received, 0))
+        rounds.append(received)
+    return [b"".join(part[rank] for part in rounds)[:num] for rank, num in enumerate(sizes)] if mpi.rank == 0 else []
+
+
+def _broadcast(mpi: MPI.Comm, content: np.ndarray) -> None:
+    for begin in range(0, content.size, PIECE_BYTES):
+        _complete(mpi.Ibcast(content[begin : begin + PIECE_BYTES], 0))
+
+
+def _text_of(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'writing'}: {error.strerror}"
-    return f"{type(error).__name__}: {error}" if not isinstance(error, FileNotFoundError) else str(error)
+    return f"{type(error).__name__}: {error}"

@@ -90,8 +90,8 @@ class SGDEngine:
             lr: The learning rate of plain SGD on the parameters of network and criterion; 0 for no update.
             optimizer: In place of ``lr``: a torch optimizer, or a function from the list of parameters to one.
             maxepoch: The number of epochs.
-            extensions: Objects that take part, such as ``Checkpoint(folder)``, ``Evaluate(function)``, ``EpochLines()``,
-                ``ProgressBar()``, ``TensorBoard(folder)`` or your own (``Extension``); at each moment they are called
+            extensions: Objects that take part, such as ``Checkpoint(folder)``, ``Evaluate(function)``,
+                ``EpochLines()``, ``ProgressBar()``, ``TensorBoard(folder)`` or your own (``Extension``); at each moment they are called
                 after the hook, in their order. Default: ``[EpochLines()]``, or none with a hook ``on_end_epoch``. In an
                 elastic job ``Elastic()`` is added.
             **former: The keywords of the release before: checkpoint, every, keep, stateful, evaluator, epoch_lines.
