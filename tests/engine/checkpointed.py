@@ -33,7 +33,7 @@ def on_update(state):
             return
         if kill["point"] is None:
             os.kill(os.getpid(), signal.SIGKILL)
-        dying.Points(kill["point"], writes_between=10).__enter__()
+        dying.Points(kill["point"]).__enter__()
 
 
 def trained(**options):

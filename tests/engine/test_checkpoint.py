@@ -163,11 +163,10 @@ def test_another_order_in_the_middle_of_an_epoch_is_refused(tmp_path, saved, now
         ({"every": 0}, "every=0: give a positive number"),
         ({"every": "step"}, "every='step'"),
         ({"keep": 0}, "keep=0"),
-        ({"stateful": {"s": 3}}, r"stateful\['s'\] is a int"),
     ],
 )
 def test_wrong_arguments(tmp_path, options, message):
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises(ValueError, match=message):
         train(torch.nn.Linear(1, 1), [], engine=SGDEngine(), **{"checkpoint": tmp_path, **options})
 
 
@@ -245,7 +244,7 @@ def test_training_that_was_ended_early_is_complete(tmp_path, caplog, every):
     for maxepoch in (5, 3, 2, 1):
         caplog.clear()
         assert training(tmp_path, maxepoch, every=every).t == 14
-        assert "is complete: nothing is left to do" in caplog.text
+        assert "complete and nothing is left to do" in caplog.text
     caplog.clear()
     assert training(tmp_path, 6, every=every).epoch == 6
     assert "resumed from" in caplog.text

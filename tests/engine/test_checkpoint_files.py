@@ -65,7 +65,7 @@ DAMAGES = {
     "was cut off": shorten,
     "its checksum is another": flip,
     "its size or": lambda path: path.write_bytes(path.read_bytes()[100:]),
-    "it has 5 bytes": lambda path: path.write_bytes(b"PK..."),
+    "has not written it": lambda path: path.write_bytes(b"PK..."),
     "passed over": lambda path: (path.unlink(), path.mkdir()),
 }
 
@@ -116,7 +116,7 @@ def test_only_data_is_saved(tmp_path):
     with pytest.raises(ValueError, match=r"\['a'\] are both in parts and in own"):
         checkpoints.save(1, {"a": 1}, own={"a": 1})
     assert checkpoints.load() is None
-    widest = {"least": -(2**2039), "most": 2**2039 - 1}
+    widest = {"least": 1 - 2**2039, "most": 2**2039 - 1}
     checkpoints.save(1, widest)
     assert checkpoints.load().parts == widest
     for number in (2**2039, -(2**2039) - 1, np.longdouble(1), np.clongdouble(1)):  # none is read back
@@ -149,16 +149,14 @@ def test_values_come_back_as_plain_ones(tmp_path):
     versions |= {"x": np.float32(0.5), "y": np.complex64(1j), "z": np.complex128(2j)}
     numbers = {np.int64(3): [np.float64(1.5), np.bool_(True)], "m": versions}
     parameter, tensor = torch.nn.Parameter(torch.ones(2), requires_grad=False), torch.zeros(3, requires_grad=True)
-    for each in (parameter, tensor):
-        each.tag = Tag()
-    parts = {"p": parameter, "views": [tensor, tensor, tensor.detach()], "x": numbers}
+    tensor.tag = Tag()
+    parts = {"p": parameter, "views": [tensor, tensor.detach()], "x": numbers}
     Checkpoints(tmp_path).save(1, parts)
-    assert all(isinstance(each.tag, Tag) for each in (parameter, tensor))
+    assert isinstance(tensor.tag, Tag)
     parts = Checkpoints(tmp_path).load().parts
-    assert (type(parts["p"]), parts["p"].requires_grad, vars(parts["p"])) == (torch.nn.Parameter, False, {})
-    first, second, view = parts["views"]
-    assert first is second
-    assert (type(first), first.requires_grad, first.data_ptr()) == (torch.Tensor, True, view.data_ptr())
+    assert (type(parts["p"]), parts["p"].requires_grad) == (torch.nn.Parameter, False)
+    first, view = parts["views"]
+    assert (type(first), vars(first), first.data_ptr()) == (torch.Tensor, {}, view.data_ptr())
     assert parts["x"][3] == [1.5, True]
     assert [type(number) for number in (*parts["x"], *parts["x"][3])] == [int, str, float, bool]
     assert [parts["x"]["m"][name] for name in "xyz"] == [0.5, 1j, 2j]

@@ -1,14 +1,16 @@
-"""A process killed at each point of a save. In a world of one, where a point costs a fork and not a job.
+"""A process killed at each point of a save, and at random moments. In a world of one, where a kill costs a fork.
 
-With TORCHMPI_FAULTS=all (scripts/test_faults) at each write too, and when there are fewer checkpoints.
+With TORCHMPI_FAULTS=all (scripts/test_faults) also when there are fewer checkpoints.
 """
 
 import itertools
 import os
 import pathlib
+import random
 import re
 import shutil
 import signal
+import time
 
 import dying
 import pytest
@@ -46,7 +48,7 @@ def killed_at(point, directory, step, name):
     """Whether a child that loads and saves up to this point was killed there."""
     child = os.fork()
     if child == 0:
-        with dying.Points(point, writes_between=0 if ALL else 30):
+        with dying.Points(point):
             checkpoints = Checkpoints(directory, keep=2)
             checkpoints.load()
             checkpoints.save(name, content(step))
@@ -82,6 +84,29 @@ def test_the_last_complete_one_is_resumed_from(tmp_path, monkeypatch, case, stri
     assert seen == [before[-1] if before else None] * turned + [step] * (len(seen) - turned), seen
     assert len(seen) > 14 // stride
     assert turned > 8 // stride
+
+
+def test_killed_at_random_moments(tmp_path):
+    """Whatever is there is whole, and no step that was saved is lost."""
+    draw, last = random.Random(4), 0
+    for _ in range(12):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            checkpoints = Checkpoints(tmp_path, keep=2)
+            for step in itertools.count(last + 1):
+                checkpoints.save(step, content(step) | {"more": torch.zeros(100_000)})
+                os.write(writer, b"x")
+        assert os.read(reader, 1)
+        time.sleep(draw.uniform(0, 0.05))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(writer)
+        with open(reader, "rb") as file:
+            saved = last + 1 + len(file.read())
+        last = step_saved(tmp_path) or 0
+        assert last in (saved, saved + 1)
+    assert last >= 12
 
 
 def test_all_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):

@@ -43,7 +43,7 @@ TRAINING = """
     rank, size = mpi.rank(), mpi.size()
     others = mpi.split(int(rank > 0))
     engine = AllReduceSGDEngine()
-    for name in ("on_backward", "on_update", "on_recovery", "on_end_epoch"):
+    for name in ("on_update", "on_recovery", "on_end_epoch"):
         if name in globals():
             setattr(engine.hooks, name, globals()[name])
     data = torch.utils.data.TensorDataset(torch.ones(48, 1), torch.ones(48, 1))
@@ -57,8 +57,8 @@ TRAINING = """
     mpi.stop()
 """
 
-# Rank 2 dies in a hook which rank 1 cannot complete then: rank 0 is a step ahead. Of four ranks it dies when it has
-# given its state.
+# Rank 2 dies in a hook which rank 1 cannot complete then: the schedule of rank 0 is a step ahead. Of four ranks rank 0
+# dies when it has given its state.
 AHEAD = """
     catch_up = survivors.catch_up
 
@@ -71,13 +71,11 @@ AHEAD = """
     survivors.catch_up = caught_up
 
     def on_update(state):
+        if state.t == 3 and rank in (1, 3):
+            mpi.barrier(comm=others)  # until rank 2 is dead
         schedule.step()
         if state.t == 3 and rank == 2:
             die()
-
-    def on_backward(state):
-        if state.t == 2 and rank in (1, 3):
-            mpi.barrier(comm=others)  # until rank 2 is dead
 
     def on_recovery(state):
         rates = state.optimizer.param_groups[0]["lr"], schedule.get_last_lr()[0]

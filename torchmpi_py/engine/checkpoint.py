@@ -62,19 +62,20 @@ class Checkpoint(Extension):
     ) -> None:
         if every != "epoch" and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
             raise ValueError(f"every={every!r}: give a positive number of steps, or 'epoch'")
-        for name, part in (stateful or {}).items():
-            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-                raise TypeError(
-                    f"stateful[{name!r}] is a {type(part).__name__}: give objects with state_dict and load_state_dict"
-                )
         self.checkpoints = Checkpoints(folder, keep=keep)
+        self.folder = self.checkpoints.directory
         self.every = every
         self.stateful = dict(stateful or {})
 
     @contextmanager
     def session(self, engine: Any, state: State) -> Iterator[None]:
         """Heed SIGTERM, and hold the folder, while the run lasts."""
-        self.steps_together = engine.steps_together  # whether ranks can exchange something after every step
+        self.steps_together = engine.steps_together or outcomes.size() == 1
+        if self.every != "epoch" and not self.steps_together:
+            raise ValueError(
+                f"Checkpoint(every={self.every}): all ranks save together, and those of a {type(engine).__name__} take "
+                "steps of their own; give every='epoch'"
+            )
         self.asked = 0  # maxepoch, before hooks of the epochs change it
         self.saved: tuple[int, ...] | None = None  # where the run stood at the last checkpoint
         try:
@@ -87,86 +88,63 @@ class Checkpoint(Extension):
         """Go on from the last complete checkpoint, if there is one."""
         self.asked = state.maxepoch
         # An error that the first save would have is raised now, and not when the first epoch is done.
-        lengths = outcomes.of_all(lambda: self._check_begin(state), "training cannot begin", (TypeError, ValueError))
-        self._check_lengths(lengths, state.maxepoch)
+        outcomes.of_all(lambda: self._check_begin(state), "training cannot begin", (TypeError, ValueError))
         self.checkpoints.hold()
         saved = self.checkpoints.load()
         if saved is None:
             return
-        parts, misfit = (
-            saved.parts,
-            f"step {saved.step} of {self.checkpoints.directory} does not fit what is trained now",
-        )
-        if parts["size"] != outcomes.size():  # the others have used other samples: begin the epoch again
+        parts, misfit = saved.parts, f"step {saved.step} of {self.folder} does not fit what is trained now"
+        if parts["size"] != outcomes.size():  # the ranks' parts of the epoch are others: begin it again
             parts |= {"position": 0, "epoch_random": None}
         place = (state.iterator, parts["order"], parts["position"], parts["size"])
         # Nothing is restored on any rank before the place in the epoch fits on all.
         outcomes.of_all(lambda: samples.check_place(*place), misfit, (ValueError,))
         outcomes.of_all(lambda: self._restore(state, parts), misfit)
         self.saved = _standing(state)
-        self._log_begin(state)
+        if outcomes.rank() == 0:
+            text = f"{self.folder}: epoch {state.epoch}, position {state.position}, step {state.t}"
+            if state.epoch < state.maxepoch:
+                logger.info("resumed from %s", text)
+            else:
+                logger.warning("training is complete and nothing is left to do, says the checkpoint in %s", text)
 
     def on_update(self, state: State) -> None:
         """Save if it is time. EndRequested, on all ranks and saved too, if one was asked to end."""
-        is_due = self.every != "epoch" and state.t % self.every == 0
-        if is_due:
+        if self.every != "epoch" and state.t % self.every == 0:
             self._save(state)
-        self._end_if_requested(state, is_due)
+        if self.steps_together:
+            self._end_if_requested(state)
 
     def on_end_epoch(self, state: State) -> None:
         """Save each epoch, or the last one. EndRequested as after a step, unless all is done."""
         is_over = state.epoch >= state.maxepoch
-        is_due = self.every == "epoch" or is_over
-        if is_due:
+        if self.every == "epoch" or is_over:
             self._save(state)
-        if is_over:
-            completed[self.checkpoints.directory] = weakref.ref(state.network)
-        else:
-            self._end_if_requested(state, is_due)
+        if not is_over:
+            self._end_if_requested(state)
 
-    def _check_begin(self, state: State) -> int | None:
-        """Each rank: errors of the folder and of what is saved. The number of batches in an epoch, if it is known."""
-        before = completed.get(self.checkpoints.directory)
+    def on_end(self, state: State) -> None:
+        """Remember what this process has trained."""
+        completed[self.folder] = weakref.ref(state.network)
+
+    def _check_begin(self, state: State) -> None:
+        """Each rank: errors of the folder and of what is saved."""
+        before = completed.get(self.folder)
         if before is not None and before() is not state.network:
             raise ValueError(
-                f"this process has trained another network with Checkpoint({str(self.checkpoints.directory)!r}): give "
+                f"this process has trained another network with Checkpoint({str(self.folder)!r}): give "
                 "each a folder of its own, or start the program again to go on with that one"
             )
         check_collected(*self._collected(state))
-        return samples.length_of(state.iterator)
 
-    def _check_lengths(self, lengths: list[int | None], maxepoch: int) -> None:
-        """ValueError, on all ranks, if their numbers of batches differ so that some would save more often."""
-        if self.every == "epoch" or self.steps_together:
-            return
-        if len({length * maxepoch // self.every for length in lengths if length is not None}) > 1:
-            raise ValueError(
-                f"every={self.every}: all ranks save together, after as many steps each, and they have {lengths} "
-                "batches in an epoch: give every='epoch'"
-            )
-
-    def _log_begin(self, state: State) -> None:
-        directory, place = self.checkpoints.directory, f"epoch {state.epoch}, position {state.position}, step {state.t}"
-        is_over = state.epoch >= state.maxepoch
-        if is_over:
-            completed[directory] = weakref.ref(state.network)
-        if outcomes.rank() > 0:
-            return
-        if is_over:
-            text = "the checkpoint in %s is of a training that is complete: nothing is left to do (%s)"
-            logger.warning(text, directory, place)
-        else:
-            logger.info("resumed from %s: %s", directory, place)
-
-    def _end_if_requested(self, state: State, has_saved: bool) -> None:
-        # Only where all ranks call it: after each step if steps are collective, otherwise after a save.
-        are_all_here = has_saved or self.steps_together or outcomes.size() == 1
-        if not are_all_here or not self.end_requests.requested():
+    def _end_if_requested(self, state: State) -> None:
+        """Every rank calls it: after each step if steps are collective, otherwise after a save."""
+        if not self.end_requests.requested():
             return
         self._save(state)
         if outcomes.rank() == 0:
             text = "asked to end (SIGTERM): step %d is saved in %s, and the program ends with exit code 143"
-            logger.warning(text, state.t, self.checkpoints.directory)
+            logger.warning(text, state.t, self.folder)
         raise EndRequested
 
     def _save(self, state: State) -> None:
@@ -284,7 +262,7 @@ def _check_experiment(saved: str) -> None:
     """ValueError if a checkpoint is of another experiment of a sweep."""
     now = os.environ.get(config.EXPERIMENT, "")
     if saved != now:
-        theirs, mine = (f"experiment {each}" if each else "no experiment" for each in (saved, now))
         raise ValueError(
-            f"it is of {theirs}, and this is {mine}: Checkpoint(mpi.experiment_folder()) gives each its own"
+            f"it is of experiment {saved or 'none'}, and this is {now or 'none'}: Checkpoint(mpi.experiment_folder()) "
+            "gives each experiment its own"
         )

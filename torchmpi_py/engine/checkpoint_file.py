@@ -18,6 +18,7 @@ code of the file from torch 2.6 on; with an earlier torch, load only files whose
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import os
@@ -28,7 +29,6 @@ import textwrap
 import uuid
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -48,13 +48,6 @@ _LEAVES = (
     *(torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, torch.device),
     *(bool, int, float, complex, str, bytes, type(None)),
 )
-_NUMBERS: dict[type, Callable[[Any], Any]] = {
-    np.floating: float,
-    np.complexfloating: complex,
-    np.integer: int,
-    np.bool_: bool,
-}
-_TOO_PRECISE = (np.longdouble, np.clongdouble)  # for Python's numbers
 _INT_BITS = 2039  # torch.load(weights_only=True) reads no longer ones
 
 
@@ -62,28 +55,25 @@ class Damaged(Exception):  # noqa: N818 - the name says the state
     """A checkpoint is not as it was written."""
 
 
-def plain(content: Any, where: str, bare: dict[int, torch.Tensor] | None = None) -> Any:
+def plain(content: Any, where: str) -> Any:
     """The content, with numpy's numbers as Python's, and tensors without the attributes that a program has given them.
 
-    TypeError that says where something is that is not plain data. ``bare`` has the tensors without attributes, by the
-    id of the original, so that what was one tensor stays one.
+    TypeError that says where something is that is not plain data.
     """
-    kind, bare = type(content), {} if bare is None else bare
+    kind = type(content)
     if kind in (dict, OrderedDict, Counter):
         copied = copy.copy(content)  # with its attributes: a state_dict's versions
         copied.clear()
         for key, value in content.items():
-            copied[plain(key, f"the key {key!r} of {where}", bare)] = plain(value, f"{where}[{key!r}]", bare)
+            copied[plain(key, f"the key {key!r} of {where}")] = plain(value, f"{where}[{key!r}]")
         return copied
     if kind in (list, tuple, set):
-        return kind(plain(value, f"{where}[{index}]", bare) for index, value in enumerate(content))
-    if kind not in _TOO_PRECISE:
-        for numbers, python in _NUMBERS.items():
-            if isinstance(content, numbers):
-                return python(content)
+        return kind(plain(value, f"{where}[{index}]") for index, value in enumerate(content))
+    if isinstance(content, (np.number, np.bool_)) and type(content.item()) in _LEAVES:
+        return content.item()
     if kind in (torch.Tensor, torch.nn.Parameter) and vars(content):
-        return bare.setdefault(id(content), _without_attributes(content))
-    is_long = kind is int and (content if content >= 0 else ~content).bit_length() > _INT_BITS
+        return content.detach()
+    is_long = kind is int and content.bit_length() > _INT_BITS
     if kind in _LEAVES and not is_long:
         return content
     name = f"int of more than {_INT_BITS} bits" if is_long else f"{kind.__module__}.{kind.__qualname__}"
@@ -93,85 +83,44 @@ def plain(content: Any, where: str, bare: dict[int, torch.Tensor] | None = None)
     )
 
 
-def _without_attributes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or Parameter, in the same memory, without what is in its ``__dict__``."""
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(tensor.detach(), tensor.requires_grad)
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-class ChecksumStream:
-    """A stream for ``torch.save`` that counts bytes, computes their CRC-32, and holds back an error until ``end``.
-
-    torch would replace an error inside ``write`` by one of its own, which says nothing of a full disk.
-    """
-
-    def __init__(self, file: Any) -> None:
-        self.file = file
-        self.num_bytes = self.crc32 = 0
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        num_bytes = memoryview(data).nbytes
-        if self.error is None:
-            try:
-                self.file.write(data)
-            except OSError as error:
-                self.error = error
-        self.crc32 = zlib.crc32(data, self.crc32)
-        self.num_bytes += num_bytes
-        return num_bytes
-
-    def flush(self) -> None:
-        """Nothing: ``end`` flushes."""
-
-    def end(self) -> None:
-        """Write the trailer and hand everything to the system, or raise the error of a write."""
-        if self.error is not None:
-            raise self.error
-        self.file.write(TRAILER.pack(_MARK, FORMAT, self.crc32, self.num_bytes))
-        self.file.flush()
+def packed(content: Any) -> memoryview:
+    """Plain data as the bytes of a file without a trailer."""
+    torch.save(content, stream := io.BytesIO())
+    return stream.getbuffer()
 
 
 def write(path: pathlib.Path, content: Any) -> None:
     """Write plain data under a provisional name, and give it its name when it is on the disk. OSError if that fails."""
-    partial = path.with_name(f".{path.name}.partial-{uuid.uuid4().hex[:8]}")
+    data, partial = packed(content), path.with_name(f".{path.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
         with open(partial, "wb") as file:
-            stream = ChecksumStream(file)
-            torch.save(content, stream)  # type: ignore[arg-type]  # it asks for write and flush
-            stream.end()
+            file.write(data)
+            file.write(TRAILER.pack(_MARK, FORMAT, zlib.crc32(data), len(data)))
+            file.flush()
             os.fsync(file.fileno())
         os.rename(partial, path)
-    except BaseException as error:
-        if isinstance(error, OSError):
-            error.filename = str(path)  # an error of write does not know it
+    except OSError as error:
+        error.filename = str(path)  # an error of write does not know it
         partial.unlink(missing_ok=True)
         raise
     _sync(path.parent)
-
-
-def packed(content: Any) -> bytes:
-    """Plain data as the bytes of a file without a trailer."""
-    torch.save(content, stream := io.BytesIO())
-    return stream.getvalue()
 
 
 def read(path: pathlib.Path) -> io.BytesIO:
     """Return the bytes of a file. Damaged unless they are as they were written."""
     try:
         with open(trusted_files.open_file(path, os.O_RDONLY, owners=None), "rb") as file:
+            file.seek(-min(TRAILER.size, os.stat(path).st_size), os.SEEK_END)
+            trailer = file.read()
+            if len(trailer) < TRAILER.size or not trailer.startswith(_MARK):
+                raise Damaged("its last bytes are missing: it was cut off, or torchmpi_py has not written it")
+            file.seek(0)
             stream = io.BytesIO(file.read())
     except (PermissionError, FileNotFoundError):
         raise  # that is no damage
     except OSError as error:
         raise Damaged(error.strerror) from error
-    content = stream.getbuffer()
-    if len(content) < TRAILER.size:
-        raise Damaged(f"it has {len(content)} bytes")
-    mark, written, crc32, num_bytes = TRAILER.unpack(content[-TRAILER.size :])
-    if mark != _MARK:
-        raise Damaged(f"its last {TRAILER.size} bytes are missing: it was cut off, or torchmpi_py has not written it")
+    content, (_, written, crc32, num_bytes) = stream.getbuffer(), TRAILER.unpack(trailer)
     if written > FORMAT:
         raise CheckpointError(
             f"{path} has format {written}, and this torchmpi_py reads up to {FORMAT}: use the version that wrote it"
@@ -221,19 +170,11 @@ def complete(directory: pathlib.Path) -> list[tuple[int, pathlib.Path]]:
     return steps
 
 
-def path_of(directory: pathlib.Path, step: int) -> pathlib.Path:
-    """The file of a complete checkpoint."""
-    return directory / f"step-{step:06}.pt"
-
-
 def tidy(directory: pathlib.Path) -> None:
-    """Remove what a job of this user left that was killed while it wrote. For the holder of the folder's lock."""
+    """Remove what a job that was killed left of a file. For the holder of the folder's lock."""
     for path in directory.glob(".step-*.pt.partial-*"):
-        if trusted_files.is_own(path):
+        with contextlib.suppress(OSError):  # another user's
             path.unlink()
-        else:
-            owner = trusted_files.owner_name(path.lstat().st_uid)
-            warn_once("%s was left by a job of another user: ask %s to remove it", path, owner)
 
 
 def discard(path: pathlib.Path, aside: pathlib.Path | None = None) -> None:

@@ -22,14 +22,17 @@ import logging
 import operator
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from torchmpi_py.collectives import verbs
 from torchmpi_py.engine import checkpoint_file as files, folder_lock, outcomes, samples
 
 logger = logging.getLogger("torchmpi_py")
+
+_PIECE_BYTES = 1 << 30  # of a broadcast, so that its timeout is that of a piece
 
 Collected = tuple[Mapping[str, Any], Mapping[str, Any]]
 """What is equal on all ranks, and what is each rank's own."""
@@ -73,10 +76,8 @@ class Checkpoints:
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
-        if isinstance(keep, bool) or not isinstance(keep, int):
-            raise TypeError(f"keep={keep!r} must be an integer: how many checkpoints to keep")
-        if keep < 1:
-            raise ValueError(f"keep={keep}: keep at least 1 checkpoint")
+        if type(keep) is not int or keep < 1:
+            raise ValueError(f"keep={keep!r}: expected the number of checkpoints to keep, at least 1")
         self.directory = pathlib.Path(directory).absolute()
         self.keep = keep
         self._damaged: list[pathlib.Path] = []  # what load passed over
@@ -113,17 +114,19 @@ class Checkpoints:
 
     def save_collected(self, step: int, collect: Callable[[], Collected]) -> pathlib.Path:
         """Like ``save``; ``collect`` gives (parts, own), and an error in it on one rank is raised on all."""
-        what = f"step {step} cannot be saved"
+        what, collected = f"step {step} cannot be saved", []
 
-        def pack() -> tuple[Mapping[str, Any], bytes]:
+        def pack() -> int:
             if operator.index(step) < 0:
                 raise ValueError(f"step={step} must not be negative")
             parts, own = check_collected(*collect())
-            return parts, files.packed({"own": own, "random": samples.random_states()})
+            collected.append((parts, _bytes(files.packed({"own": own, "random": samples.random_states()}))))
+            return len(collected[0][1])
 
-        parts, own = outcomes.of_each(pack, what, (TypeError, ValueError))
-        of_ranks = outcomes.gathered(own)
-        return outcomes.of_rank_0(lambda: self._write(operator.index(step), parts, of_ranks), what)
+        sizes = outcomes.of_all(pack, what, (TypeError, ValueError))
+        parts, own = collected[0]
+        whole = verbs.gather(own) if len(sizes) > 1 else own
+        return outcomes.of_rank_0(lambda: self._write(operator.index(step), parts, whole.split(sizes)), what)
 
     def load(self) -> Saved | None:
         """Return the last complete checkpoint, as (step, parts), or None if there is none. Collective.
@@ -132,31 +135,25 @@ class Checkpoints:
         they were on this rank. A rank that the saved job did not have gets rank 0's own parts, and random numbers that
         follow from rank 0's and its number.
         """
-        streams: list[io.BytesIO] = []
-
-        def find() -> tuple[int, int] | None:
-            found = self._find()
-            if found is None:
-                return None
-            streams.append(found[1])
-            return found[0], len(found[1].getbuffer())
-
-        found = outcomes.of_rank_0(find, "the checkpoints cannot be read")
+        files_read: list[io.BytesIO] = []
+        found = outcomes.of_rank_0(lambda: self._find(files_read), "the checkpoints cannot be read")
         if found is None:
             return None
         step, num_bytes = found
-        stream = streams[0] if streams else io.BytesIO(bytes(num_bytes))
-        outcomes.broadcast(stream)
-        return Saved(
-            step, outcomes.of_each(lambda: _unpacked(stream), f"step {step} of {self.directory} cannot be read")
-        )
+        stream = files_read[0] if files_read else io.BytesIO(bytes(num_bytes))
+        if outcomes.size() > 1:
+            for piece in _bytes(stream.getbuffer()).split(_PIECE_BYTES):
+                verbs.broadcast(piece)
+        parts: dict[str, Any] = {}
+        outcomes.of_all(lambda: parts.update(_unpacked(stream)), f"step {step} of {self.directory} cannot be read")
+        return Saved(step, parts)
 
     def _hold(self) -> None:
         """Rank 0: make the folder, and take the lock."""
         files.make_folder(self.directory)
         self._lock = folder_lock.take(self.directory)
 
-    def _write(self, step: int, parts: Mapping[str, Any], of_ranks: list[bytes]) -> pathlib.Path:
+    def _write(self, step: int, parts: Mapping[str, Any], own: Sequence[torch.Tensor]) -> pathlib.Path:
         """Rank 0: write the file, and remove the oldest."""
         self._hold()
         # A damaged checkpoint of a later step must not keep a run from saving this one.
@@ -170,23 +167,24 @@ class Checkpoints:
                 f"{self.directory} holds a checkpoint of step {newest}, which is later than {step}: load() it first, "
                 "remove it, or use another folder"
             )
-        own = [torch.frombuffer(bytearray(packed), dtype=torch.uint8) for packed in of_ranks]
-        path = files.path_of(self.directory, step)
-        files.write(path, {"step": step, "parts": dict(parts), "own": own})
+        path = self.directory / f"step-{step:06}.pt"
+        files.write(path, {"step": step, "parts": parts, "own": list(own)})
         for _, old in files.complete(self.directory)[self.keep :]:
             files.discard(old)
         return path
 
-    def _find(self) -> tuple[int, io.BytesIO] | None:
-        """Rank 0: the step and the bytes of the newest file that is not damaged."""
+    def _find(self, files_read: list[io.BytesIO]) -> tuple[int, int] | None:
+        """Rank 0: read the newest file that is not damaged; its step and number of bytes."""
         for step, path in files.complete(self.directory):
             try:
-                return step, files.read(path)
+                files_read.append(files.read(path))
             except FileNotFoundError:
-                return self._find()  # another job that saves has removed it, and has a later one
+                return self._find(files_read)  # another job that saves has removed it, and has a later one
             except files.Damaged as damage:
                 self._damaged.append(path)
                 logger.warning("checkpoint %s is damaged and passed over: %s", path, damage)
+            else:
+                return step, len(files_read[0].getbuffer())
         return None
 
 
@@ -195,6 +193,11 @@ def check_collected(parts: Mapping[str, Any], own: Mapping[str, Any]) -> Collect
     if both := sorted(parts.keys() & own.keys()):
         raise ValueError(f"{both} are both in parts and in own: give them different names")
     return files.plain(dict(parts), "parts"), files.plain(dict(own), "own")
+
+
+def _bytes(content: Any) -> torch.Tensor:
+    """A tensor over the memory of the bytes."""
+    return torch.frombuffer(content, dtype=torch.uint8)
 
 
 def _unpacked(stream: io.BytesIO) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 A step *counts* when all ranks have confirmed, once the gradients are reduced, that all live: then every rank's
 gradients are in the result, and each rank updates its parameters without the others. A step in which a rank dies before
 that is repeated. The survivors build a smaller world (``runtime.survivors``), and the rest of the epoch is divided
-among them: every sample is used once. (Where hooks between update and count have to do with other ranks, some may be a
-step ahead; the others then take their state.) Of the end of an epoch (``on_end_epoch``, a checkpoint) nothing is left
+among them: every sample is used once. Of a hook that a death has interrupted, some ranks may have completed more than
+others, which then take their state. Of the end of an epoch (``on_end_epoch``, a checkpoint) nothing is left
 out: if one rank has not completed it, all repeat it. Averages are over the present ranks, and batches keep their size
 per rank, so a global batch is smaller from then on.
 """

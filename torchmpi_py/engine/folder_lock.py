@@ -61,7 +61,7 @@ def take(directory: pathlib.Path) -> FolderLock | None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise
-        time.sleep(0.1)
+            time.sleep(0.1)
 
 
 def _take(directory: pathlib.Path) -> FolderLock | None:
@@ -100,11 +100,8 @@ def _lock(file: FolderLock, directory: pathlib.Path) -> None:
         os.fchmod(file.fileno(), directory.stat().st_mode & 0o666)  # who may write into the folder may lock it
     user, began = trusted_files.owner_name(os.geteuid()), time.strftime("%Y-%m-%d %H:%M:%S")
     file.truncate(0)
-    file.write(
-        f"process {os.getpid()} of {user} on {socket.gethostname()}, {sys.argv[0]}, since {began}\n".encode(
-            "utf-8", "backslashreplace"
-        )
-    )
+    line = f"process {os.getpid()} of {user} on {socket.gethostname()}, {sys.argv[0]}, since {began}\n"
+    file.write(line.encode("utf-8", "backslashreplace"))
 
 
 os.register_at_fork(after_in_child=lambda: list(map(FolderLock.close, list(_held.values()))))

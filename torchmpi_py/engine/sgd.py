@@ -91,8 +91,8 @@ class SGDEngine:
             optimizer: In place of ``lr``: a torch optimizer, or a function from the list of parameters to one.
             maxepoch: The number of epochs.
             extensions: Objects that take part, such as ``Checkpoint(folder)``, ``Evaluate(function)``,
-                ``EpochLines()``, ``ProgressBar()``, ``TensorBoard(folder)`` or your own (``Extension``); at each moment they are called
-                after the hook, in their order. Default: ``[EpochLines()]``, or none with a hook ``on_end_epoch``. In an
+                ``EpochLines()``, ``ProgressBar()``, ``TensorBoard(folder)`` or your own (``Extension``); at each
+                moment they are called after the hook, in their order. Default: ``[EpochLines()]``, or none with a hook ``on_end_epoch``. In an
                 elastic job ``Elastic()`` is added.
             **former: The keywords of the release before: checkpoint, every, keep, stateful, evaluator, epoch_lines.
                 Each builds its extension, with a DeprecationWarning.
