@@ -24,10 +24,10 @@ class Noting(Extension):
     def __init__(self, name, calls):
         self.name, self.calls = name, calls
 
-    def session(self, engine, state):
+    def around_run(self, engine, state):
         return self
 
-    def epoch(self, state):
+    def around_epoch(self, state):
         return self
 
     def __enter__(self):

@@ -68,7 +68,7 @@ class Checkpoint(Extension):
         self.stateful = dict(stateful or {})
 
     @contextmanager
-    def session(self, engine: Any, state: State) -> Iterator[None]:
+    def around_run(self, engine: Any, state: State) -> Iterator[None]:
         """Heed SIGTERM, and hold the folder, while the run lasts."""
         self.steps_together = engine.steps_together or outcomes.size() == 1
         if self.every != "epoch" and not self.steps_together:

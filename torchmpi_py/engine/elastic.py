@@ -36,7 +36,7 @@ class Elastic(Extension):
     engine: Any = None
 
     @contextmanager
-    def session(self, engine: Any, state: State) -> Iterator[None]:
+    def around_run(self, engine: Any, state: State) -> Iterator[None]:
         """Check, on every rank, that survivors could go on."""
         if not ulfm.is_elastic():
             yield
@@ -49,7 +49,7 @@ class Elastic(Extension):
             self.engine = None
 
     @contextmanager
-    def epoch(self, state: State) -> Iterator[None]:
+    def around_epoch(self, state: State) -> Iterator[None]:
         """When a rank dies the others recover, and the loop goes on with the rest of the epoch, or with its end."""
         with survivors.elastic() as attempt:
             yield

@@ -45,11 +45,11 @@ class Extension:
             if name.startswith("on_") and name not in MOMENTS:
                 raise TypeError(f"{cls.__name__}.{name}: there is no such moment; there are {', '.join(MOMENTS)}")
 
-    def session(self, engine: Any, state: State) -> AbstractContextManager[Any]:
+    def around_run(self, engine: Any, state: State) -> AbstractContextManager[Any]:
         """Return the bracket around the run of ``engine``, from before ``on_start`` to after ``on_end``."""
         return nullcontext()
 
-    def epoch(self, state: State) -> AbstractContextManager[Any]:
+    def around_epoch(self, state: State) -> AbstractContextManager[Any]:
         """Return the bracket around an epoch, or the rest of one; if it swallows an error, the loop goes on."""
         return nullcontext()
 

@@ -179,7 +179,7 @@ class SGDEngine:
             with called(self.hooks, extensions) as self.calls, ExitStack() as stack:
                 self.extensions = list(extensions)
                 for each in extensions:
-                    stack.enter_context(each.session(self, state))
+                    stack.enter_context(each.around_run(self, state))
                 yield self.calls
         finally:
             self.extensions, self.calls = enclosing
@@ -190,7 +190,7 @@ class SGDEngine:
         """The block of an epoch, or the rest of one; the loop goes on where an extension swallows an error."""
         with ExitStack() as stack:
             for each in self.extensions:
-                stack.enter_context(each.epoch(state))
+                stack.enter_context(each.around_epoch(state))
             yield
 
     # The actions of the loop, in its order. Subclasses override these; each reads and writes the state only.
