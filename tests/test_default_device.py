@@ -83,25 +83,15 @@ def test_optimizers(mpi, network):
     assert all(p.isfinite().all() for p in network.parameters())
 
 
-def test_sparse_gradients_and_clipping(mpi):
+def test_sparse_gradients(mpi):
     embedding = torch.nn.Embedding(5, 3, sparse=True, device=CPU)
     torch.nn.init.ones_(embedding.weight)
     embedding(torch.tensor([mpi.rank() % 5, 0], device=CPU)).sum().backward()
     mpinn.synchronize_gradients(embedding)
     assert embedding.weight.grad.to_dense()[0, 0] >= 1
-    with CPU:
-        split = mpinn.ColumnParallelLinear(6, 2 * mpi.size(), bias=False)
-    split(torch.ones(4, 6, device=CPU)).sum().backward()
-    assert mpinn.clip_grad_norm_(split.parameters(), 0.1) > 0.1
 
 
-def test_activations_and_a_parameter_server(mpi):
-    if mpi.size() > 1 and mpi.rank() == 0:
-        x = torch.ones(3, device=CPU, requires_grad=True)
-        mpinn.send(2 * x, 1).backward()
-        assert x.grad.tolist() == [6] * 3
-    elif mpi.rank() == 1:
-        (3 * mpinn.recv(0)).sum().backward()
+def test_a_parameter_server(mpi):
     server = ps.init(torch.zeros(1000, device=CPU))
     server.send(torch.ones(1000, device=CPU), "add").wait()
     mpi.barrier()

@@ -1,5 +1,6 @@
 """The names of the package itself."""
 
+import pkgutil
 import re
 from pathlib import Path
 
@@ -18,6 +19,15 @@ def test_names_of_other_packages_are_explained():
             found = mpi
             for part in path.split("."):
                 found = getattr(found, part)
+
+
+def test_names_that_were_removed_are_explained():
+    page = (Path(__file__).parents[1] / "docs/from_0.1.md").read_text(encoding="utf-8")
+    for name, replacement in mpi.nn._REMOVED.items():
+        with pytest.raises(AttributeError, match=rf"use {re.escape(replacement)} \(docs/from_0\.1\.md\)"):
+            getattr(mpi.nn, name)
+        assert f"`nn.{name}`" in page
+        assert pkgutil.resolve_name(replacement.split()[0])
 
 
 def test_all_public_names_are_imported_by_a_star_and_a_misspelt_one_is_known():

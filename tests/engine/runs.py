@@ -43,7 +43,7 @@ def loss_of(output, target):
 
 def prefetching():
     """Return the threads that read ahead in this process."""
-    return [thread for thread in threading.enumerate() if thread.name == "torchmpi_py prefetch"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("torchmpi_py prefetch")]
 
 
 def train(network, iterator, *, engine=None, criterion=loss_of, killed_at=None, **options):
@@ -85,8 +85,9 @@ def trained(iterator, **options):
 
 
 def numbers_in(sample, num_samples):
-    """Return the targets of a batch, without those of a stand-in."""
-    return sample[1][:num_samples].flatten().int().tolist()
+    """Return the targets of a batch, which is None where this rank has none."""
+    assert num_samples == (0 if sample is None else len(sample[1]))
+    return [] if sample is None else sample[1].flatten().int().tolist()
 
 
 def together(mpi, mine):

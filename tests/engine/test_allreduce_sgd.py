@@ -43,6 +43,30 @@ def test_any_number_of_ranks_trains_as_one(mpi, total, asynchronous):
     assert_close(net, trained_alone(total, 4 * mpi.size()))
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("option", ["debug", "asynchronous", "sharded"])
+def test_ranks_without_samples_in_the_last_step_train_as_one(mpi, option):
+    """They compute nothing then; momentum goes on."""
+
+    def run(engine, batch_size, **options):
+        place = {name: options.pop(name) for name in ("rank", "size") if name in options}
+        iterator = DatasetIterator(classes(8 * mpi.size() + mpi.size() - 1, dtype=torch.float64), batch_size, **place)
+        net = networks.perceptron(6, 16, 3, dtype=torch.float64)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        assert train(net, iterator, engine=engine, optimizer=optimizer, maxepoch=2, **options).t == 6
+        return net
+
+    moments = {"on_sample": [], "on_backward": [], "on_update": []}
+    counts = {name: lambda state, name=name: moments[name].append(state.num_samples) for name in moments}
+    net = run(AllReduceSGDEngine(**{option: True}), 4, **counts)
+    mpi.nn.check_with_allreduce(net)
+    alone = run(SGDEngine(), 4 * mpi.size(), rank=0, size=1)
+    torch.testing.assert_close(dict(net.named_parameters()), dict(alone.named_parameters()), rtol=1e-9, atol=1e-12)
+    last = int(mpi.rank() < mpi.size() - 1)
+    assert moments["on_backward"] == moments["on_update"] == [4, 4, last] * 2
+    assert moments["on_sample"] == ([4, 4, 1] if last else [4, 4]) * 2
+
+
 def test_it_starts_from_what_rank_0_loads_in_on_start(mpi):
     def load(state, loading_rank=0):
         if mpi.rank() == loading_rank:

@@ -1,7 +1,5 @@
 """Batch statistics in data-parallel training: each rank's own, brought together, or those of all ranks' batches."""
 
-import copy
-
 import pytest
 import torch
 from runs import classes, loss_of, train
@@ -119,20 +117,16 @@ def test_layers_that_one_rank_does_not_use_beside_synchronized_statistics(mpi, e
 
 
 @pytest.mark.mpi(min_size=3)
-def test_a_rank_without_samples_in_the_last_batch(mpi):
-    """One process trains alike; later batches of that rank count again."""
+def test_a_rank_that_may_have_no_samples_is_refused(mpi):
+    """It would call no layer, and the others wait for it there."""
     total = 9 * mpi.size() - 1  # two batches of 4 a rank, and one with a sample less than there are ranks
-    copies = []
-    hooks = {"on_backward": lambda state: copies.append(copy.deepcopy(state.network))}
-    net = trained(mpi, AllReduceSGDEngine(), network(SyncBatchNorm), total=total, **hooks)
-    alone = trained_alone(mpi, network(), total)
-    torch.testing.assert_close(dict(net.state_dict()), dict(alone.state_dict()), rtol=1e-9, atol=1e-10)
-    assert all(each[1].has_samples for each in [net, *copies])
+    with pytest.raises(ValueError, match=r"SyncBatchNorm needs every rank .* give the DatasetIterator drop_last=True"):
+        trained(mpi, AllReduceSGDEngine(), network(SyncBatchNorm), total=total)
+    trained(mpi, AllReduceSGDEngine(), network(SyncBatchNorm), total=9 * mpi.size())
+    iterator = DatasetIterator(data(total), 4, drop_last=True)
+    assert train(network(SyncBatchNorm), iterator).t == 2
 
 
-def test_what_has_no_statistics_is_refused(mpi):
-    """One sample on all ranks has no variance, as on one process."""
-    with pytest.raises(ValueError, match="per channel when training"):
-        trained(mpi, AllReduceSGDEngine(), network(SyncBatchNorm), total=4 * mpi.size() + 1)
+def test_another_way_is_refused(mpi):
     with pytest.raises(ValueError, match="buffers='mean': give 'average', 'root' or 'leave'"):
         AllReduceSGDEngine(buffers="mean")

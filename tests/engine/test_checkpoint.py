@@ -145,9 +145,9 @@ def test_random_kills(tmp_path):
 @pytest.mark.parametrize(
     ("saved", "now", "message"),
     [
-        ("prefetch", "inline", "seed 1, shuffle True; this is another order: .* seed 0"),
-        ("own generator", "fewer samples", "over 50 samples, .*; this is another order"),
-        ("own generator", "another batch size", "7 batches, batch size 8, .*; this is another order"),
+        ("prefetch", "inline", "'seed': 1, .*; this is another order: .* 'seed': 0"),
+        ("own generator", "fewer samples", "over {'samples': 50, .*; this is another order"),
+        ("own generator", "another batch size", "'batches': 7, 'batch size': 8, .*; this is another order"),
         ("own generator", "no generator", "this is another order"),
     ],
 )

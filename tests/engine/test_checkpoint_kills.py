@@ -88,14 +88,14 @@ def test_the_last_complete_one_is_resumed_from(tmp_path, monkeypatch, case, stri
 
 def test_killed_at_random_moments(tmp_path):
     """Whatever is there is whole, and no step that was saved is lost."""
-    draw, last = random.Random(4), 0
+    draw, last, more = random.Random(4), 0, torch.zeros(100_000)  # made here: OpenMP's threads do not survive a fork
     for _ in range(12):
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
             checkpoints = Checkpoints(tmp_path, keep=2)
             for step in itertools.count(last + 1):
-                checkpoints.save(step, content(step) | {"more": torch.zeros(100_000)})
+                checkpoints.save(step, content(step) | {"more": more})
                 os.write(writer, b"x")
         assert os.read(reader, 1)
         time.sleep(draw.uniform(0, 0.05))

@@ -1,5 +1,6 @@
 """Checkpoints of several ranks: what is each rank's own, other numbers of ranks, and errors that all ranks raise."""
 
+import logging
 import random
 import types
 
@@ -96,24 +97,39 @@ def used_by(mpi, folder, batch_size, **options):
     """The samples of each saved step that this rank's group has used."""
     dataset = TensorDataset(torch.arange(83.0).unsqueeze(1), torch.arange(83))
     steps = []
-    options |= {"lr": 0.001, "maxepoch": 2, "checkpoint": folder, "every": 1}
     state = train(
         torch.nn.Linear(1, 1),
         DatasetIterator(dataset, batch_size),
         criterion=lambda output, target: output.mean(),
         on_update=lambda state: steps.append(together(mpi, numbers_in(state.sample, state.num_samples))),
-        **options,
+        **{"lr": 0.001, "maxepoch": 2, "checkpoint": folder, "every": 1} | options,
     )
     return steps if state else steps[:-1]
 
 
 @pytest.mark.mpi(min_size=2)
-def test_on_fewer_ranks_the_epoch_begins_again(mpi, folder):
-    assert used_by(mpi, folder, 4, killed_at=3)
-    begun = mpi.size() * 4 * 2  # samples of the steps that were saved
-    everything = on_few(mpi, lambda: [number for step in used_by(mpi, folder, 5) for number in step])
-    assert sorted(everything[:83]) == sorted(everything[83:]) == list(range(83))
-    assert 0 < begun < 83
+@pytest.mark.parametrize("kind", ["iterator", "batches"])
+def test_on_another_number_of_ranks_an_epoch_begins_again(mpi, folder, kind, caplog):
+    """In the second epoch of two."""
+
+    def run(**options):
+        options |= {"maxepoch": 2, "checkpoint": folder, "every": 1}
+        if kind == "iterator":
+            return used_by(mpi, folder, 4, **options)
+        train(torch.nn.Linear(6, 3), [BATCH] * 25, on_update=lambda state: used.append([state.t]), **options)
+        return used
+
+    used = []
+    run(killed_at=27 if kind == "batches" else -(-83 // (4 * mpi.size())) + 2)
+    used.clear()
+    caplog.set_level(logging.WARNING, "torchmpi_py")
+    steps = on_few(mpi, run)
+    if kind == "iterator":
+        assert sorted(number for step in steps for number in step) == list(range(83))
+    else:
+        assert len(steps) == 25
+    said = [record for record in caplog.records if "ranks that epoch begins again" in record.getMessage()]
+    assert len(said) == (mpi.rank() == 0)
 
 
 def test_each_rank_with_a_dataset_of_its_own(mpi, folder):
@@ -129,7 +145,7 @@ def test_each_rank_with_a_dataset_of_its_own(mpi, folder):
     assert run(killed_at=4) is None
     del used[12:]  # the step that was not saved
     last = mpi.size() - 1
-    message = "in the middle of an epoch over 30 samples, seed .*; this is another order"
+    message = "in the middle of an epoch over {'samples': 30, 'seed': .*; this is another order"
     with pytest.raises(ValueError, match=message if last == 0 else rf"rank {last} on .*{message}"):
         run(seed=100 if mpi.rank() < last else 200)
     run()

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from runs import numbered, together, train
+from runs import numbered, numbers_in, together, train
 from support import jobs
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
@@ -55,7 +55,7 @@ def test_an_iteration_within_another(kind):
     iterator, used, rest = MAKERS[kind](), [], []
     total = sum(len(batch) for batch in MAKERS[kind]())
     iterator.set_epoch(0)
-    for number, batch in enumerate(iterator.as_outer(iter(iterator))):
+    for number, batch in enumerate(iterator):
         used += batch.tolist()
         before = place(iterator)
         if number == 2:
@@ -74,34 +74,18 @@ def test_an_iteration_within_another(kind):
     assert everything(again) == rest
 
 
-def test_lasting_workers_are_taken_by_the_second_iteration():
-    for iterator in (
-        DatasetIterator([source(num_workers=1)], 4),
-        loader(num_workers=1, persistent_workers=True),
-    ):
-        outer = iter(iterator)
-        next(outer)
-        assert sorted(everything(iterator)) == NUMBERS
-        with pytest.raises(RuntimeError, match="has taken the worker processes: make a"):
-            list(outer)
-        assert sorted(everything(iterator)) == NUMBERS
-
-
 def test_the_place_that_was_set_counts():
     iterator = DatasetIterator(NUMBERS[:16], 4, seed=1)
-    kept = iter(iterator)
-    next(kept)  # an iteration that is kept is no outer one
+    for _ in iterator:
+        break
     begun = iterator.state_dict()
-    assert (begun["epoch"], begun["position"]) == (0, 4)
+    assert begun == {"epoch": 0, "position": 4, "size": 1}
     everything(iterator)
-    assert iterator.state_dict() == {"epoch": 2, "position": 0, "order": None}
+    assert iterator.state_dict() == {"epoch": 2, "position": 0, "size": 1}
     iterator.set_epoch(5)
-    assert iterator.state_dict() == {"epoch": 5, "position": 0, "order": None}
-    iterator.load_state_dict({"epoch": 3, "position": 8, "order": None})
-    assert iterator.state_dict() == {"epoch": 3, "position": 8, "order": None}
-    everything(iterator)
+    assert iterator.state_dict() == {"epoch": 5, "position": 0, "size": 1}
     iterator.load_state_dict(begun)
-    assert iterator.state_dict() == begun  # with the digest, though another order was drawn meanwhile
+    assert iterator.state_dict() == begun
     other = DatasetIterator(NUMBERS[:16], 4, seed=1)
     other.load_state_dict(iterator.state_dict())
     assert len(everything(other)) == 12
@@ -118,7 +102,7 @@ def test_a_hook_that_tests_on_the_training_data(mpi):
     inner, used = AllReduceSGDEngine(), []
 
     def test_within(state):
-        used.extend(state.sample[1].flatten().tolist()[: state.num_samples])
+        used.extend(numbers_in(state.sample, state.num_samples))
         before = state.iterator.state_dict()
         options = {"criterion": state.criterion, "iterator": state.iterator}
         if state.t % 3 == 1:

@@ -20,17 +20,11 @@ from torchmpi_py.engine.iterators import share
 def test_shares_cover_each_global_batch_once_and_evenly(total, batch_size):
     for size in range(1, 38):
         for batch in range(-(-total // (batch_size * size))):
-            shares = [share(total, batch_size, batch, rank=rank, size=size) for rank in range(size)]
-            first = batch * batch_size * size
-            count = min(batch_size * size, total - first)
-            real = [one for one in shares if one.num_samples]
-            assert [i for one in real for i in range(one.begin, one.end)] == list(range(first, first + count))
-            assert max(one.num_samples for one in shares) - min(one.num_samples for one in shares) <= 1
-            assert max(one.num_samples for one in shares) <= batch_size
-            assert all(one[:2] == (first, first + 1) for one in shares if not one.num_samples)
-            # So the mean of the ranks' weighted means is the mean over the batch.
-            assert [one.weight for one in shares] == pytest.approx([one.num_samples * size / count for one in shares])
-            assert count < batch_size * size or {one.weight for one in shares} == {1.0}
+            count = min(batch_size * size, total - batch * batch_size * size)
+            shares = [range(count)[share(count, rank, size)] for rank in range(size)]
+            lengths = [len(one) for one in shares]
+            assert [i for one in shares for i in one] == list(range(count))
+            assert batch_size >= lengths[0] == max(lengths) <= min(lengths) + 1
 
 
 def numbers(total):
@@ -38,7 +32,7 @@ def numbers(total):
 
 
 def epoch_of(total, batch_size, **options):
-    return [batch[0].tolist() for batch in DatasetIterator(numbers(total), batch_size, **options)]
+    return [batch and batch[0].tolist() for batch in DatasetIterator(numbers(total), batch_size, **options)]
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
@@ -73,10 +67,12 @@ def test_orders_follow_seed_and_epoch():
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_weight_and_number_stand_beside_their_batch(prefetch):
-    iterator = DatasetIterator(numbers(9), 2, shuffle=False, rank=2, size=4, prefetch=prefetch)
-    seen = [(batch[0].tolist(), iterator.num_samples, iterator.weight) for batch in iterator]
-    assert len(iterator) == 2
-    assert seen == [([4, 5], 2, 1.0), ([8], 0, 0.0)]
+    for rank, total, last in ((2, 9, (None, 0, 0.0)), (0, 9, ([8], 1, 4.0)), (0, 14, ([8, 9], 2, 4 / 3))):
+        iterator = DatasetIterator(numbers(total), 2, shuffle=False, rank=rank, size=4, prefetch=prefetch)
+        seen = [(batch and batch[0].tolist(), iterator.num_samples, iterator.weight) for batch in iterator]
+        assert len(iterator) == 2
+        assert seen == [([2 * rank, 2 * rank + 1], 2, 1.0), last]
+        assert iterator.may_give_none() == (total == 9)
 
 
 def test_batch_statistics_with_a_rest_of_one_sample():
@@ -152,9 +148,9 @@ def test_an_error_in_the_dataset_surfaces_in_its_place(prefetch):
     assert prefetching() == []
 
 
-@pytest.mark.parametrize(("prefetch", "ahead"), [(0, 0), (1, 2), (3, 4)])
+@pytest.mark.parametrize(("prefetch", "ahead"), [(0, 0), (1, 1), (3, 3)])
 def test_prefetching_works_ahead_within_its_depth(prefetch, ahead):
-    """While a batch is used, so many wait and one is in the hand of the thread."""
+    """While a batch is used, so many are ready or under construction."""
     dataset = Squares(10)
     batches = iter(DatasetIterator(dataset, 1, shuffle=False, prefetch=prefetch))
     for used in range(1, 3):

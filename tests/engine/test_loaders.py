@@ -13,13 +13,10 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
-    Subset,
-    TensorDataset,
 )
 
-from torchmpi_py import errors, nn
+from torchmpi_py import errors
 from torchmpi_py.engine import AllReduceSGDEngine, Average, DatasetIterator, SGDEngine, loaders
-from torchmpi_py.nn import first_batches
 
 pytestmark = pytest.mark.mpi
 both_ways = pytest.mark.parametrize("asynchronous", [False, True])
@@ -51,8 +48,6 @@ class Stream(IterableDataset):
 @pytest.fixture
 def warnings(caplog):
     """What is logged, as if no warning had been given yet."""
-    first_batches.warn_once.cache_clear()
-    loaders._warn_of_kind.cache_clear()
     caplog.set_level(logging.INFO, "torchmpi_py")
     return caplog
 
@@ -74,14 +69,6 @@ def test_each_sample_is_used_once_in_an_epoch(mpi, total, kind, warnings):
     total = 9 * mpi.size() + mpi.size() // 2
     (epoch,) = used(mpi, kind(numbered(total), 4, shuffle=True, drop_last=True))
     assert len(epoch) == len(set(epoch)) == 8 * mpi.size()
-
-
-def test_a_loader_that_iterates_in_its_own_way_is_not_divided(mpi, warnings):
-    generator = torch.Generator().manual_seed(mpi.rank())
-    (epoch,) = used(mpi, MyLoader(numbered(12), 4, shuffle=True, generator=generator))
-    assert sorted(epoch) == sorted(list(range(12)) * mpi.size())
-    is_said = "a MyLoader iterates in its own way, and is not divided" in warnings.text
-    assert is_said == (mpi.rank() == 0 and mpi.size() > 1)
 
 
 @pytest.mark.mpi(min_size=2)  # one rank keeps torch's own order
@@ -111,8 +98,9 @@ def test_what_else_the_loader_was_given_is_kept(mpi):
     given = {"num_workers": 1, "timeout": 7.0, "worker_init_fn": doubled, "prefetch_factor": 5}
     given |= {"persistent_workers": True, "multiprocessing_context": "spawn", "pin_memory": True}
     loader = DataLoader(numbered(9), 4, **given)
-    kept = loaders.DividedLoader(loader, shuffle=True, seed=0).loader
-    assert all(getattr(kept, name) == getattr(loader, name) for name in given)
+    kept = loaders.DividedLoader(loader, shuffle=True, seed=0).options
+    assert kept["persistent_workers"] is False  # they are started in each epoch
+    assert all(kept[name] == getattr(loader, name) for name in given if name != "persistent_workers")
 
 
 @pytest.mark.mpi(min_size=2)
@@ -149,16 +137,13 @@ def test_what_may_be_divided_already_is_left_as_it_is(mpi):
     for kind, make in LEFT.items():
         loader = make()
         assert iterators(loader) == [loader, loader], kind
-    size, rank = mpi.size(), mpi.rank()
-    loader = DataLoader(Subset(numbered(8 * size), range(rank, 8 * size, size)), 4, shuffle=True)  # of each rank
-    assert iterators(loader) == [loader, loader]
-    assert sorted(used(mpi, loader)[0]) == list(range(8 * size))
 
 
 @pytest.mark.mpi(min_size=2)
 def test_what_cannot_be_divided_is_refused_on_all_ranks(mpi):
-    with pytest.raises(ValueError, match=r"batch_size=None .* sampler=mpi\.shard\(dataset\)"):
-        train(network(), eight(batch_size=None))
+    for loader in (eight(batch_size=None), MyLoader(numbered(12), 4, shuffle=True)):
+        with pytest.raises(ValueError, match=r"batch_size=None.* sampler=mpi\.shard\(dataset\)"):
+            train(network(), loader)
     last = mpi.size() - 1
     sizes = [4] * last + [5]
     with pytest.raises(ValueError, match=rf"batch_size is \[{', '.join(map(str, sizes))}\]"):
@@ -240,7 +225,7 @@ class OwnSampler(Sampler):
 
 @pytest.mark.mpi(min_size=2)
 @both_ways
-def test_ranks_that_train_on_the_same_batches_are_told_once(mpi, asynchronous, warnings):
+def test_a_warning_of_ranks_that_train_on_the_same_batches(mpi, asynchronous, warnings):
     def run(first):
         torch.manual_seed(mpi.rank())
         net = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(3, 1))  # gradients differ, batches do not
@@ -253,33 +238,9 @@ def test_ranks_that_train_on_the_same_batches_are_told_once(mpi, asynchronous, w
     run(0)
     said = [record.getMessage() for record in warnings.records]
     everyone = ", ".join(map(str, range(mpi.size())))
-    expected = [f"ranks 0, {mpi.size() - 1} of {mpi.size()} train"]
-    expected += [f"ranks {everyone} of {mpi.size()} train"] if mpi.size() > 2 else []
+    expected = [f"ranks {ranks} of {mpi.size()} train" for ranks in (f"0, {mpi.size() - 1}", everyone)]
     if mpi.rank() > 0:
         assert not said
         return
     assert [message[: len(start)] for message, start in zip(said, expected, strict=True)] == expected
     assert "sampler=mpi.shard(dataset)" in said[0]
-
-
-@pytest.mark.mpi(min_size=2)
-@both_ways
-def test_a_loop_of_ones_own_is_told_too(mpi, asynchronous, warnings):
-    def run(loader):
-        net = network()
-        registration = nn.register_async_backward(net) if asynchronous else None
-        for x, y in loader:
-            net.zero_grad()
-            loss_of(net(x), y).backward()
-            registration.synchronize() if asynchronous else nn.synchronize_gradients(net)
-        if asynchronous:
-            registration.remove()
-
-    dataset = numbered(8 * mpi.size())
-    run(DataLoader(dataset, 2, sampler=mpi.shard(dataset)))
-    run(DataLoader(TensorDataset(torch.zeros(8, 3), network().bias.detach().expand(8, 1)), 2))  # no gradient at all
-    assert not warnings.records
-    torch.manual_seed(0)
-    run(DataLoader(dataset, 2, shuffle=True))
-    assert len(warnings.records) == (mpi.rank() == 0)
-    assert all("train on the same batches" in record.getMessage() for record in warnings.records)

@@ -175,7 +175,7 @@ def test_testing_restores_modes_and_takes_no_gradients():
     assert modes == [(False, False)]
     assert [module.training for module in network] == [True, True, False]
     with pytest.raises(TypeError):
-        engine.test(network=network, criterion=loss_of, iterator=[None])
+        engine.test(network=network, criterion=loss_of, iterator=[1])
     assert network.training
     assert torch.is_grad_enabled()
 

@@ -1,5 +1,6 @@
 """Several sources in one order, and samplers in place of an order: every sample once, on any number of ranks."""
 
+import logging
 import threading
 from itertools import islice
 
@@ -97,8 +98,8 @@ def test_a_slow_source_does_not_hold_up_another(mpi):
 
 
 @pytest.mark.parametrize(("num_workers", "steps"), [(0, 1), (0, 2), (2, 2)])
-def test_the_rest_of_an_epoch(mpi, steps, num_workers):
-    """On the same number of ranks, and on fewer."""
+def test_the_rest_of_an_epoch(mpi, steps, num_workers, caplog):
+    """On the same number of ranks; on fewer the epoch begins again."""
 
     def resumed(batch_size, num_workers):
         again = DatasetIterator(sources(num_workers), batch_size, seed=2)
@@ -113,7 +114,11 @@ def test_the_rest_of_an_epoch(mpi, steps, num_workers):
     again = resumed(3, num_workers)
     assert sorted(used + epoch_of(mpi, again)) == list(range(TOTAL))
     assert sorted(epoch_of(mpi, again)) == list(range(TOTAL))  # the next epoch is whole
-    assert sorted(used + on_few(mpi, lambda: epoch_of(mpi, resumed(5, 0)))) == list(range(TOTAL))
+    if mpi.size() > 1:
+        caplog.set_level(logging.WARNING, "torchmpi_py")
+        assert sorted(on_few(mpi, lambda: epoch_of(mpi, resumed(5, 0)))) == list(range(TOTAL))
+        said = ["that epoch begins again" in record.getMessage() for record in caplog.records]
+        assert said == [True] * (mpi.rank() == 0)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -179,35 +184,25 @@ class Moving(Epochs):
         self.epoch += 7
 
 
+@pytest.mark.mpi(min_size=2)
 def test_an_epoch_that_was_under_way_keeps_the_order_of_its_sampler(mpi):
-    iterator = DatasetIterator(sources(), 3, sampler=Moving(range(TOTAL)), prefetch=0)
+    """Where ranks have died: here all but the first, from whose view there are fewer."""
+    sampler = Moving(range(TOTAL))
+    iterator = DatasetIterator(sources(), 3, sampler=sampler, prefetch=0)
 
     def run(first, batches):
         iterator.set_epoch(1)
         iterator.set_position(first)
         return [number for batch in islice(iterator, batches) for number in numbers_in(batch, iterator.num_samples)]
 
-    begun = run(0, 2)
-    iterator.take_place()
-    rest = run(6 * mpi.size(), TOTAL)
-    assert sorted(together(mpi, begun + rest)) == list(range(TOTAL))
-    assert iterator.sampler.epoch == 7
-    again = run(0, TOTAL)  # the epoch is over: this is a new one
-    assert sorted(together(mpi, again)) == list(range(TOTAL))
-    assert again != begun + rest
-    run(0, 1)
-    iterator.take_place()
-    run(0, 1)  # ranks have died before its first step
-    assert iterator.sampler.epoch == 21
-    iterator.load_state_dict(iterator.state_dict() | {"position": 6})
-    with pytest.raises(ValueError, match="after 6 samples of epoch 1 is in another order"):
-        iter(iterator)  # of a checkpoint: drawn, and compared
-    assert iterator.sampler.epoch == 28
-
-
-class Raising(Epochs):
-    def __iter__(self):
-        raise OSError("no weights")
+    begun = together(mpi, run(0, 2))
+    with mpi.at(mpi.push_communicator(mpi.rank() > 0)):
+        if mpi.rank() == 0:
+            iterator.take_place()
+            rest = run(len(begun), TOTAL)
+            assert sorted(begun + rest) == list(range(TOTAL))
+            assert sampler.epoch == 7
+    mpi.barrier()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -216,8 +211,6 @@ def test_what_differs_between_ranks_is_refused_on_all(mpi):
     is_last = mpi.rank() == last
     with pytest.raises(ValueError, match=rf"rank {last} other indices than rank 0; give all ranks the same"):
         iter(DatasetIterator(sources(), 3, sampler=[5, 4] if is_last else [4, 5]))
-    with pytest.raises(ValueError, match=rf"gives no order: rank {last}: no weights"):
-        iter(DatasetIterator(sources(), 3, sampler=(Raising if is_last else Epochs)(range(TOTAL))))
     less = [Subset(each, range(len(each) - is_last)) for each in datasets()]
     with pytest.raises(ValueError, match=rf"number of samples is \[52, .*{TOTAL - 3}\]"):
         trained(DatasetIterator(less, 3))
@@ -242,12 +235,12 @@ def test_a_source_that_raises_is_named(mpi, options):
 def test_nonsense_is_refused(mpi):
     with pytest.raises(ValueError, match=r"source 1 \(TensorDataset\) is empty"):
         DatasetIterator([datasets()[0], TensorDataset(torch.zeros(0, 1))], 2)
-    with pytest.raises(ValueError, match="the sampler is empty"):
+    with pytest.raises(ValueError, match="there is no batch in 0 samples"):
         DatasetIterator(sources(), 2, sampler=[])
     with pytest.raises(TypeError, match="generator, which lacks a length"):
         DatasetIterator(sources(), 2, sampler=(index for index in range(3)))
     for index in (TOTAL, -1):
-        with pytest.raises(ValueError, match=rf"index {index} is none of a dataset of {TOTAL} samples"):
+        with pytest.raises(ValueError, match=rf"index {index} is not in a dataset of {TOTAL} samples"):
             iter(DatasetIterator(sources(), 3, sampler=[0, index]))
     with pytest.raises(TypeError, match="dataset is a set"):
         Source({1, 2})

@@ -98,37 +98,35 @@ def test_the_curve_ends_with_the_result_and_a_pause_shows_in_its_seconds(jobs):
     assert curve["seconds"][0] >= 24 * 0.01, "there are 24 steps in an epoch"
 
 
-PIPELINES = {n: f"digits_pipeline.py --epochs 1 --micro-batches 3 --save pipeline-{n}.pt" for n in (1, 3)}
+IN_FLOAT64 = "../tests/examples/in_float64.py"
+
+
+@pytest.fixture(scope="module")
+def three_steps(tmp_path_factory):
+    """The parameters after three steps of one process, in float64."""
+    file = tmp_path_factory.mktemp("three") / "1.pt"
+    run(sys.executable, EXAMPLES / IN_FLOAT64, "mnist_sequential.py", "--epochs", 1, "--save", file)
+    return torch.load(file)
 
 
 @pytest.mark.slow
-@pytest.mark.runs(1, PIPELINES[1])
-@pytest.mark.runs(3, PIPELINES[3])
-def test_a_pipeline_trains_as_one_process(jobs):
-    for num_ranks, command in PIPELINES.items():
-        assert float(re.search(r"accuracy ([\d.]+) %", jobs.printed(num_ranks, command))[1]) > 30
-    assert_close(jobs.folder / "pipeline-3.pt", jobs.folder / "pipeline-1.pt")
-
-
-HYBRID = "mnist_hybrid.py --ranks-per-group 2 --epochs 3"
-SPLIT = "mnist_modelparallel.py --ranks-per-group 2 --epochs 3 --save split.pt"
-
-
-@pytest.mark.slow
-@pytest.mark.runs(4, HYBRID)
-def test_a_hybrid_of_server_and_split_layers_trains_as_one_process(jobs, alone):
-    accuracy = float(re.search(r"accuracy ([\d.]+) %", jobs.printed(4, HYBRID))[1])
-    assert accuracy == pytest.approx(result(alone[0])[1], abs=0.3)
-
-
-@pytest.mark.slow
-@pytest.mark.runs(4, SPLIT)
-def test_split_layers_train_as_one_process(jobs, tmp_path, alone):
-    assert f"accuracy {result(alone[0])[1]:.2f} %" in jobs.printed(4, SPLIT)
-    split = torch.load(jobs.folder / "split.pt")
-    plain = torch.load(alone[1])
-    torch.save(dict(zip(plain, split.values(), strict=True)), tmp_path / "plain.pt")  # 6.0.weight is 6.weight there
-    assert_close(tmp_path / "plain.pt", alone[1])
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [
+        example(4, f"{IN_FLOAT64} {how} --epochs 1 --save {file}", file)
+        for file, how in (
+            ("parts.pt", "mnist_modelparallel.py --ranks-per-group 2"),
+            ("hybrid.pt", "mnist_hybrid.py --ranks-per-group 2"),
+            ("stages.pt", "digits_pipeline.py --stages 2 --micro-batches 3"),
+        )
+    ],
+)
+def test_four_ranks_divide_a_network_and_take_the_steps_of_one_process(jobs, three_steps, command, file):
+    jobs.printed(4, command)
+    parameters = torch.load(jobs.folder / file)
+    assert parameters.keys() == three_steps.keys()
+    for name, value in parameters.items():
+        torch.testing.assert_close(value, three_steps[name], rtol=1e-9, atol=1e-12, msg=lambda text: f"{name}: {text}")  # noqa: B023
 
 
 @pytest.mark.slow

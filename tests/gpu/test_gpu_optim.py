@@ -5,6 +5,7 @@ import regression
 import torch
 
 from torchmpi_py import nn as mpinn, optim
+from torchmpi_py.core.handles import wait_all
 from torchmpi_py.optim import compression
 
 if not torch.cuda.is_available():
@@ -67,13 +68,13 @@ def test_compressed_gradients(mpi, stream, name):
         ]
         torch.cuda._sleep(2_000_000)
         flat.copy_(values[mpi.rank()].reshape(-1))
-        mpinn.buckets.wait_all(made.launch("avg"))
+        wait_all(made.launch("avg"))
         made.finish("avg")
         mpi.check_with_allreduce(flat)
         exact = sum(value.double() for value in values).reshape(-1) / mpi.size()
         if name == "PowerSGD":
             on_the_host.flat.copy_(values[mpi.rank()].reshape(-1))
-            mpinn.buckets.wait_all(on_the_host.launch("avg"))
+            wait_all(on_the_host.launch("avg"))
             on_the_host.finish("avg")
             exact = on_the_host.flat.double().cuda()
         tolerance = {"BF16": 0.05, "FP16": 0.01, "PowerSGD": 1e-3}.get(name, 1e-6)

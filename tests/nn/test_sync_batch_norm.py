@@ -118,26 +118,6 @@ def test_one_value_on_each_rank_is_enough_if_there_are_several(mpi):
         ours(torch.ones(2, 4, dtype=torch.float64))
 
 
-@pytest.mark.mpi(min_size=2)
-def test_a_batch_that_stands_in_for_none(mpi):
-    """Outputs, gradients and statistics of the other ranks are those without it, and nothing comes of its own."""
-    ours, torchs = layers(3)
-    me, last = mpi.rank(), mpi.size() - 1
-    ours.has_samples = me != last
-    for step in range(2):
-        x, dy = values((3 * last, 3, 5), step), values((3 * last, 3, 5), 10 + step)
-        expected, dx = run(torchs, x, dy)
-        if me == last:
-            y, mine = run(ours, values((4, 3, 5), 20) + 7, torch.zeros(4, 3, 5, dtype=torch.float64))
-            assert not mine.any()
-            assert y.abs().sum() > 0
-        else:
-            part = slice(3 * me, 3 * me + 3)
-            y, mine = run(ours, x[part], dy[part])
-            torch.testing.assert_close((y, mine), (expected[part], dx[part]), **CLOSE[torch.float64])
-        assert_alike(mpi, ours, torchs)
-
-
 @pytest.mark.mpi(min_size=4)
 def test_over_a_group(mpi):
     group = mpi.split(mpi.rank() % 2)

@@ -10,6 +10,7 @@ from support import networks
 
 from torchmpi_py import errors, nn as mpinn, optim
 from torchmpi_py.collectives import verbs
+from torchmpi_py.core.handles import wait_all
 from torchmpi_py.optim import compression
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
@@ -33,7 +34,7 @@ def sharded(module, kind, name, placement):
 
 def reduced(compressor, x, op="avg"):
     compressor.flat.copy_(x.reshape(-1))
-    mpinn.buckets.wait_all(compressor.launch(op))
+    wait_all(compressor.launch(op))
     compressor.finish(op)
     return compressor.flat.clone().view(x.shape)
 

@@ -97,5 +97,3 @@ def test_bad_input_and_a_state_of_the_optimizer_alone(mpi):
     assert gossip.param_groups[0]["lr"] == 0.2
     with pytest.raises(ValueError, match="partners='all'"):
         optim.Gossip(torch.optim.SGD(parameters(mpi), 0.1), "all")
-    with pytest.raises(ValueError, match="split"):
-        optim.Gossip(torch.optim.SGD(mpinn.ColumnParallelLinear(4, 4).parameters(), 0.1))

@@ -83,23 +83,15 @@ def test_a_communicator_in_another_order(mpi):
     assert_as_on_one_process(mpi, module, counts)
 
 
-@pytest.mark.parametrize("how", ["registered", "synchronized"])
 @pytest.mark.parametrize(
     ("counts", "average"), [("falling", True), ("rising", False), ("first alone", True), ("none", False)]
 )
-def test_a_module(mpi, counts, how, average):
+def test_a_module(mpi, counts, average):
     module = network()
     optimizer = stepped(module)
-    registration = mpinn.register_async_backward(module, average=average) if how == "registered" else None
-
-    def reduce_gradients():
-        if registration is not None:
-            registration.synchronize()
-        else:
-            mpinn.synchronize_gradients(module, average)
-
+    registration = mpinn.register_async_backward(module, average=average)
     with torchmpi_py.join(module):
-        run(mpi, COUNTS[counts], optimizer, module, reduce_gradients)
+        run(mpi, COUNTS[counts], optimizer, module, registration.synchronize)
     assert_as_on_one_process(mpi, module, COUNTS[counts], average)
 
 
@@ -145,11 +137,12 @@ def test_schedulers_and_scalers_end_alike(mpi):
 def test_errors(mpi):
     with pytest.raises(TypeError, match="not a SGD"), torchmpi_py.join(stepped(network())):
         pass
-    with pytest.raises(ValueError, match="split"), torchmpi_py.join(mpinn.ColumnParallelLinear(3, 2)):
-        pass
     module = network()
+    with pytest.raises(ValueError, match="call register_async_backward"), torchmpi_py.join(module):
+        pass
+    registration = mpinn.register_async_backward(module)
     with pytest.raises(ZeroDivisionError), torchmpi_py.join(module):
         raise ZeroDivisionError
     with torchmpi_py.join(module):  # it can be used again
-        run(mpi, COUNTS["equal"], stepped(module), module, lambda: mpinn.synchronize_gradients(module))
+        run(mpi, COUNTS["equal"], stepped(module), module, registration.synchronize)
     assert_as_on_one_process(mpi, module, COUNTS["equal"])

@@ -190,5 +190,3 @@ def test_bad_input(mpi):
     if mpi.size() > 1:
         with mpi.split(mpi.rank()) as alone, pytest.raises(ValueError, match="the more ranks, the longer"):
             optim.LocalSGD(optimizer, {world: 2, alone: 4})
-    with pytest.raises(ValueError, match="split"):
-        optim.LocalSGD(momentum(mpinn.ColumnParallelLinear(4, 4)))

@@ -237,7 +237,7 @@ def test_sparse_gradients_made_dense(mpi, placement):
     torch.manual_seed(1)
     module = torch.nn.Embedding(11, 3, sparse=True, dtype=torch.float64)
     alone = torch.nn.Embedding.from_pretrained(module.weight.detach().clone(), freeze=False)
-    ours = sharded(mpi, module.parameters(), torch.optim.Adam, placement, sparse_as_dense=True)
+    ours = sharded(mpi, module.parameters(), torch.optim.Adam, placement)
     theirs = torch.optim.Adam(alone.parameters())
     for step in range(2):
         rows = [torch.tensor([(rank + step) % 7, rank % 3]) for rank in range(mpi.size())]
@@ -247,11 +247,6 @@ def test_sparse_gradients_made_dense(mpi, placement):
             optimizer.step()
             optimizer.zero_grad()
     assert_close(module, alone)
-    plain = torch.nn.Embedding(4, 2, sparse=True)
-    made = sharded(mpi, plain.parameters(), torch.optim.SGD, placement)
-    with pytest.raises(TypeError, match="ShardedOptimizer sparse_as_dense=True"):
-        plain(torch.tensor([1])).sum().backward()
-    made.remove()
 
 
 def test_a_layer_that_thaws_or_is_frozen_later_is_told_of(mpi):
@@ -287,7 +282,6 @@ def test_bad_input(mpi):
         ([], ValueError, "no parameters"),
         ([torch.zeros(2)], TypeError, "parameter 0 is a Tensor"),
         ([module[0].weight, module[0].weight], ValueError, "twice"),
-        (mpinn.ColumnParallelLinear(4, 4).parameters(), ValueError, "split"),
     ):
         with pytest.raises(error, match=message):
             optim.ShardedOptimizer(parameters, torch.optim.SGD)

@@ -53,6 +53,19 @@ def test_partial_results_are_reduced(mpi, mesh, op):
         torch.testing.assert_close(x.full_tensor(), counting(7, 5) * factor, rtol=1e-15, atol=0)
 
 
+def clip(parameters, max_norm):
+    """``torch.nn.utils.clip_grad_norm_``, which refuses distributed and plain gradients in one call."""
+    from torch.distributed.tensor import DTensor
+    from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+    parameters = list(parameters)
+    norms = [
+        get_total_norm([p.grad for p in parameters if isinstance(p, DTensor) == is_distributed])
+        for is_distributed in (True, False)
+    ]
+    clip_grads_with_norm_(parameters, max_norm, torch.hypot(norms[0].full_tensor(), norms[1]), foreach=False)
+
+
 @pytest.mark.parametrize("sequence", [False, True])
 def test_tensor_parallel_layers_train_as_one_process(mpi, mesh, sequence):
     """Columns of the first layer, rows of the next; with ``sequence`` each rank brings a share of the samples."""
@@ -68,8 +81,9 @@ def test_tensor_parallel_layers_train_as_one_process(mpi, mesh, sequence):
         optimizer.zero_grad()
         mine = inputs.chunk(mpi.size())[mpi.rank()] if sequence else inputs
         torch.nn.functional.mse_loss(model(mine), targets).backward()
+        clip(model.parameters(), 0.5)
         optimizer.step()
-    regression.assert_equal(model.state_dict(), regression.trained_alone(width=60))
+    regression.assert_equal(model.state_dict(), regression.trained_alone(width=60, max_norm=0.5))
 
 
 def test_distributed_tensors_where_plain_ones_are_wanted(mpi, rank, size, mesh):

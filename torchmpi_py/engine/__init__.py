@@ -14,7 +14,7 @@ from torchmpi_py.engine.progress import ProgressBar
 from torchmpi_py.engine.sgd import SGDEngine
 from torchmpi_py.engine.sources import Source
 from torchmpi_py.engine.state import Hooks, State
-from torchmpi_py.engine.streams import Shards, StreamIterator, read_tar
+from torchmpi_py.engine.streams import Shards, StreamIterator
 from torchmpi_py.engine.tensorboard import TensorBoard
 
 __all__ = [
@@ -38,5 +38,4 @@ __all__ = [
     "State",
     "StreamIterator",
     "TensorBoard",
-    "read_tar",
 ]

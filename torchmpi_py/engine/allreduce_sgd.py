@@ -36,7 +36,9 @@ from torchmpi_py.engine.sgd import OptimizerLike, SGDEngine
 from torchmpi_py.engine.state import State
 from torchmpi_py.errors import NotStarted
 from torchmpi_py.nn.compression import Compression, check_compression
+from torchmpi_py.nn.members import modules_of
 from torchmpi_py.nn.optimizer_state import broadcast_optimizer_state
+from torchmpi_py.nn.sync_batch_norm import SyncBatchNorm
 from torchmpi_py.optim.sharded import ShardedOptimizer
 from torchmpi_py.runtime import process
 
@@ -189,10 +191,12 @@ class AllReduceSGDEngine(SGDEngine):
     def begin(self, state: State) -> None:
         """As in ``SGDEngine``; then broadcast what rank 0 alone has loaded in ``hooks.on_start``.
 
-        ValueError, on all ranks, where they would begin or end with another epoch each.
+        ValueError, on all ranks, where they would begin or end with another epoch each, or where a rank may have no
+        samples in a step and the network has SyncBatchNorm.
         """
         super().begin(state)
         if self._replicas is not None:
+            _check_every_rank_computes(state)
             check_equal("states", allgather_object({"epoch": state.epoch, "maxepoch": state.maxepoch}))
             self._replicas.make_equal(with_buffers=not state.place.is_resumed)
             broadcast_optimizer_state(state.optimizer)
@@ -213,13 +217,17 @@ class AllReduceSGDEngine(SGDEngine):
                 self._replicas.follow()
             if self.debug:
                 self._replicas.check()
-            self._replicas.set_batch()
+            self._replicas.look()
 
     def backward(self, state: State) -> None:
         """As in ``SGDEngine``, then average the gradients over the ranks; with ``devicesync`` wait before it."""
         if self.usegpu:
             self._wait_for_device()
         super().backward(state)
+        self.reduce(state)
+
+    def reduce(self, state: State) -> None:
+        """Average the gradients over the ranks; in an elastic job confirm that all live."""
         if self._replicas is not None:
             self._replicas.average_gradients()
 
@@ -237,6 +245,17 @@ class AllReduceSGDEngine(SGDEngine):
     def _wait_for_device(self) -> None:
         if self.devicesync and process.device().type == "cuda":
             torch.cuda.synchronize(process.device())
+
+
+def _check_every_rank_computes(state: State) -> None:
+    """ValueError if a layer needs all ranks in each forward pass, and a rank may have no samples in a step."""
+    parts = [part for module in state.modules() for part in modules_of(module)]
+    has_none = isinstance(state.iterator, BatchIterator) and state.iterator.may_give_none()
+    if has_none and any(isinstance(part, SyncBatchNorm) for part in parts):
+        raise ValueError(
+            "train: SyncBatchNorm needs every rank in each forward pass, and with this iterator a rank may have no "
+            f"samples in the last steps of an epoch: give the {type(state.iterator).__name__} drop_last=True"
+        )
 
 
 def _check_sharded(optimizer: ShardedOptimizer, sharded: bool, compression: Compression | None) -> None:

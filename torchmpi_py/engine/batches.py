@@ -1,13 +1,14 @@
-"""The base of iterators that know of ranks: their place, a weight for each batch, the device of batches."""
+"""The base of iterators that know of ranks: their place in an epoch, a weight for each batch, the device of batches."""
 
 from __future__ import annotations
 
+import logging
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
@@ -16,87 +17,101 @@ from torchmpi_py.engine.sources import at_least
 from torchmpi_py.memory import devices
 from torchmpi_py.runtime import process
 
+logger = logging.getLogger("torchmpi_py")
+
+Device = torch.device | str | None
+_Place = tuple[int | None, int | None]  # rank and size
+
+
+class IterationPlace:
+    """Where an iteration is: its epoch, the samples that all ranks have used, and the facts about its last batch."""
+
+    def __init__(self, epoch: int, position: int) -> None:
+        self.epoch, self.position = epoch, position
+        self.weight, self.num_samples = 1.0, 0
+        self.is_running = self.is_over = False
+        self.progress: Any = None  # of a stream
+
 
 class BatchIterator(ABC):
     """The attributes of an iterator that the engine reads, and the methods that set it to a place in an epoch.
 
-    With each batch the attributes ``weight`` and ``num_samples`` are set (``iterators`` explains them), and
-    ``position``: how many samples of the epoch all ranks have used with this batch. One iteration may begin within
-    another, as where a hook tests on the training data: with the next batch of the other, or if the engine trains on
-    that one as soon as the first is over, these attributes, and the place in ``state_dict``, are those of the other.
+    With each batch ``weight`` and ``num_samples`` are set (``iterators`` explains them), and ``position``: how many
+    samples of the epoch all ranks have used with this batch. A batch is None where this rank has no samples in a step
+    that other ranks take; then ``num_samples`` and ``weight`` are 0. An iteration may begin within another one, for
+    example in a hook that tests on the training data: when it ends, the attributes are again those of the outer one.
     """
-
-    _OF_ITERATION: tuple[str, ...] = ("position", "weight", "num_samples", "_epoch_under_way", "_is_set")
-    """The attributes that belong to one iteration."""
 
     def __init__(
         self,
         batch_size: int,
+        *,
         seed: int,
         prefetch: int,
-        device: torch.device | str | None,
-        rank: int | None = None,
-        size: int | None = None,
+        device: Device,
+        drop_last: bool,
+        place: _Place = (None, None),
     ) -> None:
-        self.rank, self.size = _place(rank, size)
-        self.follows_place = rank is None  # rank and size are those of the current communicator, and were not given
+        self.rank, self.size = _rank_and_size(*place)
+        self.follows_place = place[0] is None  # rank and size are those of the current communicator, and were not given
         self.batch_size = at_least(1, "batch_size", batch_size)
         self.seed = at_least(0, "seed", seed)
         self.prefetch = at_least(0, "prefetch", prefetch)
-        self.device = _indexed(device)
+        # With its index: "cuda" alone means another device in the prefetching thread than in the caller's.
+        self.device = None if device is None else torch.empty(0, device=device).device
+        self.drop_last = drop_last
         self.epoch = 0  # of the next iteration
         self._first = 0  # the position in the epoch where the next iteration begins
-        self._epoch_under_way: int | None = None
-        self._is_set = False  # the place of the next iteration, since the present one began
-        self.position = 0
-        self.weight = 1.0
-        self.num_samples = 0
-        self._present: dict[str, Any] | None = None  # the attributes of the iteration whose are in place
-        self._outer: dict[str, Any] | None = None  # of the one on which the engine trains
+        self._is_set = True  # epoch and position were chosen since the last iteration began
+        self._place = IterationPlace(0, 0)  # of the last iteration
+
+    @property
+    def position(self) -> int:
+        """The samples of the epoch that all ranks have used with the last batch."""
+        return self._place.position
+
+    @property
+    def weight(self) -> float:
+        """The weight of the last batch in an average over the ranks."""
+        return self._place.weight
+
+    @property
+    def num_samples(self) -> int:
+        """The samples in this rank's last batch."""
+        return self._place.num_samples
 
     @abstractmethod
     def __iter__(self) -> Iterator[Any]:
         """The batches of the next epoch, or of the rest of one."""
 
+    def may_give_none(self) -> bool:
+        """Whether a rank may have no samples in a step. The same on every rank."""
+        return not self.drop_last
+
     @abstractmethod
     def _facts(self) -> dict[str, Any]:
         """The facts that are equal on all ranks, by their names in an error."""
 
-    def check_place(self) -> None:
-        """ValueError if rank and size are defaults, and those of the current communicator have changed."""
-        rank, size = _place(None, None) if self.follows_place else (self.rank, self.size)
+    def check_alike(self) -> None:
+        """ValueError, on all ranks, if the ranks iterate over different things. Collective.
+
+        ValueError as well if rank and size are defaults, and those of the current communicator have changed. Nothing
+        is compared if rank and size were given.
+        """
+        rank, size = _rank_and_size() if self.follows_place else (self.rank, self.size)
+        name = type(self).__name__
         if (rank, size) != (self.rank, self.size):
-            name = type(self).__name__
             raise ValueError(
                 f"the {name} was made for rank {self.rank} of {self.size}, but this is rank {rank} of {size}: "
                 "make it after mpi.start(), at the level at which it is used"
             )
-
-    def check_alike(self) -> None:
-        """As ``check_place``; then ValueError, on all ranks, if the ranks iterate over different things. Collective.
-
-        Nothing is compared where rank and size were given.
-        """
-        self.check_place()
         if self.size > 1 and self.follows_place:
-            check_equal(f"{type(self).__name__}s", verbs.allgather_object(self._facts()))
-
-    def as_outer(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
-        """The batches of the iteration that has begun; its place is back whenever one within it is over.
-
-        To be closed: an error may keep the loop, and with it the generator, alive.
-        """
-        before, self._outer = self._outer, self._present
-        try:
-            yield from batches
-        finally:
-            self._outer = before
-            self._put_outer()
+            check_equal(f"{name}s", verbs.allgather_object(self._facts()))
 
     def take_place(self) -> None:
-        """Give the shares of this rank's present rank and size: ranks have died. If they were given, they remain."""
+        """Take this rank's present rank and size, because ranks have died. If they were given, they remain."""
         if self.follows_place:
-            self.rank, self.size = _place(None, None)
+            self.rank, self.size = _rank_and_size()
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration run through ``epoch``; the same on every rank."""
@@ -108,66 +123,49 @@ class BatchIterator(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the last batch, as plain data that are equal on all ranks, whatever is read ahead."""
-        if (epoch := self._used_epoch()) is None:
-            return {"epoch": self.epoch, "position": self._first}
-        return {"epoch": epoch, "position": self.position}
+        is_next = self._is_set or self._place.is_over
+        place = IterationPlace(self.epoch, self._first) if is_next else self._place
+        return {"epoch": place.epoch, "position": place.position, "size": self.size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration go on at the place of a ``state_dict``, of any number of ranks; the same on all."""
+        """Let the next iteration go on at the place of a ``state_dict``; the same on every rank.
+
+        On another number of ranks its epoch begins again, which rank 0 logs as a warning.
+        """
         self.set_epoch(state["epoch"])
-        self.set_position(state["position"])
+        self.set_position(place_on(self.size, state["size"], state["position"], self.rank))
 
-    def _seed_of_workers(self) -> int:
-        """A seed for the workers of this rank: follows from seed, epoch and place, and draws nothing."""
-        place = np.random.SeedSequence((self.seed, self._epoch_under_way or 0, self.position, self.rank))
-        return int(place.generate_state(1)[0])
+    def _seed_of_workers(self, place: IterationPlace) -> int:
+        """A seed for this rank's workers, which follows from seed, epoch and place."""
+        return zlib.crc32(repr((self.seed, place.epoch, place.position, self.rank)).encode())
 
-    def _used_epoch(self) -> int | None:
-        """The epoch under way; None before it, after it, and where the next iteration was set to another place."""
-        return None if self._is_set else self._epoch_under_way
+    def _begin(self) -> IterationPlace:
+        """The place where an iteration begins; the next iteration is of the next epoch."""
+        place = IterationPlace(self.epoch, self._first)
+        self.epoch, self._first = self.epoch + 1, 0
+        return place
 
-    def _begin(self) -> tuple[int, int]:
-        """Epoch and position of the iteration that begins; the next one is of the next epoch."""
-        epoch, first = self.epoch, self._first
-        self.epoch, self._first = epoch + 1, 0
-        self._epoch_under_way, self.position, self._is_set, self._present = epoch, first, False, None
-        return epoch, first
-
-    def _iteration(self, batches: Generator[Any, None, None]) -> Iterator[Any]:
-        """The batches of an iteration that has begun, with its attributes in place whenever one is made or given."""
-        attributes = self._of_iteration()
-        if self._outer is None:
-            self._present = attributes
-        else:
-            self._put_outer()  # until the first batch of the other
-        return self._in_place(batches, attributes)
-
-    def _in_place(self, batches: Generator[Any, None, None], attributes: dict[str, Any]) -> Iterator[Any]:
+    def _run(self, place: IterationPlace, batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
+        """The batches of an iteration. Its place is this iterator's, except while another one runs within it."""
+        outer = self._place if self._place.is_running else None
+        self._place, self._is_set, place.is_running = place, False, True
         try:
             with closing(batches):
-                while True:
-                    self._put(attributes)
-                    try:
-                        batch = next(batches)
-                    except StopIteration:
-                        return
-                    attributes.update(self._of_iteration())
+                for batch in batches:
+                    self._place = place
                     yield batch
+            place.is_over = True
         finally:
-            if self._outer is not attributes:
-                self._put_outer()
+            place.is_running = False
+            self._place = outer or place
 
-    def _put_outer(self) -> None:
-        if self._outer is not None:
-            self._put(self._outer)
 
-    def _put(self, attributes: dict[str, Any]) -> None:
-        if self._present is not attributes:
-            self._present = attributes
-            self.__dict__.update(attributes)
-
-    def _of_iteration(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self._OF_ITERATION}
+def place_on(size: int, saved_size: int, position: int, rank: int) -> int:
+    """The position in an epoch, or 0 on another number of ranks, with a warning of rank 0."""
+    if position > 0 and size != saved_size and rank == 0:
+        text = "the saved place in an epoch is of %d ranks; on %d ranks that epoch begins again"
+        logger.warning(text, saved_size, size)
+    return position if size == saved_size else 0
 
 
 def check_equal(what: str, facts: Sequence[Mapping[str, Any]]) -> None:
@@ -183,14 +181,14 @@ def moved(batch: Any, device: torch.device | None) -> Any:
     if device is None or device.type != "cuda":
         return batch if device is None else tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor if tensor.is_cuda else tensor.pin_memory()).to(device, non_blocking=True)
+
     with devices.of(device).on(stream):
-        batch = tree_map_only(torch.Tensor, lambda tensor: _pinned(tensor).to(device, non_blocking=True), batch)
+        batch = tree_map_only(torch.Tensor, copied, batch)
     stream.synchronize()
     return batch
-
-
-def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_cuda else tensor.pin_memory()
 
 
 def adopted(batch: Any, device: torch.device | None) -> Any:
@@ -201,16 +199,7 @@ def adopted(batch: Any, device: torch.device | None) -> Any:
     return batch
 
 
-def _indexed(device: torch.device | str | None) -> torch.device | None:
-    """The device with its index: "cuda" alone means another device in the prefetching thread than in the caller's."""
-    if device is None:
-        return None
-    named = torch.device(device)
-    lacks_index = named.type == "cuda" and named.index is None
-    return torch.device("cuda", torch.cuda.current_device()) if lacks_index else named
-
-
-def _place(rank: int | None, size: int | None) -> tuple[int, int]:
+def _rank_and_size(rank: int | None = None, size: int | None = None) -> tuple[int, int]:
     """(rank, size) as given, else of the current communicator, else 0 of 1."""
     if rank is None and size is None:
         return (process.rank(), process.size()) if process.is_started() else (0, 1)

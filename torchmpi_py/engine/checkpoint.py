@@ -23,7 +23,7 @@ from torchmpi_py.engine.end_requests import EndRequests
 from torchmpi_py.engine.extensions import Extension, Stateful
 from torchmpi_py.engine.state import State
 from torchmpi_py.errors import EndRequested
-from torchmpi_py.nn.optimizer_state import OptimizerKind, load_saved_state, name_of_class, whole_state
+from torchmpi_py.nn.optimizer_state import OptimizerKind, load_saved_state, name_of_class
 from torchmpi_py.optim.wrapper import LocalOptimizer, ReducingOptimizer
 
 logger = logging.getLogger("torchmpi_py")
@@ -94,11 +94,9 @@ class Checkpoint(Extension):
         if saved is None:
             return
         parts, misfit = saved.parts, f"step {saved.step} of {self.folder} does not fit what is trained now"
-        if parts["size"] != outcomes.size():  # the ranks' parts of the epoch are others: begin it again
-            parts |= {"position": 0, "epoch_random": None}
-        place = (state.iterator, parts["order"], parts["position"], parts["size"])
+        order = (state.iterator, parts["order"], parts["position"], parts["size"])
         # Nothing is restored on any rank before the place in the epoch fits on all.
-        outcomes.of_all(lambda: samples.check_place(*place), misfit, (ValueError,))
+        outcomes.of_all(lambda: samples.check_place(*order), misfit, (ValueError,))
         outcomes.of_all(lambda: self._restore(state, parts), misfit)
         self.saved = _standing(state)
         if outcomes.rank() == 0:
@@ -157,7 +155,7 @@ class Checkpoint(Extension):
         trained = {
             "modules": {name: module.state_dict() for name, module in modules.items()},
             "outside": [tensor.detach() for tensor in state.parameters_of_optimizer_alone()],
-            "optimizer": None if optimizer is None else whole_state(optimizer),
+            "optimizer": None if optimizer is None else optimizer.state_dict(),
             "optimizer_kind": _kind(state)._asdict(),
         }
         is_own = rank > 0 and not self.steps_together and not isinstance(optimizer, ReducingOptimizer)
@@ -196,12 +194,10 @@ class Checkpoint(Extension):
             if name not in parts["stateful"]:
                 raise ValueError(f"it holds nothing of stateful[{name!r}]")
             part.load_state_dict(parts["stateful"][name])
-        samples.restore_place(state.iterator, parts)
         samples.restore_generators(state.iterator, parts["generators"])
         place = state.place
-        state.epoch, state.t, place.position, place.random = (
-            parts[n] for n in ("epoch", "t", "position", "epoch_random")
-        )
+        place.position = samples.restore_place(state.iterator, parts)
+        state.epoch, state.t, place.random = parts["epoch"], parts["t"], parts["epoch_random"]
         place.is_resumed = True
         if parts["loss"] is not None:
             state.loss = parts["loss"].to(next((tensor.device for tensor in state.parameters()), None))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from torchmpi_py import nn
+from torchmpi_py.collectives.check import check_all_with_allreduce
 from torchmpi_py.core import ulfm
+from torchmpi_py.engine.same_batches import FirstBatches
 from torchmpi_py.engine.state import State
 from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.compression import Compression
 from torchmpi_py.nn.members import Members
-from torchmpi_py.nn.synchronize import average_gradients_of, check_replicas
+from torchmpi_py.nn.synchronize import buckets_of
 from torchmpi_py.optim.sharded import ShardedOptimizer
 from torchmpi_py.runtime import process
 
@@ -30,6 +30,7 @@ class Replicas:
         self.module: torch.nn.Module = torch.nn.ModuleDict()
         self.members: Members | None = None  # when last broadcast
         self.registration: nn.AsyncBackward | None = None
+        self._first_batches = FirstBatches()
 
     def follow(self) -> None:
         """Broadcast and register, if the set of trained parameters is not the one of the last time."""
@@ -47,7 +48,9 @@ class Replicas:
         """Broadcast parameters and buffers where the ranks' differ; buffers alone may, unless ``with_buffers``."""
         module = self.state.as_one_module()
         try:
-            check_replicas(dict([*module.named_parameters(), *(module.named_buffers() if with_buffers else ())]))
+            check_all_with_allreduce(
+                dict([*module.named_parameters(), *(module.named_buffers() if with_buffers else ())])
+            )
         except RanksDisagree:
             nn.synchronize_parameters(module)
 
@@ -77,30 +80,28 @@ class Replicas:
             self.registration = nn.register_async_backward(self.module, compression=self.compression)
         self.members = self.state.members()
 
-    def set_batch(self) -> None:
-        """Before the backward pass: tell the registration its batch."""
-        if (reduction := self._in_backward()) is not None:
-            reduction.look(self._batch())
+    def look(self) -> None:
+        """Before the forward pass: look whether other ranks train on the same batches."""
+        self._first_batches.look(self.state.sample)
 
     def average_gradients(self) -> None:
-        """Every gradient becomes its mean over the ranks; a ShardedOptimizer's are by the end of the pass."""
-        if self.registration is not None:
+        """Every gradient becomes its mean over the ranks; a ShardedOptimizer's are by the end of a backward pass.
+
+        In a step without samples there was no pass, and the gradients of this rank count as zero.
+        """
+        has_samples, optimizer = self.state.sample is not None, self.state.optimizer
+        if isinstance(optimizer, ShardedOptimizer):
+            optimizer.synchronize()
+        elif self.registration is None:
+            buckets_of(self.module, self.compression).reduce("avg")
+        elif has_samples:
             self.registration.synchronize()
-        elif self._in_backward() is None:
-            average_gradients_of(self.module, self._batch(), self.compression)
-
-    def _in_backward(self) -> nn.AsyncBackward | None:
-        """The registration that reduces gradients during the backward pass; None if there is none."""
-        optimizer = self.state.optimizer
-        return optimizer.reduction if isinstance(optimizer, ShardedOptimizer) else self.registration
-
-    def _batch(self) -> Any:
-        """The batch, to compare with other ranks'; None for the stand-in of a rank without samples."""
-        return self.state.sample if self.state.num_samples > 0 else None
+        else:
+            self.registration.reduce_now()
 
     def check(self) -> None:
         """RanksDisagree if the parameters differ between ranks. Buffers may, until the end: each has its batches."""
-        check_replicas(dict(self.module.named_parameters()))
+        check_all_with_allreduce(dict(self.module.named_parameters()))
 
     def close(self) -> None:
         """Undo the registration."""

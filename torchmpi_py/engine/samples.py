@@ -1,9 +1,10 @@
 """Samples: what a sample is made of, in which order an iterator gives samples, and how an epoch is resumed.
 
-A place in the middle of an epoch is of use only in the same order. The order of a ``DatasetIterator`` follows from the
-number of samples, the seed, and whether it shuffles; that of others from their lengths and from random generators:
-those that they, or their samplers, hold (torch's word: ``generator``), or the global ones of the process (torch's,
-CUDA's, numpy's, Python's). A checkpoint keeps the states of both, as plain data.
+A place in the middle of an epoch is of use only in the same order, on the same number of ranks. The order of a
+``DatasetIterator`` follows from the number of samples, the seed, and whether it shuffles. The order of other iterators
+follows from their lengths and from random generators: those that they, or their samplers, hold (torch's word:
+``generator``), or the global ones of the process (torch's, CUDA's, numpy's, Python's). A checkpoint keeps the states of
+both, as plain data.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ import torch
 from torch.utils.data import DataLoader, IterDataPipe
 
 from torchmpi_py.engine import outcomes
-from torchmpi_py.engine.batches import BatchIterator
+from torchmpi_py.engine.batches import BatchIterator, place_on
 from torchmpi_py.engine.sources import set_epoch
 from torchmpi_py.engine.state import State
 
 
 def length(sample: Any) -> int | None:
     """Number of samples by the target's length; None if unknown: hooks.on_sample may still replace the sample."""
+    if sample is None:
+        return 0
     try:
         return len(split(sample)[1])
     except (TypeError, IndexError):
@@ -64,29 +67,22 @@ def of_epoch(state: State) -> Iterator[Any]:
     samplers = samplers_of(iterator)
     for holder in {id(each): each for each in (iterator, *samplers.values())}.values():  # some are the same object
         set_epoch(holder, state.epoch)
-    if state.position > 0:
-        return _kept(state, _resumed(state))
-    if state.training and (samplers["sampler"] is not None or not hasattr(iterator, "set_position")):
+    needs_random = samplers["sampler"] is not None or not hasattr(iterator, "set_position")
+    if state.training and state.position == 0 and needs_random:
         state.place.random = {"global": random_states(), "iterator": generator_states(iterator)}
-    return _kept(state, _started(iterator))
-
-
-def _kept(state: State, batches: Iterator[Any]) -> Iterator[Any]:
-    """The batches; of an iterator that knows of ranks, in training, the outer ones, which ``closed`` closes."""
-    if state.training and isinstance(state.iterator, BatchIterator):
-        batches = state.place.batches = state.iterator.as_outer(batches)
+    batches = _started(iterator) if state.position == 0 else _resumed(state)
+    state.place.batches = batches if isinstance(iterator, BatchIterator) else None
     return batches
 
 
 @contextmanager
 def closed(state: State) -> Iterator[None]:
-    """Close the samples of an epoch at the end of the block, also where an error ends it."""
+    """Close the samples of an epoch at the end of the block, also where an error ends it: it may keep them alive."""
     try:
         yield
     finally:
-        batches, state.place.batches = state.place.batches, None
-        if batches is not None:
-            batches.close()
+        if state.place.batches is not None:
+            state.place.batches.close()
 
 
 def _started(iterator: Any) -> Iterator[Any]:
@@ -126,12 +122,9 @@ def _resumed(state: State) -> Iterator[Any]:
 
 def order_of(iterator: Any) -> dict[str, Any]:
     """The facts that determine the order of samples, as far as they are known; of batches, where places count these."""
-    if hasattr(iterator, "set_position"):
-        attributes = {"samples": "total", "files": "files", "seed": "seed", "shuffle": "shuffle"}
-        order = {word: getattr(iterator, name, None) for word, name in attributes.items()}
-        ranks = getattr(iterator, "size", None)
-        order["ranks"] = None if ranks == outcomes.size() else ranks  # each rank may have a dataset of its own
-    else:
+    names = {"samples": "total", "files": "files", "seed": "seed", "shuffle": "shuffle", "ranks": "size"}
+    order = {word: getattr(iterator, name, None) for word, name in names.items()}
+    if not hasattr(iterator, "set_position"):
         order = {
             "samples": length_of(getattr(iterator, "dataset", None)),
             "batches": length_of(iterator),
@@ -142,23 +135,10 @@ def order_of(iterator: Any) -> dict[str, Any]:
 
 
 def check_place(iterator: Any, order: dict[str, Any], position: int, size: int) -> None:
-    """ValueError if a place in the middle of an epoch in this ``order``, on ``size`` ranks, is none in this iterator's.
-
-    Each rank looks at its own.
-    """
-    if position == 0:
-        return
-    now = order_of(iterator)
-    is_of_all = hasattr(iterator, "set_position") and "ranks" not in now
-    if size != outcomes.size() and not is_of_all:
+    """ValueError if a place in the middle of an epoch in this ``order`` does not fit the iterator, on as many ranks."""
+    if position > 0 and size == outcomes.size() and order != order_of(iterator):
         raise ValueError(
-            f"the checkpoint is of {size} ranks after {position} batches of an epoch; on {outcomes.size()} ranks that "
-            "would be other samples: use a DatasetIterator over the dataset of all, or every='epoch'"
-        )
-    if order != now:
-        raise ValueError(
-            f"the checkpoint is in the middle of an epoch over {_described(order)}; "
-            f"this is another order: {_described(now)}"
+            f"the checkpoint is in the middle of an epoch over {order}; this is another order: {order_of(iterator)}"
         )
 
 
@@ -167,10 +147,15 @@ def place_of(iterator: Any) -> dict[str, Any] | None:
     return iterator.state_dict() if isinstance(iterator, BatchIterator) else None
 
 
-def restore_place(iterator: Any, parts: dict[str, Any]) -> None:
-    """Let the next epoch of the iterator go on at the place in a checkpoint, if that is in the middle of one."""
-    if parts["position"] > 0 and parts.get("iterator") is not None and isinstance(iterator, BatchIterator):
+def restore_place(iterator: Any, parts: dict[str, Any]) -> int:
+    """Let the next epoch of the iterator go on at the place in a checkpoint, and return its position.
+
+    On another number of ranks the position is 0: the epoch begins again, and rank 0 warns.
+    """
+    position = place_on(outcomes.size(), parts["size"], parts["position"], outcomes.rank())
+    if position > 0 and isinstance(iterator, BatchIterator):
         iterator.load_state_dict(parts["iterator"])
+    return position
 
 
 def length_of(sized: Any) -> int | None:
@@ -179,12 +164,6 @@ def length_of(sized: Any) -> int | None:
         return len(sized)
     except (TypeError, NotImplementedError):  # an IterableDataset, and what loads one
         return None
-
-
-def _described(order: dict[str, Any]) -> str:
-    counts = ("samples", "batches")
-    pieces = (f"{value} {word}" if word in counts else f"{word} {value}" for word, value in order.items())
-    return ", ".join(pieces) or "samples of an unknown order"
 
 
 def samplers_of(iterator: Any) -> dict[str, Any]:

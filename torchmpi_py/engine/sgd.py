@@ -23,7 +23,6 @@ from torchmpi_py.engine import samples
 from torchmpi_py.engine.extensions import Extension, called
 from torchmpi_py.engine.extensions_of_run import extensions_of_run
 from torchmpi_py.engine.state import Hooks, Place, State, modes_restored
-from torchmpi_py.nn.sync_batch_norm import set_has_samples
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -92,8 +91,8 @@ class SGDEngine:
             maxepoch: The number of epochs.
             extensions: Objects that take part, such as ``Checkpoint(folder)``, ``Evaluate(function)``,
                 ``EpochLines()``, ``ProgressBar()``, ``TensorBoard(folder)`` or your own (``Extension``); at each
-                moment they are called after the hook, in their order. Default: ``[EpochLines()]``, or none with a hook ``on_end_epoch``. In an
-                elastic job ``Elastic()`` is added.
+                moment they are called after the hook, in their order. Default: ``[EpochLines()]``, or none with a hook
+                ``on_end_epoch``. In an elastic job ``Elastic()`` is added.
             **former: The keywords of the release before: checkpoint, every, keep, stateful, evaluator, epoch_lines.
                 Each builds its extension, with a DeprecationWarning.
 
@@ -183,7 +182,6 @@ class SGDEngine:
                 yield self.calls
         finally:
             self.extensions, self.calls = enclosing
-            self._end_stand_in(state)
 
     @contextmanager
     def _epoch(self, state: State) -> Iterator[None]:
@@ -198,12 +196,6 @@ class SGDEngine:
     def session(self, state: State) -> AbstractContextManager[None]:
         """The bracket around the whole run, also when an error ends the run."""
         return nullcontext()
-
-    @staticmethod
-    def _end_stand_in(state: State) -> None:
-        if state._is_stand_in:
-            state._is_stand_in = False
-            set_has_samples(state.modules(), True)
 
     def make_optimizer(
         self, state: State, lr: float | None, optimizer: OptimizerLike | None
@@ -226,8 +218,12 @@ class SGDEngine:
         """The last action before the first epoch, of training: ``hooks.on_start`` may have changed the state."""
 
     def samples(self, state: State) -> Iterator[Any]:
-        """The samples of one epoch, from ``state.position`` on."""
-        return samples.of_epoch(state)
+        """The samples of one epoch, from ``state.position`` on; this rank takes part in the steps without any."""
+        for sample in samples.of_epoch(state):
+            if sample is not None:
+                yield sample
+            elif state.training:
+                self.take_part(state)
 
     def take_sample(self, state: State, sample: Any) -> None:
         """Set the sample, its weight and number of samples (the iterator's, else 1.0 and the target's length, or 1)."""
@@ -240,11 +236,23 @@ class SGDEngine:
         state._is_counted = num_samples is not None
         state.num_samples = 1 if num_samples is None else num_samples
 
+    def take_part(self, state: State) -> None:
+        """A step of the other ranks, in which this rank has no samples: ``state.sample`` is None.
+
+        Nothing is computed. The gradients of this rank count as zero, so that its parameters stay equal to those of
+        the others. Of the hooks only ``on_backward`` and ``on_update`` are called.
+        """
+        self.take_sample(state, None)
+        self.prepare(state)
+        self.zero_gradients(state)
+        self.reduce(state)
+        self.calls.on_backward(state)
+        self.update(state)
+        self.complete(state)
+        self.calls.on_update(state)
+
     def prepare(self, state: State) -> None:
-        """Before the forward pass, in training only: a stand-in does not count in the statistics of SyncBatchNorm."""
-        state._is_stand_in = state.num_samples == 0 and state.place.weight == 0
-        if state._is_stand_in:
-            set_has_samples(state.modules(), False)
+        """The last action before the forward pass, in training only: none here."""
 
     def forward(self, state: State) -> None:
         """``state.output = network(input)``; the samples are counted now if ``hooks.on_sample`` has made the pair."""
@@ -271,14 +279,16 @@ class SGDEngine:
         weight = state.place.weight
         (state.loss if weight == 1.0 else state.loss * weight).backward()
 
+    def reduce(self, state: State) -> None:
+        """Bring the gradients of the ranks together: none here."""
+
     def update(self, state: State) -> None:
         """One step of the optimizer, if there is one."""
         if state.optimizer is not None:
             state.optimizer.step()
 
     def complete(self, state: State) -> None:
-        """Count the step; what hooks compute from here on counts in the statistics of SyncBatchNorm."""
-        self._end_stand_in(state)
+        """Count the step."""
         state.t += 1
         state.place.position = state.place.next_position
 

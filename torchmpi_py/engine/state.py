@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,7 @@ class Place:
     is_ending: bool = False  # the epoch is counted, and on_end_epoch is not yet complete
     is_finished: bool = False  # the last epoch is complete, and the ranks are equal
     is_resumed: bool = False  # each rank has its own buffers, from a checkpoint
-    batches: Generator[Any, None, None] | None = None  # of the epoch, to be closed
+    batches: Any = None  # of the epoch, to be closed
     members: Members | None = None  # of the last look at what is trained
 
 
@@ -38,7 +38,7 @@ class State:
     iterator: Iterable[Any]  # gives samples; iterated once an epoch
     optimizer: torch.optim.Optimizer | None = None  # None in test(), and in train() with lr=0: no update
     sample: Any = None  # (input, target, ...)
-    num_samples: int = 0  # in this batch; 0: this rank had none left and computes on a stand-in of weight 0
+    num_samples: int = 0  # in this batch; 0: this rank has none in this step, and sample is None
     output: Any = None  # of the network
     loss: Any = None  # scalar tensor: mean over this rank's samples, never scaled by the batch's weight
     epoch: int = 0  # epochs completed; a hook may set it in on_start to resume, or maxepoch to stop after this epoch
@@ -46,7 +46,6 @@ class State:
     maxepoch: int = 1
     place: Place = field(default_factory=Place, repr=False)  # within the epoch; hooks read it, and leave it alone
     _is_counted: bool = True  # whether num_samples is known, or may be once on_sample has made a pair
-    _is_stand_in: bool = False  # whether layers know that the batch is one
 
     @property
     def position(self) -> int:

@@ -10,7 +10,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from types import FrameType
 from typing import Any
 
@@ -25,12 +25,12 @@ from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.core.tensors import check_count
 from torchmpi_py.nn.absent_gradients import AbsentGradient
 from torchmpi_py.nn.block_sequential import BlockSequential
-from torchmpi_py.nn.bucket import sparse_parameters
 from torchmpi_py.nn.buckets import Buckets
 from torchmpi_py.nn.compression import Compression, check_compression
 from torchmpi_py.nn.launch_order import LaunchOrder
 from torchmpi_py.nn.members import parameters_of
-from torchmpi_py.nn.synchronize import check_alike, check_dense, check_unregistered, reduced_in_backward, trainable
+from torchmpi_py.nn.sparse_reducer import sparse_parameters
+from torchmpi_py.nn.synchronize import check_alike, check_unregistered, reduced_in_backward, trainable
 
 _FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__  # autograd calls Function.backward here
 
@@ -42,7 +42,18 @@ class AsyncBackward:
     would add to gradients that are being reduced, and raises RuntimeError; to accumulate, use ``frequency``. Every
     rank's loss has to reach at least one parameter. Activation checkpointing works with ``use_reentrant=False``; with
     True a backward pass consists of several, and raises RuntimeError unless one of them reaches all the parameters.
+
+    Args (beside those of ``register_async_backward``):
+        comm: the ranks to average over; default: the current level.
+        only: reduce only these parameters of the module.
+        buckets: buckets of these parameters that are there already, such as sharded ones.
+        sparse_as_dense: make sparse gradients dense before they are reduced.
+        before_pass: a method, called when the first gradient of a backward pass is complete.
+        on_reduction: a method, called at the end of a backward pass whose gradients are reduced.
     """
+
+    compares_steps = True
+    """Whether the ranks compare how often they have updated their parameters since the last reduction."""
 
     def __init__(
         self,
@@ -55,6 +66,8 @@ class AsyncBackward:
         only: Container[torch.nn.Parameter] | None = None,
         buckets: Buckets | None = None,
         sparse_as_dense: bool = False,
+        before_pass: Callable[[], object] | None = None,
+        on_reduction: Callable[[], object] | None = None,
     ) -> None:
         check_compression(compression)
         self.frequency = check_count("frequency", frequency, 1, "backward passes")
@@ -68,12 +81,8 @@ class AsyncBackward:
             sparse = () if sparse_as_dense else sparse_parameters(module)
             buckets = Buckets(list(self.names), resolve(comm), _blocks(module, self.names), compression, sparse)
         self.buckets = buckets
-        self._before_pass: Callable[[], Callable[[], None] | None] = lambda: None
-        self._on_reduction: Callable[[], Callable[[], None] | None] = lambda: None
+        self._before_pass, self._on_reduction = _while_alive(before_pass), _while_alive(on_reduction)
         self._only = only
-        self._sparse_as_dense = sparse_as_dense
-        for parameter in self.names:  # gradients that are there already
-            self._check_layout(parameter)
         self._lock = threading.Lock()
         self.num_passes = 0  # complete ones since the last reduction
         self._pass_id = -1  # autograd's number for the backward pass under way
@@ -82,15 +91,12 @@ class AsyncBackward:
         self._num_launched = 0  # buckets, in their order
         self.order = LaunchOrder(self.buckets.comm)
         self._handles: list[Handle[Any]] = []  # of what was launched
-        self._has_gradient_anywhere: Handle[Tensor] | None = None  # from the end of a pass to synchronize
+        self._flags: Handle[Tensor] | None = None  # of the gradients; from the end of a pass to synchronize
         self._module = weakref.ref(module)
-        self._hooks = _hooked(self.names, weakref.WeakMethod(self._on_gradient))
+        hook = _while_alive(self._on_gradient)
+        self._hooks: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(hook) for p in self.names]  # type: ignore[no-untyped-call]
         _registered.setdefault(module, []).append(self)
         reduced_in_backward.add(self.buckets)
-
-    def call_back(self, *, before_pass: Callable[[], None], on_reduction: Callable[[], None]) -> None:
-        """Have methods called, as long as their object lives: before a pass, and at the end of one that reduces."""
-        self._before_pass, self._on_reduction = weakref.WeakMethod(before_pass), weakref.WeakMethod(on_reduction)
 
     def synchronize(self) -> None:
         """Wait until the gradients of the last backward pass are reduced. Collective.
@@ -99,16 +105,16 @@ class AsyncBackward:
         gets what compression has kept of earlier ones.
         RuntimeError where the pass was of parameters that have become trainable since the registration.
         """
-        if self._has_gradient_anywhere is not None:
+        if self._flags is not None:
             self._finish()
         elif self._hooks:
             self._check_parameters()  # no pass has, which reached none of those that are registered
 
     def _finish(self) -> None:
         """Wait for the reduction that is under way."""
-        assert self._has_gradient_anywhere is not None
-        has_gradient_anywhere = self._has_gradient_anywhere
-        handles, is_late = [*self._handles, has_gradient_anywhere], False
+        assert self._flags is not None
+        flags = self._flags
+        handles, is_late = [*self._handles, flags], False
         try:
             wait_all(handles)
         except BaseException as error:  # of an operation; or of a deadline, or a signal's handler: the next waits again
@@ -116,21 +122,16 @@ class AsyncBackward:
             raise
         finally:
             if not is_late:
-                self.num_passes, self._num_launched, self._handles, self._has_gradient_anywhere = 0, 0, [], None
-        self.buckets.finish(self.op, self.order.checked(has_gradient_anywhere.wait()))
+                self.num_passes, self._num_launched, self._handles, self._flags = 0, 0, [], None
+        self.buckets.finish(self.op, self.order.checked(flags.wait()))
 
     def reduce_now(self) -> None:
         """Reduce the gradients as they are, after no backward pass or fewer than ``frequency``. Collective.
 
-        It meets the reduction that a backward pass of another rank has begun. Where all ranks have run out of data, it
-        does nothing.
+        It takes part in the reduction that a backward pass of another rank has begun.
         """
         self._check_parameters()
         self._start_reduction()
-        wait_all(self._handles)
-        if self.buckets.joining is not None and self.buckets.joining.is_over:
-            self.num_passes, self._handles = 0, []
-            return
         self._end_reduction()
         self._finish()
 
@@ -139,26 +140,22 @@ class AsyncBackward:
 
         Drops the gradients of the passes since the last reduction, and what compression has kept of earlier steps.
         """
-        if self._has_gradient_anywhere is not None:
+        if self._flags is not None:
             self._finish()
         self.order.has_loaded = True
         if self.num_passes:
             self.num_passes = 0
             for parameter in self.names:
                 parameter.grad = None
-        if compressors := [bucket.compressor for bucket in self.buckets.all if bucket.compressor is not None]:
+        if any(bucket.has_state for bucket in self.buckets.all):
             self.order.restart()
-        for compressor in compressors:
-            compressor.restart()
-
-    def look(self, batch: Any | None) -> None:
-        """Set the batch of the next backward pass, which is compared with those of other ranks (``first_batches``)."""
-        self.buckets.first_batches.set_batch(batch)
+        for bucket in self.buckets.all:
+            bucket.restart()
 
     def remove(self) -> None:
         """Wait for the reductions under way, and remove the hooks from the module."""
         try:
-            if self._has_gradient_anywhere is not None:
+            if self._flags is not None:
                 self._finish()
         finally:
             for hook in self._hooks:
@@ -173,7 +170,6 @@ class AsyncBackward:
         if mpi_api.is_forked():
             stack()  # NotStarted: the bucket is the parent's
         with self._lock:  # autograd has a thread per device
-            self._check_layout(parameter)
             if self._pass_id != torch._C._current_graph_task_id():
                 self._begin_pass()
             if self.num_passes + 1 < self.frequency:
@@ -184,26 +180,15 @@ class AsyncBackward:
                     "reduced one is a constant: take torch.autograd.grad(..., create_graph=True) for derivatives of "
                     "gradients, and backward() without create_graph= for gradients that are reduced"
                 )
-            self.buckets.first_batches.add_gradient(parameter)
             index = self.buckets.index_of[parameter]
-            bucket = self.buckets.all[index]
-            if not bucket.publishes:
-                bucket.insert(parameter)
+            self.buckets.all[index].insert(parameter)
             self._num_ready[index] += 1
             self._launch(only_ready=True)
-
-    def _check_layout(self, parameter: torch.nn.Parameter) -> None:
-        """A sparse gradient becomes dense where that is asked for; elsewhere it is a TypeError, or stays."""
-        if self._sparse_as_dense and parameter.grad is not None and parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.to_dense()
-        if parameter not in self.buckets.sparse:
-            check_dense(self.names[parameter], parameter)
 
     def _begin_pass(self) -> None:
         """The first gradient of a backward pass is complete: check, and have autograd call ``_end_pass``."""
         self._check_order()
-        if (before_pass := self._before_pass()) is not None:
-            before_pass()
+        self._before_pass()
         self._check_parameters()
         wait_all(self._handles)  # none, unless the last pass broke off
         if self.num_passes + 1 == self.frequency:
@@ -215,14 +200,14 @@ class AsyncBackward:
 
     def _check_order(self) -> None:
         """RuntimeError if this pass would add to gradients that are being reduced, or is one part of a pass."""
-        is_part = self.frequency > 1 or self._has_gradient_anywhere is not None or self._end() is not None
+        is_part = self.frequency > 1 or self._flags is not None or self._end() is not None
         if is_part and _is_in_function_backward():
             raise RuntimeError(
                 "a backward pass ran inside another one, as activation checkpointing with use_reentrant=True does: "
                 "gradients would be reduced before all of their parts are there. Use checkpoint(..., "
                 "use_reentrant=False)"
             )
-        if self._has_gradient_anywhere is not None:
+        if self._flags is not None:
             raise RuntimeError(AbsentGradient.why)
 
     def _check_parameters(self) -> None:
@@ -253,25 +238,21 @@ class AsyncBackward:
         self.num_passes += 1
         if self.num_passes == self.frequency:
             self._end_reduction()
-            if (on_reduction := self._on_reduction()) is not None:
-                on_reduction()
+            self._on_reduction()
 
     def _start_reduction(self) -> None:
-        """Nothing is launched yet but, where ranks may run out of data, the number of those that have some."""
-        self._num_launched, self._num_ready = 0, [0] * len(self.buckets.all)
+        """Nothing is launched yet."""
+        self._num_launched, self._num_ready, self._handles = 0, [0] * len(self.buckets.all), []
         self.order.begin()
-        self._handles = self.buckets.announce(self.op)
-        if self._handles:
-            self.order.add()
+        self.buckets.begin()
 
     def _end_reduction(self) -> None:
         """Launch the buckets that are not launched yet, and the reduction of the flags."""
-        flags = self.buckets.has_gradient_here()  # before the buckets give every parameter a gradient
+        flags = self.buckets.gradient_flags()  # before the buckets give every parameter a gradient
         self._launch(only_ready=False)
         self.order.add()
-        compares_steps = self.num_passes > 0 and self.buckets.joining is None
-        flags = self.order.append_numbers(flags, compares_steps=compares_steps)
-        self._has_gradient_anywhere = verbs.allreduce_async(flags, op="max", comm=self.buckets.comm)
+        flags = self.order.append_numbers(flags, compares_steps=self.compares_steps and self.num_passes > 0)
+        self._flags = verbs.allreduce_async(flags, op="max", comm=self.buckets.comm)
 
     def _launch(self, *, only_ready: bool) -> None:
         """Launch the next buckets, in order; with ``only_ready`` up to the first incomplete one."""
@@ -279,8 +260,7 @@ class AsyncBackward:
         for bucket in self.buckets.all[self._num_launched :]:
             if only_ready and self._num_ready[self._num_launched] < len(bucket.parameters):
                 return
-            if bucket.comm is self.buckets.comm:  # of split parameters ranks may have other numbers of buckets
-                self.order.add()
+            self.order.add()
             self._handles += bucket.launch(self.op)
             self._num_launched += 1
 
@@ -319,19 +299,18 @@ def _remove_registrations_of_former_sessions() -> None:
             registered.remove()
 
 
-def _hooked(
-    parameters: Iterable[torch.nn.Parameter], method: weakref.WeakMethod[Callable[[Any], None]]
-) -> list[RemovableHandle]:
-    """Have the method called with each parameter whose gradient is complete, as long as its object lives.
+def _while_alive(method: Callable[..., object] | None) -> Callable[..., None]:
+    """A function that calls the method as long as its object lives; with None it does nothing.
 
-    The hook holds the object weakly, for the collector of cycles does not see the hooks of tensors.
+    Hooks of tensors, and ``_registered``, would keep the object and with it the module alive for ever.
     """
+    reference = weakref.WeakMethod(method) if method is not None else lambda: None
 
-    def hook(parameter: torch.nn.Parameter) -> None:
-        if (on_gradient := method()) is not None:
-            on_gradient(parameter)
+    def call(*args: Any) -> None:
+        if (bound := reference()) is not None:
+            bound(*args)
 
-    return [p.register_post_accumulate_grad_hook(hook) for p in parameters]  # type: ignore[no-untyped-call]
+    return call
 
 
 def _blocks(module: torch.nn.Module, reduced: Container[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:

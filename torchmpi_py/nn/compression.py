@@ -91,8 +91,26 @@ class Compressor:
         """Put what was reduced into ``flat``."""
         raise NotImplementedError
 
+    def result(self) -> Tensor:
+        """The reduced values that are wanted on this rank."""
+        return self.destination.part(self.flat)
+
     def restart(self) -> None:
         """Forget what earlier steps have left, on all ranks in the same step."""
+
+
+class Uncompressed(Compressor):
+    """Gradients travel as they are; the destination says into which memory they are reduced."""
+
+    def launch(self, op: str) -> list[Handle[Any]]:
+        self._handle = self.destination.reduce_async(self.flat, op)
+        return [self._handle]
+
+    def finish(self, op: str) -> None:
+        self._result = self.destination.result(self._handle)
+
+    def result(self) -> Tensor:
+        return self._result
 
 
 class Compression:

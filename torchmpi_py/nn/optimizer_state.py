@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ from torchmpi_py.collectives.check import digest_of
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.tensors import check_rank
 from torchmpi_py.errors import RanksDisagree
-from torchmpi_py.nn.split_parameters import Split, any_split, split_of
 from torchmpi_py.nn.synchronize import fused
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
@@ -40,7 +39,7 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, *, comm: Communicat
         return
     state = _broadcast(optimizer, root, comm)
     if comm.rank != root:
-        load_whole_state(optimizer, state)
+        optimizer.load_state_dict(state)
     if differing := _differing(optimizer, comm):
         raise RanksDisagree(
             f"{type(optimizer).__name__}.load_state_dict has not taken the state of rank {root} as it is, on rank "
@@ -48,30 +47,16 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, *, comm: Communicat
         )
 
 
-def whole_state(optimizer: Any) -> Any:
-    """``optimizer.state_dict()``, in which what belongs to split parameters is whole, as of a plain network.
-
-    Collective where a parameter is split: moments and the like, of the shape of their parameter, are gathered.
-    """
-    return _converted(optimizer, optimizer.state_dict(), Split.whole_of, from_whole=False)
-
-
-def load_whole_state(optimizer: Any, state: Any) -> None:
-    """``optimizer.load_state_dict`` of a state that ``whole_state`` gave; each rank takes its parts."""
-    optimizer.load_state_dict(_converted(optimizer, state, Split.part_of, from_whole=True))
-
-
 class OptimizerKind(NamedTuple):
     """What an optimizer's state belongs to."""
 
     name: str  # of the class
-    shapes: list[tuple[int, ...]]  # of the parameters, whole, in the order of the groups
+    shapes: list[tuple[int, ...]]  # of the parameters, in the order of the groups
 
     @classmethod
     def of(cls, name: str, parameters: Iterable[Tensor]) -> OptimizerKind:
-        """The kind of an optimizer with these parameters, on however many ranks they are split."""
-        splits = [(p, split_of(p)) for p in parameters]
-        return cls(name, [tuple(p.shape if split is None else split.whole_shape(p)) for p, split in splits])
+        """The kind of an optimizer with these parameters."""
+        return cls(name, [tuple(p.shape) for p in parameters])
 
     def check_saved(self, saved: OptimizerKind) -> None:
         """ValueError, with both, unless a state that was saved of the kind ``saved`` is one of this kind."""
@@ -92,13 +77,13 @@ def name_of_class(optimizer: Any, transparent: tuple[type, ...] = ()) -> str:
 
 
 def load_saved_state(optimizer: Any, state: Any, kind: OptimizerKind, saved: OptimizerKind | None) -> None:
-    """Like ``load_whole_state``, of a state that was saved of the kind ``saved``; None where that is not known.
+    """Load a state that was saved of the kind ``saved`` (None: not known) into an optimizer of this ``kind``.
 
-    ValueError if the optimizer, of this ``kind``, is another one.
+    ValueError if the kinds differ.
     """
     if saved is not None:
         kind.check_saved(saved)
-    load_whole_state(optimizer, state)
+    optimizer.load_state_dict(state)
     if saved is None:
         _check_options(optimizer)
 
@@ -108,24 +93,6 @@ def _check_options(optimizer: Any) -> None:
     for group in _groups(optimizer):
         if lacking := sorted(getattr(optimizer, "defaults", {}).keys() - group.keys()):
             raise ValueError(f"it holds no {', '.join(lacking)} of the optimizer {type(optimizer).__qualname__}")
-
-
-def _converted(optimizer: Any, state: Any, convert: Callable[[Split, Tensor], Tensor], *, from_whole: bool) -> Any:
-    """An optimizer's state, with ``convert`` applied to what has the shape of a split parameter."""
-    parameters = [p for group in _groups(optimizer) for p in group["params"]]
-    if not any_split(parameters):
-        return state
-    entries = dict(state["state"])
-    for index in sorted(entries):  # torch numbers the parameters in the order of the groups
-        split = split_of(parameters[index])
-        if split is None:
-            continue
-        shape = split.whole_shape(parameters[index]) if from_whole else parameters[index].shape
-        entries[index] = {
-            name: convert(split, x) if isinstance(x, Tensor) and x.shape == shape else x
-            for name, x in entries[index].items()
-        }
-    return {**state, "state": entries}
 
 
 class _Stand(NamedTuple):
@@ -147,8 +114,7 @@ class _Missing:
 
 def _differing(optimizer: Any, comm: Communicator) -> list[int]:
     """The ranks with another state than rank 0. Collective; RanksDisagree if kinds or groups differ."""
-    _check_parts(optimizer, comm)
-    state = whole_state(optimizer)
+    state = optimizer.state_dict()
     # Not the groups of the optimizer: those of a ShardedOptimizer hold what the rank updates.
     sizes = [len(group["params"]) for group in (state.get("param_groups", []) if isinstance(state, dict) else [])]
     content = repr([(name, _content(leaf)) for name, leaf in _entries(state, "")])
@@ -158,22 +124,6 @@ def _differing(optimizer: Any, comm: Communicator) -> list[int]:
         named = "; ".join(f"rank {rank}: {stand.kind} of {stand.num_parameters}" for rank, stand in enumerate(stands))
         raise RanksDisagree(f"the ranks' optimizers differ in kind, or in the parameters of their groups: {named}")
     return [rank for rank, stand in enumerate(stands) if stand != stands[0]]
-
-
-def _check_parts(optimizer: Any, comm: Communicator) -> None:
-    """RanksDisagree, on all ranks, unless all hold parts of the same state, which they are about to gather."""
-    parameters = [p for group in _groups(optimizer) for p in group["params"]]
-    if not any_split(parameters):
-        return
-    state = getattr(optimizer, "state", {})
-    held = [(number, sorted(state.get(p, {}))) for number, p in enumerate(parameters) if split_of(p) is not None]
-    stands = verbs.allgather_object(held, comm=comm)
-    for rank, stand in enumerate(stands):
-        if stand != stands[0]:
-            raise RanksDisagree(
-                f"the ranks hold other states of split parameters: rank 0 {stands[0]}, rank {rank} {stand} (number of "
-                "the parameter, names of what is kept); load the whole state on every rank"
-            )
 
 
 def _entries(content: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -190,6 +140,8 @@ def _entries(content: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 def _content(leaf: Any) -> Any:
     """The content of a leaf that is compared: its bits; of an object that is no data, its type."""
+    if isinstance(leaf, Tensor) and leaf.is_sparse:  # momentum of sparse gradients
+        return [digest_of(part) for part in (leaf.coalesce().indices(), leaf.coalesce().values())]
     if isinstance(leaf, Tensor):
         return digest_of(leaf.detach())
     if isinstance(leaf, np.ndarray):
@@ -199,11 +151,11 @@ def _content(leaf: Any) -> Any:
 
 def _broadcast(optimizer: Any, root: int, comm: Communicator) -> Any:
     """Root's state, its tensors on this rank's devices. Collective."""
-    state = whole_state(optimizer)
+    state = optimizer.state_dict()
     if comm.rank != root:
         state = None
-    # The structure travels by pickle, with a description in the place of each tensor; the values follow, fused.
-    bare = tree_map_only(Tensor, lambda x: _Missing(x.shape, x.dtype, x.device.type), state)
+    # The structure travels by pickle, with a description in the place of each dense tensor; the values follow, fused.
+    bare = tree_map_only(Tensor, lambda x: x if x.is_sparse else _Missing(x.shape, x.dtype, x.device.type), state)
     bare = verbs.broadcast_object(bare, root, comm=comm)
     if comm.rank != root:
         device_of = {p.device.type: p.device for group in _groups(optimizer) for p in group["params"]}
@@ -212,7 +164,7 @@ def _broadcast(optimizer: Any, root: int, comm: Communicator) -> Any:
             lambda x: torch.empty(x.shape, dtype=x.dtype, device=device_of.get(x.device_type, x.device_type)),
             bare,
         )
-    tensors = [leaf.detach() for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    tensors = [leaf.detach() for leaf in tree_leaves(state) if isinstance(leaf, Tensor) and not leaf.is_sparse]
     fused(tensors, lambda flat: verbs.broadcast(flat, root, comm=comm))
     return state
 

@@ -18,7 +18,6 @@ Source: Chan, Golub, LeVeque (1983) for the combination; torch.nn.SyncBatchNorm 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from torchmpi_py.collectives import verbs
 from torchmpi_py.core import communicators
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.nn.functional import own_communicator
-from torchmpi_py.nn.members import modules_of
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -42,14 +40,9 @@ class SyncBatchNorm(_BatchNorm):
     (N, C, ...); N may differ between ranks, and be 0. All ranks run the same layers forward and backward, in the same
     order: in training both are collective. In evaluation, with one rank, and without ``mpi.start()`` it is BatchNorm.
 
-    ``has_samples = False``: this rank's batch stands in for one that it does not have. It is normalized like the
-    others, and counts in no statistics; no gradient passes through. The engine sets it.
-
     Raises ValueError, on all ranks, where all batches together have fewer than 2 values per channel, as BatchNorm does
     on one process: with inputs (N, C) where the last batch of an epoch has one sample in all.
     """
-
-    has_samples = True
 
     def __init__(
         self,
@@ -65,21 +58,17 @@ class SyncBatchNorm(_BatchNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.comm = comm
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, whose batches count."""
-        return {name: value for name, value in self.__dict__.items() if name != "has_samples"}
-
     def forward(self, x: Tensor) -> Tensor:
         """Normalize; in training with the statistics of all ranks' batches, and update the running ones."""
         comm = self._comm_to_use() if self.training else None
         if comm is None:
             return super().forward(x)
         self._check_input_dim(x)
-        mean, var, count = _statistics(x.detach() if self.has_samples else x.detach()[:0], comm)
+        mean, var, count = _statistics(x.detach(), comm)
         self._track(mean, var * (count / (count - 1)))
         dtype = _dtype_of_statistics(x)
         normalized: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.bias, mean.to(dtype), var.to(dtype), count, self.eps, comm, self.has_samples
+            x, self.weight, self.bias, mean.to(dtype), var.to(dtype), count, self.eps, comm
         )
         return normalized
 
@@ -149,10 +138,9 @@ class _Normalize(Function):
         count: float,
         eps: float,
         comm: Communicator,
-        has_samples: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt())
-        ctx.count, ctx.comm, ctx.has_samples = count, comm, has_samples
+        ctx.count, ctx.comm = count, comm
         if x.dtype != mean.dtype:  # torch normalizes 16-bit floats with float32 parameters only
             weight, bias = (None if p is None else p.to(mean.dtype) for p in (weight, bias))
         return torch.empty_like(x) if x.numel() == 0 else batch_norm(x, mean, var, weight, bias, eps=eps)
@@ -161,8 +149,6 @@ class _Normalize(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
-        if not ctx.has_samples:
-            dy = torch.zeros_like(dy)
         normalized = (x.to(mean.dtype) - _along(mean, x)) * _along(scale, x)
         dims = _all_but_channels(x)
         sum_dy = dy.sum(dims, dtype=torch.float64)
@@ -173,19 +159,9 @@ class _Normalize(Function):
             of_mean, of_spread = (_along(part, x) for part in sums.to(mean.dtype))
             factor = scale if weight is None else scale * weight
             dx = ((dy - of_mean - normalized * of_spread) * _along(factor, x)).to(x.dtype)
-            if not ctx.has_samples:
-                dx.zero_()
         dweight = sum_dy_x.to(weight.dtype) if ctx.needs_input_grad[1] else None
         dbias = sum_dy.to(weight.dtype) if ctx.needs_input_grad[2] else None
-        return dx, dweight, dbias, None, None, None, None, None, None
-
-
-def set_has_samples(modules: Iterable[torch.nn.Module], has_samples: bool) -> None:
-    """Set ``has_samples`` of every SyncBatchNorm in the modules."""
-    for module in modules:
-        for part in modules_of(module):
-            if isinstance(part, SyncBatchNorm):
-                part.has_samples = has_samples
+        return dx, dweight, dbias, None, None, None, None, None
 
 
 def _statistics(x: Tensor, comm: Communicator) -> tuple[Tensor, Tensor, float]:

@@ -22,11 +22,10 @@ from torchmpi_py.core import agree
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.tensors import check_tensor
 from torchmpi_py.errors import RanksDisagree
-from torchmpi_py.nn.bucket import sparse_parameters
 from torchmpi_py.nn.buckets import Buckets, grouped
 from torchmpi_py.nn.compression import Compression
 from torchmpi_py.nn.members import parameters_of
-from torchmpi_py.nn.split_parameters import by_replicas, split_of
+from torchmpi_py.nn.sparse_reducer import sparse_parameters
 
 _buckets: WeakKeyDictionary[torch.nn.Module, Buckets] = WeakKeyDictionary()  # of synchronize_gradients
 reduced_in_backward: WeakSet[Buckets] = WeakSet()  # of register_async_backward
@@ -46,8 +45,7 @@ def synchronize_parameters(module: torch.nn.Module, average: bool = False, *, co
     for name, x in named.items():
         check_tensor("synchronize_parameters", name, x)
     check_alike("synchronize_parameters", named, resolve(comm), strides=False)
-    for replicas, equal in by_replicas(named, resolve(comm)):
-        _make_equal([x.detach() for x in equal.values()], average, replicas)
+    _make_equal([x.detach() for x in named.values()], average, resolve(comm))
 
 
 def check_alike(call: str, named: Mapping[str, Tensor], comm: Communicator, *, strides: bool = True) -> None:
@@ -76,9 +74,8 @@ def check_tables(what: str, tables: Sequence[Sequence[Any]]) -> None:
 
 
 def summary(x: Tensor) -> tuple[Any, ...]:
-    """Shape, of a split parameter that of the whole, dtype and kind of device."""
-    split = split_of(x)
-    return tuple(x.shape if split is None else split.whole_shape(x)), str(x.dtype), x.device.type
+    """Shape, dtype and type of device."""
+    return tuple(x.shape), str(x.dtype), x.device.type
 
 
 def _strides(x: Tensor) -> list[str]:
@@ -124,13 +121,6 @@ def synchronize_gradients(module: torch.nn.Module, average: bool = True) -> None
     buckets_of(module).reduce("avg" if average else "sum")
 
 
-def average_gradients_of(module: torch.nn.Module, batch: Any | None, compression: Compression | None = None) -> None:
-    """Like ``synchronize_gradients``; the batch is compared with those of other ranks (``first_batches``)."""
-    buckets = buckets_of(module, compression)
-    buckets.first_batches.set_batch(batch)
-    buckets.reduce("avg")
-
-
 def check_with_allreduce(module: torch.nn.Module) -> None:
     """Check that parameters and buffers are the same, bit for bit, on every rank. Collective.
 
@@ -139,49 +129,33 @@ def check_with_allreduce(module: torch.nn.Module) -> None:
     """
     check_module("check_with_allreduce", module)
     buffers = {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
-    check_replicas({**dict(module.named_parameters()), **buffers})
-
-
-def check_replicas(named: Mapping[str, Tensor], comm: Communicator | None = None) -> None:
-    """RanksDisagree, on every rank, unless replicas hold the same bits. Collective."""
-    comm = resolve(comm)
-    # Split parameters are compared among the ranks that hold the same part, all others over all ranks.
-    (_, everywhere), *groups = by_replicas(named, comm)
-    if not groups:
-        check_all_with_allreduce(everywhere, comm=comm)
-        return
-    found = [everywhere and differing(everywhere, comm), *(differing(parts, replicas) for replicas, parts in groups)]
-    names = allgather_object(sorted({name for each in found for name in each}), comm=comm)
-    if any(names):
-        lists = "; ".join(f"{', '.join(own)} (seen by rank {rank})" for rank, own in enumerate(names) if own)
-        raise RanksDisagree(f"not the same bits on all replicas: {lists}")._of_call("check_with_allreduce", comm)
+    check_all_with_allreduce({**dict(module.named_parameters()), **buffers})
 
 
 def buckets_of(module: torch.nn.Module, compression: Compression | None = None) -> Buckets:
     """The buckets of a module in ``synchronize_gradients``; collective where they have to be made."""
     check_module("synchronize_gradients", module)
     comm, buckets = resolve(None), _buckets.get(module)
-    if buckets is not None and buckets.compression is compression and _are_as_before(buckets, module, comm):
+    if buckets is not None and _serve(buckets, module, comm, compression) and not reduced_in_backward:
         return buckets
     named = trainable(module)
     check_unregistered("synchronize_gradients", named)
-    parameters = list(named.values())
-    sparse = sparse_parameters(module)
-    if buckets is None or buckets.compression is not compression or not buckets.fit(parameters, comm, sparse):
+    if buckets is None or not _serve(buckets, module, comm, compression):
         check_alike("synchronize_gradients", named, comm)
-        buckets = _buckets[module] = Buckets(parameters, comm, compression=compression, sparse=sparse)
+        sparse = sparse_parameters(module)
+        buckets = _buckets[module] = Buckets(list(named.values()), comm, compression=compression, sparse=sparse)
     return buckets
 
 
-def _are_as_before(buckets: Buckets, module: torch.nn.Module, comm: Communicator) -> bool:
-    """Whether buckets of a module certainly serve it once more: in a fraction of the time of looking at each name."""
-    if buckets.comm is not comm or buckets.sparse or reduced_in_backward or sparse_parameters(module):
+def _serve(buckets: Buckets, module: torch.nn.Module, comm: Communicator, compression: Compression | None) -> bool:
+    """Whether buckets of a module serve it again: in a fraction of the time that a look at each name takes."""
+    if buckets.comm is not comm or buckets.compression is not compression:
         return False
     parameters = [p for p in parameters_of(module) if p.requires_grad]
     return (
         len(parameters) == len(buckets.parameters)
         and all(map(operator.is_, parameters, buckets.parameters))
-        and all(p.grad is None or p.grad.layout is torch.strided for p in parameters)
+        and sparse_parameters(module) == buckets.sparse
         and buckets.all_fit()
     )
 
@@ -193,26 +167,24 @@ def check_module(what: str, module: object) -> None:
 
 
 def trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters that take a gradient, by name; a TypeError for a DTensor, or an unexpected sparse gradient."""
+    """The parameters that take a gradient, by name; a TypeError for a DTensor."""
     check_module("reducing gradients", module)
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    sparse = sparse_parameters(module)
-    for name, parameter in parameters.items():
-        if type(parameter) is not torch.nn.Parameter:
-            check_tensor("reducing gradients", name, parameter)
-        if parameter not in sparse:
-            check_dense(name, parameter)
+    check_whole("reducing gradients", parameters)
     return parameters
 
 
-def check_dense(name: str, parameter: torch.nn.Parameter) -> None:
-    """A TypeError for a sparse gradient."""
-    if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-        raise TypeError(
-            f"the gradient of {name} is {parameter.grad.layout}; only Embedding and EmbeddingBag may have sparse "
-            "ones, without ShardedOptimizer. Build the layer with sparse=False, or give the DistributedOptimizer or "
-            "ShardedOptimizer sparse_as_dense=True"
-        )
+def check_whole(what: str, named: Mapping[Any, Tensor]) -> None:
+    """A TypeError for a parameter of which this rank holds a part, or that is not in memory."""
+    for name, x in named.items():
+        if hasattr(x, "device_mesh"):
+            raise TypeError(
+                f"{what}: parameter {name} is a DTensor, of which this rank holds a part; average the gradients of "
+                "torch's tensor parallelism by torch's own, over the mesh's data-parallel dimension: see "
+                "docs/from_0.1.md and examples/mnist_hybrid.py"
+            )
+        if type(x) is not torch.nn.Parameter:
+            check_tensor(what, f"parameter {name}", x)
 
 
 def check_unregistered(call: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:

@@ -40,7 +40,7 @@ class DistributedOptimizer(ReducingOptimizer):
     sparse_as_dense: make sparse gradients (``Embedding(sparse=True)``) dense, and reduce them so; else the ranks gather
         each other's rows, and gradients stay sparse.
 
-    Networks with split layers: clip with ``nn.clip_grad_norm_``. ``remove()`` ends the averaging. Making it, ``step``
+    ``remove()`` ends the averaging. Making it, ``step``
     and, with gradients that are not reduced yet, ``synchronize`` are collective. Parameters start equal on all ranks
     (``nn.synchronize_parameters``), which the first step checks.
 
@@ -82,9 +82,10 @@ class DistributedOptimizer(ReducingOptimizer):
             frequency=self.backward_passes_per_step,
             comm=self.comm,
             only={p for group in self.optimizer.param_groups for p in group["params"]},
+            before_pass=self._check_pass,
+            on_reduction=self._wait,
             **self._options,
         )
-        self.reduction.call_back(before_pass=self._check_pass, on_reduction=self._wait)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters by the averages; first reduce what is not reduced yet. Collective.

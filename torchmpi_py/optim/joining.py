@@ -9,19 +9,61 @@ Source: the semantics of torch.distributed.algorithms.Join, which has no way for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchmpi_py.collectives import verbs
-from torchmpi_py.nn.async_backward import registered_with
-from torchmpi_py.nn.buckets import Joining
+from torchmpi_py.core.handles import wait_all
+from torchmpi_py.nn.async_backward import AsyncBackward, registered_with
 from torchmpi_py.nn.optimizer_state import broadcast_optimizer_state
-from torchmpi_py.nn.split_parameters import any_split
-from torchmpi_py.nn.synchronize import buckets_of, fused
+from torchmpi_py.nn.synchronize import fused
 from torchmpi_py.optim.distributed import DistributedOptimizer
+
+
+class JoiningBackward(AsyncBackward):
+    """A registration within the block of ``join``: each reduction begins with a count of the ranks that have data."""
+
+    compares_steps = False
+    has_data: bool  # on this rank
+    num_present: Tensor  # ranks with data, in the last reduction
+    num_steps: int  # with data, on this rank
+
+    def begin(self) -> None:
+        """Begin the block, with data on this rank."""
+        self.has_data, self.num_present, self.num_steps = True, torch.zeros(1, dtype=torch.int64, device="cpu"), 0
+
+    def go_on_without_data(self) -> None:
+        """Bring zeros to the reductions of the ranks that still have data, until none has."""
+        self.has_data, self.num_passes = False, 0
+        while True:
+            for parameter in self.names:  # without a gradient it counts as zero
+                parameter.grad = None
+            self._start_reduction()
+            wait_all(self._handles)
+            if int(self.num_present) == 0:
+                self._handles = []
+                return
+            self._end_reduction()
+            self._finish()
+
+    def _start_reduction(self) -> None:
+        super()._start_reduction()
+        self.num_steps += self.has_data
+        self.num_present[0] = self.has_data
+        self.order.add()
+        self._handles = [verbs.allreduce_async(self.num_present, comm=self.buckets.comm)]
+
+    def _finish(self) -> None:
+        super()._finish()
+        # Averages over all ranks become averages over the ranks that have data.
+        num_present = int(self.num_present)
+        if self.op == "avg" and num_present < self.buckets.comm.size:
+            for bucket in self.buckets.all:
+                bucket.flat *= self.buckets.comm.size / num_present
 
 
 @contextmanager
@@ -37,53 +79,51 @@ def join(module_or_optimizer: torch.nn.Module | DistributedOptimizer, *stateful:
                 optimizer.step()
                 scheduler.step()
 
-    module_or_optimizer: a DistributedOptimizer; or a module whose gradients ``register_async_backward`` or
-    ``synchronize_gradients`` reduces, once a step. Gradients are averages over the ranks that still have data (sums,
-    where sums are asked for). A rank that leaves the loop waits here until all have; then all get parameters, buffers
-    and the optimizer's state of the rank that made the most steps (the lowest such). stateful: what else changes in a
-    step, and has to be equal afterwards: a scheduler, a GradScaler, with a module its optimizer. Each has
-    ``state_dict`` and ``load_state_dict``. Passes after the last whole step (``backward_passes_per_step``) are dropped.
+    Gradients are averages over the ranks that still have data (sums, where sums are asked for). A rank that leaves the
+    loop waits here until all have left it. Then all ranks get parameters, buffers and the optimizer's state of the rank
+    that made the most steps (the lowest such rank). Passes after the last whole step (``backward_passes_per_step``) are
+    dropped. Call no other collective in the loop (no SyncBatchNorm, no metrics over ranks, no closure for ``step``):
+    ranks that have left do not call it. An error in the loop is raised as it is.
 
-    No other collective may be called in the loop (no SyncBatchNorm, no metrics over ranks, no closure for ``step``),
-    for ranks that have left do not call it. An error in the loop is raised as it is. TypeError for anything else,
-    ValueError for a module with split parameters.
+    Args:
+        module_or_optimizer: a DistributedOptimizer, or a module whose gradients ``register_async_backward`` reduces,
+            once a step.
+        stateful: objects with ``state_dict`` and ``load_state_dict`` that change in a step, and have to be equal
+            afterwards: a scheduler, a GradScaler, with a module its optimizer.
+
+    Raises:
+        TypeError: for anything but a module or a DistributedOptimizer.
+        ValueError: for a module without a registration.
     """
     optimizer = module_or_optimizer if isinstance(module_or_optimizer, DistributedOptimizer) else None
     module: Any = module_or_optimizer if optimizer is None else optimizer.module
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"join: give a module or an optim.DistributedOptimizer, not a {type(module).__name__}")
-    reduction = registered_with(module) if optimizer is None else optimizer.reduction
-    buckets = buckets_of(module) if reduction is None else reduction.buckets
-    if any_split(buckets.parameters):
-        raise ValueError("join: a parameter is split over ranks, which all have to compute with it in every step")
+    reduction: Any = registered_with(module) if optimizer is None else optimizer.reduction
+    if reduction is None:
+        raise ValueError(
+            "join: nothing reduces the gradients of this module; call register_async_backward(module) first"
+        )
     if optimizer is not None:
         optimizer.check_equal()
-    joining = buckets.joining = Joining(buckets.comm.size)
+    plain, reduction.__class__ = (
+        reduction.__class__,
+        JoiningBackward,
+    )  # the same hooks, and the same object for the user
+    reduction.begin()
     try:
         yield
-        _go_on_without_data(buckets.parameters, buckets.reduce if reduction is None else reduction.reduce_now, joining)
+        reduction.go_on_without_data()
     finally:
-        buckets.joining = None
-        if reduction is not None:
-            reduction.order.num_updates = 0  # which differs by the steps of each rank
-    steps = verbs.allgather_object(joining.num_steps, comm=buckets.comm)
+        reduction.__class__ = plain
+        reduction.order.num_updates = 0  # which differs by the steps of each rank
+    steps = verbs.allgather_object(reduction.num_steps, comm=reduction.buckets.comm)
     root = steps.index(max(steps))
     tensors = [x.detach() for x in (*module.parameters(), *module.buffers())]
-    fused(tensors, lambda flat: verbs.broadcast(flat, root, comm=buckets.comm))
+    fused(tensors, lambda flat: verbs.broadcast(flat, root, comm=reduction.buckets.comm))
     if optimizer is not None:
-        broadcast_optimizer_state(optimizer.optimizer, root, comm=buckets.comm)
+        broadcast_optimizer_state(optimizer.optimizer, root, comm=reduction.buckets.comm)
     for each in stateful:
-        state = verbs.broadcast_object(each.state_dict(), root, comm=buckets.comm)
-        if buckets.comm.rank != root:
+        state = verbs.broadcast_object(each.state_dict(), root, comm=reduction.buckets.comm)
+        if reduction.buckets.comm.rank != root:
             each.load_state_dict(state)
-
-
-def _go_on_without_data(parameters: Iterable[torch.nn.Parameter], reduce: Callable[[], None], joining: Joining) -> None:
-    """Take part in the reductions of the ranks that still have data, until none has."""
-    joining.has_data = False
-    while True:
-        for parameter in parameters:  # without a gradient it counts as zero
-            parameter.grad = None
-        reduce()
-        if joining.is_over:  # as this reduction has found out
-            return

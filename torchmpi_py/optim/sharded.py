@@ -21,13 +21,12 @@ from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.async_backward import AsyncBackward
-from torchmpi_py.nn.bucket import shaped
-from torchmpi_py.nn.buckets import share_overflow
-from torchmpi_py.nn.clipping import combined, norm_of, scale_to
 from torchmpi_py.nn.compression import Compression, check_compression
-from torchmpi_py.nn.split_parameters import any_split
+from torchmpi_py.nn.gradient_reducer import views_of
+from torchmpi_py.nn.synchronize import check_whole
 from torchmpi_py.optim.owners import Placement, owners
-from torchmpi_py.optim.sharded_buckets import GradientOfOwners, ShardedBucket, ShardedBuckets, slice_of_state
+from torchmpi_py.optim.sharded_buckets import GradientOfOwners, ShardedBuckets, ShardedReducer, slice_of_state
+from torchmpi_py.optim.sharded_gradients import clip, share_overflow
 from torchmpi_py.optim.wrapper import ReducingOptimizer, evaluated
 
 
@@ -41,7 +40,7 @@ class ShardedOptimizer(ReducingOptimizer):
     rank makes the optimizer with the same arguments, runs as many backward passes, and calls ``step`` as often.
     ``remove()`` ends it.
 
-    parameters: as torch's; parameters equal on all ranks, which the first step checks, not split, on one device.
+    parameters: as torch's; parameters equal on all ranks, which the first step checks, on one device.
     optimizer_class: a class of torch optimizers without closures (not LBFGS).
     placement: who updates what. "size": equal slices, where the class treats every element alike (SGD, Adam, AdamW and
         others of torch.optim); with any other class whole parameters, the largest first to the rank with the least. An
@@ -51,8 +50,8 @@ class ShardedOptimizer(ReducingOptimizer):
     average: mean over the ranks; False: sum.
     backward_passes_per_step: gradients of so many passes are added up, and reduced in the last one.
     compression: of gradients on their way to the owners; updated parameters travel as they are.
-    sparse_as_dense: make sparse gradients (``Embedding(sparse=True)``) dense; else they are a TypeError.
 
+    Sparse gradients (``Embedding(sparse=True)``) are made dense.
     The gradient of a parameter that no rank used counts as zero. So weight decay, momentum and the moments of Adam move
     that parameter, where torch would leave it as it is: freeze it before the optimizer is made.
     ``state_dict`` is that of the plain optimizer, the same on every rank and for any number of ranks; it is collective.
@@ -74,12 +73,11 @@ class ShardedOptimizer(ReducingOptimizer):
         average: bool = True,
         backward_passes_per_step: int = 1,
         compression: Compression | None = None,
-        sparse_as_dense: bool = False,
         **defaults: Any,
     ) -> None:
         groups = _groups(parameters)
         _check_parameters([p for group in groups for p in group["params"]], optimizer_class)
-        how = {"average": average, "frequency": backward_passes_per_step, "sparse_as_dense": sparse_as_dense}
+        how = {"average": average, "frequency": backward_passes_per_step}
         self._divide(optimizer_class(groups, **defaults), placement, comm, compression, how)
 
     @classmethod
@@ -92,7 +90,6 @@ class ShardedOptimizer(ReducingOptimizer):
         average: bool = True,
         backward_passes_per_step: int = 1,
         compression: Compression | None = None,
-        sparse_as_dense: bool = False,
     ) -> ShardedOptimizer:
         """A sharded optimizer that uses ``optimizer``, with its groups and its state, which all ranks have alike.
 
@@ -100,7 +97,7 @@ class ShardedOptimizer(ReducingOptimizer):
         """
         sharded = cls.__new__(cls)
         _check_parameters([p for group in optimizer.param_groups for p in group["params"]], type(optimizer))
-        how = {"average": average, "frequency": backward_passes_per_step, "sparse_as_dense": sparse_as_dense}
+        how = {"average": average, "frequency": backward_passes_per_step}
         sharded._divide(optimizer, placement, comm, compression, how)
         return sharded
 
@@ -134,10 +131,10 @@ class ShardedOptimizer(ReducingOptimizer):
         owner_of = owners(self.parameters, placement, type(optimizer), self.comm.size)
         trained = [p for p in self.parameters if p.requires_grad]
         buckets = ShardedBuckets(trained, self.comm, group_of, owner_of, compression)
-        self._buckets: list[ShardedBucket] = buckets.all  # type: ignore[assignment]
+        self._buckets: list[ShardedReducer] = buckets.all  # type: ignore[assignment]
         self._module = torch.nn.ParameterList(trained)
-        self.reduction = AsyncBackward(self._module, comm=self.comm, buckets=buckets, **how)
-        self.reduction.call_back(before_pass=self._check_pass, on_reduction=self._wait)
+        calls: dict[str, Any] = {"before_pass": self._check_pass, "on_reduction": self._wait}
+        self.reduction = AsyncBackward(self._module, comm=self.comm, buckets=buckets, **calls, **how)
         for index, group in enumerate(optimizer.param_groups):
             group["params"] = [shard for bucket in self._buckets if bucket.group == index for shard in bucket.shards]
         # GradScaler wants a gradient on every rank; this one belongs to no bucket, so that no step updates it.
@@ -186,7 +183,7 @@ class ShardedOptimizer(ReducingOptimizer):
             super().synchronize()
             self._share_overflow()
 
-    def _update(self, bucket: ShardedBucket) -> dict[str, Any]:
+    def _update(self, bucket: ShardedReducer) -> dict[str, Any]:
         """The optimizer's step, for one bucket alone; what its group holds then beside the parameters."""
         groups = self.optimizer.param_groups
         group = {**groups[bucket.group], "params": bucket.shards}
@@ -205,10 +202,7 @@ class ShardedOptimizer(ReducingOptimizer):
         yet are reduced first.
         """
         self.synchronize()
-        here = self._gradients_here()
-        norm = combined(norm_of(here, norm_type), norm_type, self.comm)
-        scale_to(norm, max_norm, here)
-        return norm
+        return clip(self._gradients_here(), max_norm, norm_type, self.comm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. RuntimeError between the backward passes of one step, whose gradients would be lost."""
@@ -262,7 +256,7 @@ class ShardedOptimizer(ReducingOptimizer):
         of_ranks = verbs.allgather_object(values, comm=self.comm)
         return [of_ranks[updaters.get(index, self.comm.rank)][index] for index in range(len(values))]
 
-    def _states_of(self, bucket: ShardedBucket) -> list[dict[str, Any]]:
+    def _states_of(self, bucket: ShardedReducer) -> list[dict[str, Any]]:
         """The optimizer's state of each parameter of a bucket. Collective."""
         # A whole bucket's owner has the whole state.
         if bucket.owner is not None:
@@ -274,8 +268,8 @@ class ShardedOptimizer(ReducingOptimizer):
         states = [{} for _ in bucket.parameters]
         for name, value in self.optimizer.state.get(shard, {}).items():
             if isinstance(value, Tensor) and value.shape == shard.shape:
-                whole = bucket.split(verbs.allgather(value, comm=self.comm))
-                values: list[Any] = [shaped(x, p).clone() for x, p in zip(whole, bucket.parameters, strict=True)]
+                whole = verbs.allgather(value, comm=self.comm)
+                values: list[Any] = [view.clone() for view in views_of(whole, bucket.parameters)]
             else:
                 values = [value.clone() if isinstance(value, Tensor) else value for _ in bucket.parameters]
             for entries, of_parameter in zip(states, values, strict=True):
@@ -384,7 +378,6 @@ def _check_parameters(parameters: list[Any], optimizer_class: type[torch.optim.O
     for number, p in enumerate(parameters):
         if not isinstance(p, torch.nn.Parameter):
             raise TypeError(f"ShardedOptimizer: parameter {number} is a {type(p).__name__}; give torch.nn.Parameters")
+    check_whole("ShardedOptimizer", dict(enumerate(parameters)))
     if len(set(parameters)) < len(parameters):
         raise ValueError("ShardedOptimizer: a parameter is given twice")
-    if any_split(parameters):
-        raise ValueError("ShardedOptimizer: a parameter is split over ranks already; give these to another optimizer")

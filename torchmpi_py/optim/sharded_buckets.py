@@ -24,9 +24,10 @@ from torchmpi_py.collectives import verbs
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.handles import Handle
 from torchmpi_py.nn.absent_gradients import AbsentGradient
-from torchmpi_py.nn.bucket import Bucket, shaped
 from torchmpi_py.nn.buckets import Buckets, flat_memory, runs_of
-from torchmpi_py.nn.compression import Compression, Destination
+from torchmpi_py.nn.compressed_reducer import CompressedReducer
+from torchmpi_py.nn.compression import Compression, Destination, Uncompressed
+from torchmpi_py.nn.gradient_reducer import GradientReducer, views_of
 
 _OF_A_PARAMETER = {"step", "eta", "mu", "mu_product"}  # one number, also where the parameter itself is one
 
@@ -87,7 +88,7 @@ class GradientOfOwners(AbsentGradient):
     )
 
 
-class ShardedBucket(Bucket):
+class ShardedReducer(CompressedReducer):
     """Parameters of one group of the optimizer, and their memory.
 
     owner: the rank that updates all of it; None: each rank updates its slice. ``shards``: what this rank updates, with
@@ -101,54 +102,36 @@ class ShardedBucket(Bucket):
         parameters: Sequence[torch.nn.Parameter],
         memory: Tensor,
         comm: Communicator,
+        *,
         group: int,
         owner: int | None,
         compression: Compression | None,
     ) -> None:
-        self.values, gradients = memory.chunk(2)
-        num_elements = sum(p.numel() for p in parameters)
-        super().__init__(parameters, gradients[:num_elements], comm)
-        self.padded = gradients  # with zeros, so that there are P equal slices
-        self.publishes = False
+        self.values, gradients = memory.chunk(2)  # with padding, so that there are P equal slices
         self.group = group
         self.owner = owner
-        self._destination = Slices(comm) if owner is None else Owner(owner, comm)
-        if compression is not None and comm.size > 1:
-            views = [*self._views.values(), gradients[num_elements:]]  # the last one: padding, perhaps of no element
-            self.compressor = compression.compressor(gradients, views, comm, self._destination)
-        self.views = [shaped(part, p) for part, p in zip(self.split(self.values), parameters, strict=True)]
+        destination = Slices(comm) if owner is None else Owner(owner, comm)
+        padding = gradients[sum(p.numel() for p in parameters) :]  # perhaps of no element
+        of_bucket = gradients, [*views_of(gradients, parameters), padding], comm, destination
+        compressor = compression.compressor(*of_bucket) if compression is not None and comm.size > 1 else None
+        self.has_state = compressor is not None
+        super().__init__(parameters, gradients, comm, compressor or Uncompressed(*of_bucket))
+        self.views = list(views_of(self.values, parameters))
         with torch.no_grad():
             for p, view in zip(parameters, self.views, strict=True):
                 view.copy_(p)
                 p.data = view
         self.shards: list[torch.nn.Parameter] = []
         if owner is None:
-            self.shards = [torch.nn.Parameter(self._destination.part(self.values))]
+            self.shards = [torch.nn.Parameter(destination.part(self.values))]
         elif owner == comm.rank:
             self.shards = list(parameters)
 
-    def split(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """The parts of the parameters, of a flat tensor of the bucket's values; padding is left out."""
-        counts = [p.numel() for p in self.parameters]
-        return torch.split(flat[: sum(counts)], counts)
-
-    def launch(self, op: str) -> list[Handle[Any]]:
-        """Start the reduction of the gradients to their owners."""
-        for parameter in self.parameters:
-            self.insert(parameter)
-        if self.compressor is not None:
-            return self.compressor.launch(op)
-        self._handle = self._destination.reduce_async(self.padded, op)
-        return [self._handle]
-
     def finish(self, op: str) -> None:
-        """Once that is done: ``shards`` have their gradients."""
-        if self.compressor is not None:
-            self.compressor.finish(op)
-        # A compressor leaves the result in the bucket; the plain reduction of slices in memory of its own.
+        """Give ``shards`` their gradients."""
+        self.compressor.finish(op)
         if self.owner is None:
-            is_compressed, destination = self.compressor is not None, self._destination
-            self.shards[0].grad = destination.part(self.padded) if is_compressed else destination.result(self._handle)
+            self.shards[0].grad = self.compressor.result()
         else:
             for shard in self.shards:
                 shard.grad = self._views[shard].detach()
@@ -190,32 +173,38 @@ class ShardedBuckets(Buckets):
         self.owner_of = owner_of
         super().__init__(parameters, comm, compression=compression)
 
-    def made(self, groups: Iterable[Sequence[torch.nn.Parameter]]) -> list[Bucket]:
-        """New buckets, each of one group of the optimizer and one owner."""
+    def reducers(self, groups: Iterable[Sequence[torch.nn.Parameter]]) -> list[GradientReducer]:
+        """Create the reducer of each bucket, which is of one group of the optimizer and one owner."""
         owners = self.owner_of or {}
         runs = runs_of(self.parameters, groups, lambda p: (self.group_of[p], owners.get(p)))
         padding = self.comm.size if self.owner_of is None else 1
         counts = [-(-sum(p.numel() for p in run) // padding) * padding for run in runs]
         memory = flat_memory(runs, self.comm, [2 * count for count in counts])
         return [
-            ShardedBucket(run, flat, self.comm, self.group_of[run[0]], owners.get(run[0]), self.compression)
+            ShardedReducer(
+                run,
+                flat,
+                self.comm,
+                group=self.group_of[run[0]],
+                owner=owners.get(run[0]),
+                compression=self.compression,
+            )
             for run, flat in zip(runs, memory, strict=True)
         ]
 
-    def announce(self, op: str) -> list[Handle[Any]]:
-        """Before a reduction: what a backward pass that broke off has left in the buckets does not count."""
+    def begin(self) -> None:
+        """Drop what a backward pass that broke off has left in the buckets."""
         for bucket in self.all:
             for p, absent in bucket._absent.items():
                 if p.grad is absent:
                     p.grad = None
-        return super().announce(op)
 
-    def has_gradient_here(self) -> Tensor:
-        """Digests of the first batches alone: gradients have left their parameters by now; missing ones are zero."""
-        return self.first_batches.append_digests(torch.ones(len(self.parameters), dtype=torch.uint8, device="cpu"))
+    def gradient_flags(self) -> Tensor:
+        """Ones: gradients have left their parameters by now; missing ones are zero."""
+        return torch.ones(len(self.parameters), dtype=torch.uint8, device="cpu")
 
 
-def slice_of_state(bucket: ShardedBucket, saved: list[dict[str, Any]], group: dict[str, Any]) -> dict[str, Any]:
+def slice_of_state(bucket: ShardedReducer, saved: list[dict[str, Any]], group: dict[str, Any]) -> dict[str, Any]:
     """This rank's slice of the state of a bucket's parameters. ``group``: the options of the parameters' group."""
     entries: dict[str, Any] = {}
     shard = bucket.shards[0]
@@ -233,8 +222,8 @@ def slice_of_state(bucket: ShardedBucket, saved: list[dict[str, Any]], group: di
             continue
         whole = torch.zeros(bucket.values.numel(), dtype=first.dtype, device="cpu")
         start: _Start = _STARTS_AT.get(name, lambda p, group: 0)
-        for part, p in zip(bucket.split(whole), bucket.parameters, strict=True):
-            shaped(part, p)[...] = values[p] if p in values else start(p.detach(), group)
+        for view, p in zip(views_of(whole, bucket.parameters), bucket.parameters, strict=True):
+            view[...] = values[p] if p in values else start(p.detach(), group)
         begin = bucket.comm.rank * shard.numel()
         entries[name] = whole[begin : begin + shard.numel()].clone()
     return entries

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from torchmpi_py.collectives import verbs
+from torchmpi_py.collectives.check import check_all_with_allreduce
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.nn.async_backward import AsyncBackward
-from torchmpi_py.nn.split_parameters import any_split
-from torchmpi_py.nn.synchronize import check_replicas, fused
+from torchmpi_py.nn.synchronize import check_whole, fused
 
 
 class OptimizerWrapper(torch.optim.Optimizer):
@@ -117,7 +117,7 @@ class ReducingOptimizer(OptimizerWrapper):
         """Once: RanksDisagree, on all ranks, unless all train the same. After a reduction, where all come."""
         if not self._is_checked:
             self._is_checked = True
-            check_replicas({name: p for p, name in self.reduction.names.items()}, self.comm)
+            check_all_with_allreduce({name: p for p, name in self.reduction.names.items()}, comm=self.comm)
 
     def remove(self) -> None:
         """End the reductions; only a plain optimizer can go on."""
@@ -135,9 +135,7 @@ class LocalOptimizer(OptimizerWrapper):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
         self.optimizer = optimizer
-        if any_split(self.parameters()):
-            name = type(self).__name__
-            raise ValueError(f"{name}: a parameter is split over ranks, which have to take each step together")
+        check_whole(type(self).__name__, dict(enumerate(self.parameters())))
 
     @torch.no_grad()
     def take_own_step(self) -> None:

@@ -13,22 +13,12 @@ from torch import Tensor
 from torchmpi_py.core import communicators
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.handles import Handle, wait_all
-from torchmpi_py.nn.bucket import shaped
-from torchmpi_py.nn.compression import Compression, Compressor
+from torchmpi_py.nn.compression import Compression, Compressor, Uncompressed
+from torchmpi_py.nn.gradient_reducer import views_of
 from torchmpi_py.torch_backend import torch_internals
 from torchmpi_py.torch_backend.torch_internals import GradBucket
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
-
-
-class Uncompressed(Compressor):
-    """A bucket that goes as it is."""
-
-    def launch(self, op: str) -> list[Handle[Any]]:
-        return [self.destination.reduce_async(self.flat, op)]
-
-    def finish(self, op: str) -> None:
-        """Nothing: the result is in ``flat``."""
 
 
 class CompressedBuckets:
@@ -66,8 +56,7 @@ class CompressedBuckets:
             raise RuntimeError("a hook made by compressed(...) serves one module; make another one for this module")
         if compressor is None or list(map(id, parameters or [])) != list(map(id, members)):
             flat = torch.empty_like(x)  # memory of its own, for DDP may change that of its buckets on some ranks
-            parts = torch.split(flat, [p.numel() for p in members])
-            views = [shaped(part, p) for part, p in zip(parts, members, strict=True)]  # as DDP lays gradients out
+            views = list(views_of(flat, members))  # as DDP lays gradients out
             made = self.compression.compressor(flat, views, self.comm) if self.comm.size > 1 else None
             compressor = made or Uncompressed(flat, views, self.comm)
             self._buckets[bucket.index()] = members, compressor

@@ -1,0 +1,92 @@
+"""The sparse gradient of one parameter, such as the weight of an ``Embedding(sparse=True)``.
+
+All ranks gather the rows of all, so that the reduced gradient is sparse too, with the bytes of the rows alone. Where
+another layer uses the weight too, its gradient is dense; from the first time that it is dense on any rank, all ranks
+reduce dense gradients. A row past the last one tells the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchmpi_py.collectives import verbs
+from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.core.handles import Handle, wait_all
+from torchmpi_py.nn.gradient_reducer import GradientReducer
+from torchmpi_py.nn.members import modules_of
+
+
+class SparseReducer(GradientReducer):
+    """Gathers rows and values; ``flat`` holds the reduced values."""
+
+    def __init__(self, parameter: torch.nn.Parameter, comm: Communicator) -> None:
+        super().__init__([], torch.empty(0, dtype=parameter.dtype, device=parameter.device), comm)
+        self.parameters = [parameter]
+        self._kinds = [(parameter.shape, parameter.dtype, parameter.device)]
+        self._absent = {parameter: self.absent_kind(parameter)}
+        self._is_dense = False
+        self._result: Tensor | None = None
+        self._handles: list[Handle[Any]] = []
+
+    def holds(self, parameter: torch.nn.Parameter) -> bool:
+        return self._result is not None and parameter.grad is self._result
+
+    def insert(self, parameter: torch.nn.Parameter) -> None:
+        """Leave the gradient where it is."""
+
+    def launch(self, op: str) -> list[Handle[Any]]:
+        (p,) = self.parameters
+        gradient, p.grad = p.grad, self._absent[p]
+        if self._is_dense:
+            dense = self.flat.new_zeros(p.shape) if gradient is None else gradient.detach().to_dense()
+            self._handles = [verbs.allreduce_async(dense.contiguous(), op=op, comm=self.comm)]
+            return self._handles
+        rows, values = torch.empty(0, dtype=torch.int64, device=p.device), self.flat.new_empty(0)
+        if gradient is not None:
+            is_strided = gradient.layout is torch.strided
+            sparse = gradient.detach().to_sparse(1) if is_strided else gradient.detach()
+            total = _added(sparse._indices(), sparse._values(), p.shape)
+            rows, values = total.indices()[0], total.values().to(p.dtype)
+            if is_strided:
+                rows = torch.cat([rows, rows.new_tensor([p.shape[0]])])
+                values = torch.cat([values, values.new_zeros(1, *p.shape[1:])])
+        columns = values.reshape(-1, *p.shape[1:])
+        self._handles = [verbs.allgather_async(x, comm=self.comm) for x in (rows, columns)]
+        return self._handles
+
+    def reduce(self, op: str) -> None:
+        wait_all(self.launch(op))
+
+    def finish(self, op: str) -> None:
+        (p,) = self.parameters
+        results = [handle.wait() for handle in self._handles]
+        self._handles = []
+        if self._is_dense:
+            (self._result,) = results
+        else:
+            rows, values = results
+            is_row = rows < p.shape[0]
+            self._is_dense = not bool(is_row.all())
+            total = _added(rows[is_row][None], values[is_row], p.shape)
+            if op == "avg":
+                total.values().div_(self.comm.size)
+            total = total.to(p.dtype)
+            self._result = total.to_dense() if self._is_dense else total.coalesce()
+        self.flat = self._result.view(-1) if self._is_dense else self._result.values()
+        p.grad = self._result
+
+
+def _added(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
+    """A coalesced tensor; values of equal rows are added, those of 16 bits in float32."""
+    values = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+    return torch.sparse_coo_tensor(indices, values, shape, device=values.device, check_invariants=False).coalesce()
+
+
+def sparse_parameters(module: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """The parameters of a module whose gradients are sparse."""
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    embeddings = [part for part in modules_of(module) if isinstance(part, kinds) and part.sparse]
+    return {m.weight for m in embeddings if isinstance(m.weight, torch.nn.Parameter)}
