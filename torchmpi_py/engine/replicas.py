@@ -7,12 +7,14 @@ import torch
 from torchmpi_py import nn
 from torchmpi_py.collectives.check import check_all_with_allreduce
 from torchmpi_py.core import ulfm
+from torchmpi_py.core.communicators import resolve
 from torchmpi_py.engine.same_batches import FirstBatches
 from torchmpi_py.engine.state import State
 from torchmpi_py.errors import RanksDisagree
+from torchmpi_py.nn.buckets import Buckets
 from torchmpi_py.nn.compression import Compression
 from torchmpi_py.nn.members import Members
-from torchmpi_py.nn.synchronize import buckets_of
+from torchmpi_py.nn.synchronize import buckets_of, reduced_in_backward
 from torchmpi_py.optim.sharded import ShardedOptimizer
 from torchmpi_py.runtime import process
 
@@ -30,6 +32,8 @@ class Replicas:
         self.module: torch.nn.Module = torch.nn.ModuleDict()
         self.members: Members | None = None  # when last broadcast
         self.registration: nn.AsyncBackward | None = None
+        self.buckets: Buckets | None = None  # where gradients are reduced after the backward pass
+        self.bucketed: Members | None = None  # whose gradients are in them
         self._first_batches = FirstBatches()
 
     def follow(self) -> None:
@@ -93,11 +97,20 @@ class Replicas:
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.synchronize()
         elif self.registration is None:
-            buckets_of(self.module, self.compression).reduce("avg")
+            self._present_buckets().reduce("avg")
         elif has_samples:
             self.registration.synchronize()
         else:
             self.registration.reduce_now()
+
+    def _present_buckets(self) -> Buckets:
+        """The buckets of the gradients; without another look at each if nothing has changed since the last step."""
+        members, buckets = self.state.place.members, self.buckets
+        is_same = members is self.bucketed and not reduced_in_backward
+        if buckets is None or not is_same or buckets.comm is not resolve(None) or not buckets.all_fit():
+            buckets = self.buckets = buckets_of(self.module, self.compression)
+            self.bucketed = members
+        return buckets
 
     def check(self) -> None:
         """RanksDisagree if the parameters differ between ranks. Buffers may, until the end: each has its batches."""

@@ -228,7 +228,7 @@ class SGDEngine:
     def take_sample(self, state: State, sample: Any) -> None:
         """Set the sample, its weight and number of samples (the iterator's, else 1.0 and the target's length, or 1)."""
         state.sample = sample
-        state.place.next_position = getattr(state.iterator, "position", state.position + 1)
+        state.place.next_position = getattr(state.iterator, "position", state.place.position + 1)
         state.place.weight = getattr(state.iterator, "weight", 1.0)
         num_samples = getattr(state.iterator, "num_samples", None)
         if num_samples is None:

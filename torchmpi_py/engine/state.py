@@ -68,9 +68,10 @@ class State:
 
     def members(self) -> Members:
         """What network, criterion and optimizer hold; the same object as the last time if nothing has changed."""
-        found, modules, groups = self.place.members, self.modules(), self.parameter_groups()
-        if found is None or not found.are_current(modules, groups):
-            found = self.place.members = Members(modules, groups)
+        found = self.place.members
+        if found is None or not found.are_current(self.network, self.criterion, self.optimizer):
+            groups = self.parameter_groups()
+            found = self.place.members = Members(self.network, self.criterion, self.optimizer, groups)
         return found
 
     def parameters(self) -> list[torch.nn.Parameter]:
