@@ -10,12 +10,12 @@ from torchmpi_py.engine.evaluate import Evaluate
 from torchmpi_py.engine.extensions import Extension
 from torchmpi_py.engine.iterators import DatasetIterator
 from torchmpi_py.engine.meters import Accuracy, Average
-from torchmpi_py.engine.progress import ProgressBar
 from torchmpi_py.engine.sgd import SGDEngine
 from torchmpi_py.engine.sources import Source
 from torchmpi_py.engine.state import Hooks, State
 from torchmpi_py.engine.streams import Shards, StreamIterator
 from torchmpi_py.engine.tensorboard import TensorBoard
+from torchmpi_py.engine.training_bar import ProgressBar
 
 __all__ = [
     "Accuracy",

@@ -55,8 +55,7 @@ class AllReduceSGDEngine(SGDEngine):
     usegpu: network, criterion and samples are moved to ``mpi.device()``; the batches of a ``DatasetIterator`` ahead of
         their use, from pinned memory, while the step before is computed.
     asynchronous: average gradients during the backward pass instead of after it.
-    devicesync: with usegpu, wait for the device at each sample and before the backward pass, as TorchMPI does around
-        the forward pass; without usegpu it does nothing.
+    devicesync: with usegpu, wait for the device at each sample, as TorchMPI does; without usegpu it does nothing.
     dynamicnetwork: look before each forward pass whether hooks have changed the set of trained parameters (on all ranks
         alike); if so broadcast parameters and buffers and register gradients again.
     debug: before each forward pass, check that all ranks hold the same parameters; RanksDisagree if not.
@@ -132,15 +131,15 @@ class AllReduceSGDEngine(SGDEngine):
             raise ValueError("usegpu=True, but this session computes on the CPU: call mpi.start(with_cuda=True)")
         for module in state.modules():
             module.to(process.device())
-        iterator = state.iterator
-        if not isinstance(iterator, BatchIterator) or iterator.device is not None:
-            yield
-            return
-        iterator.device = process.device()
+        iterator: Any = state.iterator
+        is_ours = isinstance(iterator, BatchIterator) and iterator.device is None
+        if is_ours:
+            iterator.device = process.device()
         try:
             yield
         finally:
-            iterator.device = None
+            if is_ours:
+                iterator.device = None
 
     @contextmanager
     def _replicated(self, state: State) -> Iterator[None]:
@@ -206,8 +205,8 @@ class AllReduceSGDEngine(SGDEngine):
         if self.usegpu:
             sample = tree_map_only(torch.Tensor, lambda tensor: tensor.to(process.device()), sample)
         super().take_sample(state, sample)
-        if self.usegpu:
-            self._wait_for_device()
+        if self.usegpu and self.devicesync and process.device().type == "cuda":
+            torch.cuda.synchronize(process.device())
 
     def prepare(self, state: State) -> None:
         """Follow changes of the network; with ``debug`` check that the ranks agree."""
@@ -220,14 +219,12 @@ class AllReduceSGDEngine(SGDEngine):
             self._replicas.look()
 
     def backward(self, state: State) -> None:
-        """As in ``SGDEngine``, then average the gradients over the ranks; with ``devicesync`` wait before it."""
-        if self.usegpu:
-            self._wait_for_device()
+        """As in ``SGDEngine``, then average the gradients over the ranks."""
         super().backward(state)
         self.reduce(state)
 
     def reduce(self, state: State) -> None:
-        """Average the gradients over the ranks; in an elastic job confirm that all live."""
+        """Average the gradients over the ranks."""
         if self._replicas is not None:
             self._replicas.average_gradients()
 
@@ -241,10 +238,6 @@ class AllReduceSGDEngine(SGDEngine):
     def _synchronize_buffers(self, state: State) -> None:
         if self.buffers != "leave":
             nn.synchronize_buffers(state.as_one_module(), self.buffers)
-
-    def _wait_for_device(self) -> None:
-        if self.devicesync and process.device().type == "cuda":
-            torch.cuda.synchronize(process.device())
 
 
 def _check_every_rank_computes(state: State) -> None:

@@ -126,7 +126,7 @@ class Checkpoints:
         sizes = outcomes.of_all(pack, what, (TypeError, ValueError))
         parts, own = collected[0]
         whole = verbs.gather(own) if len(sizes) > 1 else own
-        return outcomes.of_rank_0(lambda: self._write(operator.index(step), parts, whole.split(sizes)), what)
+        return outcomes.of_rank_0(lambda: self._write(operator.index(step), parts, torch.split(whole, sizes)), what)
 
     def load(self) -> Saved | None:
         """Return the last complete checkpoint, as (step, parts), or None if there is none. Collective.
@@ -142,7 +142,7 @@ class Checkpoints:
         step, num_bytes = found
         stream = files_read[0] if files_read else io.BytesIO(bytes(num_bytes))
         if outcomes.size() > 1:
-            for piece in _bytes(stream.getbuffer()).split(_PIECE_BYTES):
+            for piece in torch.split(_bytes(stream.getbuffer()), _PIECE_BYTES):
                 verbs.broadcast(piece)
         parts: dict[str, Any] = {}
         outcomes.of_all(lambda: parts.update(_unpacked(stream)), f"step {step} of {self.directory} cannot be read")

@@ -6,6 +6,8 @@ different numbers of samples, or none.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from torchmpi_py.collectives import verbs
@@ -82,6 +84,9 @@ class Accuracy(_Mean):
         self._add(hits.double().mean(), num_samples)
 
 
-def are_scores(output: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether the shapes are (N, classes, ...) and (N, ...), as of scores and of class indices."""
-    return output.ndim >= 2 and output.shape[:1] + output.shape[2:] == target.shape
+def are_scores(output: Any, target: Any) -> bool:
+    """Whether these are scores (N, classes, ...) and class indices (N, ...)."""
+    if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)) or output.ndim < 2:
+        return False
+    is_class = not (target.is_floating_point() or target.is_complex())
+    return is_class and output.shape[:1] + output.shape[2:] == target.shape

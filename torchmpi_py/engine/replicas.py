@@ -13,7 +13,7 @@ from torchmpi_py.engine.state import State
 from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.buckets import Buckets
 from torchmpi_py.nn.compression import Compression
-from torchmpi_py.nn.members import Members
+from torchmpi_py.nn.members import ParameterSnapshot
 from torchmpi_py.nn.synchronize import buckets_of, reduced_in_backward
 from torchmpi_py.optim.sharded import ShardedOptimizer
 from torchmpi_py.runtime import process
@@ -30,10 +30,10 @@ class Replicas:
         self.asynchronous = asynchronous
         self.compression = compression
         self.module: torch.nn.Module = torch.nn.ModuleDict()
-        self.members: Members | None = None  # when last broadcast
+        self.members: ParameterSnapshot | None = None  # when last broadcast
         self.registration: nn.AsyncBackward | None = None
         self.buckets: Buckets | None = None  # where gradients are reduced after the backward pass
-        self.bucketed: Members | None = None  # whose gradients are in them
+        self.bucketed: ParameterSnapshot | None = None  # whose gradients are in them
         self._first_batches = FirstBatches()
 
     def follow(self) -> None:
@@ -74,7 +74,7 @@ class Replicas:
             successor.follow()
         return successor
 
-    def _trains(self, members: Members) -> bool:
+    def _trains(self, members: ParameterSnapshot) -> bool:
         """Whether these are the parameters that were last broadcast, whatever else has changed."""
         return self.members is not None and list(map(id, members.trained)) == list(map(id, self.members.trained))
 

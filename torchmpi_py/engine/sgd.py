@@ -22,7 +22,7 @@ import torch
 from torchmpi_py.engine import samples
 from torchmpi_py.engine.extensions import Extension, called
 from torchmpi_py.engine.extensions_of_run import extensions_of_run
-from torchmpi_py.engine.state import Hooks, Place, State, modes_restored
+from torchmpi_py.engine.state import EpochPlace, Hooks, State, modes_restored
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -34,17 +34,6 @@ def check_one_given(lr: float | None, optimizer: OptimizerLike | None) -> None:
             f"train(lr={lr!r}, optimizer={optimizer!r}): give exactly one of them; lr=0.1 for plain SGD, "
             "lr=0 for no update, or optimizer=torch.optim.Adam(network.parameters())"
         )
-
-
-def _checked(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer; a TypeError if its ``step`` needs a closure, which the loop does not give."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise TypeError(
-            f"optimizer: {type(optimizer).__name__}.step needs a closure, to compute several gradients per step; the "
-            "engine computes one per sample: give an optimizer that needs none, such as torch.optim.SGD or Adam"
-        )
-    return cast(torch.optim.Optimizer, optimizer)
 
 
 class SGDEngine:
@@ -101,7 +90,7 @@ class SGDEngine:
             TypeError: The optimizer needs a closure (LBFGS); the iterator can be run through only once (a generator)
                 with ``maxepoch`` > 1; a sample is not (input, target); an extension is not an ``Extension``.
         """
-        place = Place(is_training=True)
+        place = EpochPlace(is_training=True)
         state = State(network, criterion, iterator, maxepoch=maxepoch, place=place)
         check_one_given(lr, optimizer)
         samples.check_repeatable(iterator, maxepoch)
@@ -203,11 +192,18 @@ class SGDEngine:
         """The optimizer that ``lr`` or ``optimizer`` stands for, or None; the parameters are on their device by now."""
         if lr is not None:
             return torch.optim.SGD(state.parameters(), lr=lr) if lr != 0 else None
-        if hasattr(optimizer, "step") and not isinstance(optimizer, type):
-            return _checked(optimizer)
-        if callable(optimizer):
-            return _checked(optimizer(state.parameters()))
-        raise TypeError(f"optimizer={optimizer!r} is neither a torch optimizer nor a function from parameters to one")
+        made: Any = optimizer
+        if isinstance(optimizer, type) or not hasattr(optimizer, "step"):
+            if not callable(optimizer):
+                raise TypeError(f"optimizer={optimizer!r} is neither a torch optimizer nor a function that makes one")
+            made = optimizer(state.parameters())
+        closure = inspect.signature(made.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise TypeError(
+                f"optimizer: {type(made).__name__}.step needs a closure, to compute several gradients per step; the "
+                "engine computes one per sample: give an optimizer that needs none, such as torch.optim.SGD or Adam"
+            )
+        return cast(torch.optim.Optimizer, made)
 
     def set_mode(self, state: State) -> None:
         """Put network and criterion into training or evaluation mode."""

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from torchmpi_py.nn.members import Members
+from torchmpi_py.nn.members import ParameterSnapshot
 from torchmpi_py.optim.sharded import ShardedOptimizer
 
 
 @dataclass(eq=False)
-class Place:
+class EpochPlace:
     """Where a run stands within its epoch: for the loop itself, and for extensions that save or repeat steps."""
 
     is_training: bool = False
@@ -26,7 +26,7 @@ class Place:
     is_finished: bool = False  # the last epoch is complete, and the ranks are equal
     is_resumed: bool = False  # each rank has its own buffers, from a checkpoint
     batches: Any = None  # of the epoch, to be closed
-    members: Members | None = None  # of the last look at what is trained
+    members: ParameterSnapshot | None = None  # of the last look at what is trained
 
 
 @dataclass(eq=False)
@@ -44,7 +44,9 @@ class State:
     epoch: int = 0  # epochs completed; a hook may set it in on_start to resume, or maxepoch to stop after this epoch
     t: int = 0  # samples (batches) completed, over all epochs
     maxepoch: int = 1
-    place: Place = field(default_factory=Place, repr=False)  # within the epoch; hooks read it, and leave it alone
+    place: EpochPlace = field(
+        default_factory=EpochPlace, repr=False
+    )  # within the epoch; hooks read it, and leave it alone
     _is_counted: bool = True  # whether num_samples is known, or may be once on_sample has made a pair
 
     @property
@@ -66,12 +68,12 @@ class State:
         named = {"network": self.network, "criterion": self.criterion}
         return {name: part for name, part in named.items() if isinstance(part, torch.nn.Module)}
 
-    def members(self) -> Members:
+    def members(self) -> ParameterSnapshot:
         """What network, criterion and optimizer hold; the same object as the last time if nothing has changed."""
         found = self.place.members
         if found is None or not found.are_current(self.network, self.criterion, self.optimizer):
             groups = self.parameter_groups()
-            found = self.place.members = Members(self.network, self.criterion, self.optimizer, groups)
+            found = self.place.members = ParameterSnapshot(self.network, self.criterion, self.optimizer, groups)
         return found
 
     def parameters(self) -> list[torch.nn.Parameter]:

@@ -41,7 +41,7 @@ def _shows_others(module: torch.nn.Module) -> bool:
     return kind.parameters is not plain.parameters or kind.named_parameters is not plain.named_parameters
 
 
-class Members:
+class ParameterSnapshot:
     """The parameters that a look at network, criterion and optimizer has found.
 
     ``are_current`` tells whether another look would find the same. It compares the identity of everything that they
@@ -51,7 +51,9 @@ class Members:
     groups: the parameters of the optimizer's groups, which may be others than ``param_groups`` holds.
     """
 
-    def __init__(self, network: Any, criterion: Any, optimizer: Any, groups: Iterable[list[torch.nn.Parameter]]) -> None:
+    def __init__(
+        self, network: Any, criterion: Any, optimizer: Any, groups: Iterable[list[torch.nn.Parameter]]
+    ) -> None:
         modules = [part for part in (network, criterion) if isinstance(part, torch.nn.Module)]
         self.is_sure = not any(map(_shows_others, modules))
         self.parts = list(chain.from_iterable(map(modules_of, modules)))
@@ -62,7 +64,12 @@ class Members:
         self.found: list[int] = []
         self.are_current(network, criterion, optimizer)
         # An id is of one object as long as that lives.
-        self.kept = network, criterion, optimizer, [*map(list, map(_PARAMETERS, getattr(optimizer, "param_groups", ())))]
+        self.kept = (
+            network,
+            criterion,
+            optimizer,
+            [*map(list, map(_PARAMETERS, getattr(optimizer, "param_groups", ())))],
+        )
 
     def are_current(self, network: Any, criterion: Any, optimizer: Any) -> bool:
         """Whether another look would find the same as the last one; False where that is not certain."""

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sized
 from typing import Any, NamedTuple
 
-import torch
-
 from torchmpi_py.engine.extensions import Extension
-from torchmpi_py.engine.iterators import DatasetIterator
 from torchmpi_py.engine.meters import Accuracy, Average, are_scores
 from torchmpi_py.engine.state import State
 from torchmpi_py.runtime import process
@@ -50,7 +47,7 @@ class ProgressBar(Extension):
         """Count a batch."""
         run, target = self._runs[-1], state.sample[1]
         run.loss.add(state.loss, state.num_samples)
-        if all(isinstance(x, torch.Tensor) for x in (state.output, target)) and _are_classes(state.output, target):
+        if are_scores(state.output, target):
             run.accuracy.add(state.output, target, state.num_samples)
         run.bar.set_postfix_str(f"loss {run.loss.value:.4f}", refresh=False)
         run.bar.update()
@@ -84,11 +81,8 @@ class ProgressBar(Extension):
 
 def _num_batches(state: State) -> int | None:
     """The number of batches from ``state.position`` to the end of the epoch, if it is known."""
-    iterator = state.iterator
-    if isinstance(iterator, DatasetIterator):
-        return len(iterator) - state.position // (iterator.batch_size * iterator.size)
-    return len(iterator) - state.position if isinstance(iterator, Sized) else None
-
-
-def _are_classes(output: torch.Tensor, target: torch.Tensor) -> bool:
-    return are_scores(output, target) and not (target.is_floating_point() or target.is_complex())
+    if not isinstance(state.iterator, Sized):
+        return None
+    per_step = getattr(state.iterator, "batch_size", 1) * getattr(state.iterator, "size", 1)
+    done = state.position // per_step if hasattr(state.iterator, "set_position") else state.position
+    return len(state.iterator) - done
