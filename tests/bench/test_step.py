@@ -11,7 +11,7 @@ from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import RanksDisagree
 
 OF_DDP = [name for constant, name in vars(trainers_module).items() if constant.startswith("DDP")]
-OURS = ["synchronize_gradients", "register_async_backward", "engine", "engine, asynchronous"]
+OURS = ["DistributedOptimizer", "synchronize_gradients", "register_async_backward", "engine", "engine, asynchronous"]
 TINY = ["step", "--layers", "6,5,3", "--batch", "4", "--steps", "7"]
 
 
@@ -74,9 +74,11 @@ def test_the_table_without_ddp_has_no_ratio():
     seconds = {NONE: 0.001, "engine": 0.003}
     report = step.StepReport([6, 3], 4, 5, {}, ["DDP on gloo is left out: no reason"], seconds, "cuda")
     title, *lines = step.render(report).splitlines()
-    assert title.startswith("# a training step on cuda: layers 6-3")
+    assert title.startswith("# a training step on cuda: perceptron 6-3")
     assert ["engine", "3.00", "2.00", "-"] in [[cell.strip() for cell in line.split("|")[1:5]] for line in lines]
 
 
-def test_the_convolutional_network_takes_images_as_rows():
-    assert trainers_module.make_convolutional([64, 10])(torch.ones(2, 64)).shape == (2, 10)
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_a_gpt_trains_alike_in_every_way(mpi, capsys):
+    step.main(MPI.COMM_WORLD, parse(["step", "--network=gpt", "--ways=average,sharded", "--batch=1", "--steps=1"]))

@@ -7,7 +7,7 @@ import torch
 from runs import classes, loss_of, train
 from support import networks
 
-from torchmpi_py import errors
+from torchmpi_py import errors, optim
 from torchmpi_py.engine import AllReduceSGDEngine, Average, DatasetIterator, SGDEngine
 
 pytestmark = pytest.mark.mpi
@@ -65,6 +65,25 @@ def test_ranks_without_samples_in_the_last_step_train_as_one(mpi, option):
     last = int(mpi.rank() < mpi.size() - 1)
     assert moments["on_backward"] == moments["on_update"] == [4, 4, last] * 2
     assert moments["on_sample"] == ([4, 4, 1] if last else [4, 4]) * 2
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_loop_of_ones_own_takes_part_in_a_step_without_samples(mpi):
+    def run(reduce, batch_size, **place):
+        net = network()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        optimizer = optim.DistributedOptimizer(optimizer, net) if reduce else optimizer
+        iterator = DatasetIterator(classes(8 * mpi.size() + 1), batch_size, **place)
+        for batch in iterator:
+            optimizer.zero_grad()
+            if batch is not None:
+                (loss_of(net(batch[0]), batch[1]) * iterator.weight).backward()
+            optimizer.step()
+        return net
+
+    net = run(True, 4)
+    mpi.nn.check_with_allreduce(net)
+    assert_close(net, run(False, 4 * mpi.size(), rank=0, size=1))
 
 
 def test_it_starts_from_what_rank_0_loads_in_on_start(mpi):

@@ -133,13 +133,14 @@ EPOCH = """
             return iter([sample for first in range(0, 84, 7) for sample in read(first)])
 
     def reach(kind, state, numbers=()):
+        if kind in ("sample", "backward"):  # the first moments of steps with and without samples
+            state.at = state.position, state.place.next_position
         write(kind, state.epoch, state.at, numbers)
         if rank == 1 and kind == moment and state.t == int(number):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_sample(state):
-        state.at = state.position, state.place.next_position
-        reach("sample", state, state.sample[1][: state.num_samples, 0].int().tolist())
+        reach("sample", state, state.sample[1][:, 0].int().tolist())
 
     engine = AllReduceSGDEngine()
     engine.hooks.on_sample = on_sample

@@ -29,9 +29,9 @@ def launch(num_ranks, name, *options):
     return run(TORCHMPIRUN, "-n", num_ranks, EXAMPLES / name, *options)
 
 
-def example(num_ranks, command, *values):
+def example(num_ranks, command, *values, marks=()):
     """A case of a test: the command of a program that ``Jobs`` runs, and the test's other values."""
-    return pytest.param(command, *values, marks=pytest.mark.runs(num_ranks, command), id=command)
+    return pytest.param(command, *values, marks=[pytest.mark.runs(num_ranks, command), *marks], id=command)
 
 
 class Jobs:

@@ -35,18 +35,6 @@ def alone(tmp_path_factory):
     return sequential("--epochs", 3, "--save", file), file
 
 
-@pytest.fixture(scope="module")
-def one_epoch():
-    """What one process prints after one epoch, with batches of 62."""
-    return sequential("--epochs", 1, "--batch", 62)
-
-
-@pytest.mark.slow
-def test_sequential_learns(alone, one_epoch):
-    first, third = result(one_epoch)[0], result(alone[0])[0]
-    assert 2.4 > first > 1 > third
-
-
 @pytest.mark.slow
 def test_two_ranks_learn_the_digits():
     output = launch(2, "mnist_allreduce.py", "--progress")
@@ -79,8 +67,7 @@ def test_a_mode_learns(jobs, command, percent):
 
 @pytest.mark.slow
 def test_a_flavour_of_ones_choice_learns():
-    output = launch(3, "mnist_allreduce.py", "--epochs", 6, "--flavour", "ring")  # which stays chosen in a process
-    assert result(output)[1] > 80
+    assert result(launch(3, "mnist_allreduce.py", "--epochs", 6, "--flavour", "ring"))[1] > 80  # stays in a process
 
 
 CURVE = "digits_pipeline.py --epochs 2 --pause 0.01 --curve curve.json"
@@ -143,6 +130,22 @@ def test_four_ranks_train_as_one_process(jobs, alone, command, file):
     assert_close(jobs.folder / file, alone[1])
 
 
+GPT = "gpt.py --steps 4 --layers 1 --width 32 --context 16"
+OTHER_WAYS = [(3, GPT), (2, f"{GPT} --ddp"), (2, f"{GPT} --fsdp")]
+
+
+@pytest.mark.runs(1, GPT)
+@pytest.mark.parametrize(
+    ("command", "num_ranks"),
+    [example(2, GPT, 2), *(example(n, command, n, marks=[pytest.mark.slow]) for n, command in OTHER_WAYS)],
+)
+def test_a_gpt_has_the_losses_of_one_process(jobs, command, num_ranks):
+    printed = jobs.printed(1, GPT), jobs.printed(num_ranks, command)
+    alone, together = ([float(loss) for loss in re.findall(r"loss ([\d.]+),", output)] for output in printed)
+    assert len(alone) == 4
+    assert together == pytest.approx(alone, abs=2e-4)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 @pytest.mark.parametrize("how", [[], ["--asynchronous"]])
 def test_on_gpus(how):
@@ -154,11 +157,16 @@ ROUNDED = "mnist_allreduce.py --epochs 1 --batch 61"
 
 @pytest.mark.slow
 @pytest.mark.runs(2, ROUNDED)
-def test_a_batch_that_cannot_be_split_is_rounded_up(jobs, one_epoch):
+def test_a_batch_that_cannot_be_split_is_rounded_up(jobs):
     output = jobs.printed(2, ROUNDED)
     assert output.count("batch of 61 rounded up to 62, 31 on each of 2 ranks") == 1
     loss, accuracy = result(output)
-    assert (pytest.approx(loss, abs=2e-4), accuracy) == result(one_epoch)
+    assert (pytest.approx(loss, abs=2e-4), accuracy) == result(sequential("--epochs", 1, "--batch", 62))
+
+
+@pytest.mark.slow
+def test_a_gpt_refuses_a_batch_that_cannot_be_split():
+    assert "give a multiple of 2" in run(TORCHMPIRUN, "-n", 2, EXAMPLES / "gpt.py", "--batch", 5, fails=True)
 
 
 def idx(tensor):

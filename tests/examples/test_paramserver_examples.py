@@ -8,36 +8,26 @@ from example_programs import example
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-def check(output, says):
-    (accuracy,) = re.findall(r"accuracy ([\d.]+) %", output)  # printed once
-    assert float(accuracy) > 80
-    assert says in output
-
-
 @pytest.mark.parametrize(
-    ("command", "says"),
+    ("command", "num_ranks", "says"),
     [
-        example(3, f"mnist_parameterserver_{words}", says)
-        for words, says in (
-            ("dsgd.py --epochs 6", "bit-identical on all 3 ranks"),
-            ("synchronous.py --epochs 6", "after sgd at the server"),
-            ("synchronous.py --epochs 6 --optimizer adam --lr 0.002", "after adam at the server"),
-            ("downpour.py --epochs 6", "the server's parameters"),
-            ("easgd.py --epochs 6", "the centre, which has moved by"),
-            ("easgd.py --epochs 6 --momentum 0.9 --lr 0.01", "the centre, which has moved by"),
-            ("ssp.py --epochs 6 --pause 0.01 --init-delay 5", "the largest lead was"),
-            ("hogwild.py --epochs 6", "all ranks share"),
-            ("difference.py --epochs 6 --ranks-per-node 2", "of 2 copies"),
+        example(num_ranks, f"mnist_parameterserver_{words} --epochs 6", num_ranks, says)
+        for num_ranks, words, says in (
+            (3, "dsgd.py", "bit-identical on all 3 ranks"),
+            (3, "synchronous.py", "after sgd at the server"),
+            (3, "synchronous.py --optimizer adam --lr 0.002", "after adam at the server"),
+            (3, "downpour.py", "the server's parameters"),
+            (3, "easgd.py", "the centre, which has moved by"),
+            (3, "easgd.py --momentum 0.9 --lr 0.01", "the centre, which has moved by"),
+            (3, "ssp.py --pause 0.01 --init-delay 5", "the largest lead was"),
+            (3, "hogwild.py", "all ranks share"),
+            (3, "difference.py --ranks-per-node 2", "of 2 copies"),
+            (4, "easgd_dataparallel.py", "2 workers, the first of 3 ranks"),
         )
     ],
 )
-def test_an_example_learns(jobs, command, says):
-    check(jobs.printed(3, command), says)
-
-
-WORKERS = "mnist_parameterserver_easgd_dataparallel.py --epochs 6"
-
-
-@pytest.mark.runs(4, WORKERS)
-def test_workers_of_two_ranks(jobs):
-    check(jobs.printed(4, WORKERS), "2 workers, the first of 3 ranks")
+def test_an_example_learns(jobs, command, num_ranks, says):
+    output = jobs.printed(num_ranks, command)
+    (accuracy,) = re.findall(r"accuracy ([\d.]+) %", output)  # printed once
+    assert float(accuracy) > 80
+    assert says in output

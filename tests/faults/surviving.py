@@ -93,7 +93,7 @@ class Notes:
         self.fate.comes_to(kind)
 
     def on_sample(self, state):
-        numbers = state.sample[1][:, 1].tolist() if state.num_samples else []
+        numbers = state.sample[1][:, 1].tolist()
         self.note("sample", at=[state.epoch, state.position, state.place.next_position], numbers=numbers)
 
     def on_backward(self, state):

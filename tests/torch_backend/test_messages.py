@@ -1,5 +1,6 @@
 """Messages of process groups: which tags there are, and that no group gets what was sent to another one."""
 
+import json
 import time
 
 import pytest
@@ -11,6 +12,7 @@ from torchmpi_py.collectives.flavours import mpi_steps
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.torch_backend import communicator_pool
+from torchmpi_py.watch import tracing
 
 pytestmark = pytest.mark.mpi(min_size=2)
 NUM_USES = communicator_pool._NUM_USES
@@ -53,6 +55,17 @@ def test_messages(group, neighbours):
     if rank == 1:
         dist.send(torch.empty(0), 0, tag=3)
         dist.send(of(1, 2), 0, tag=9)
+
+
+def test_messages_are_traced(mpi, neighbours, tmp_path, monkeypatch):
+    rank, following, before = neighbours
+    monkeypatch.setenv("TORCHMPI_PROFILE", str(tmp_path))
+    monkeypatch.setattr(tracing, "current", tracing.start(mpi.communicator()))
+    wait([dist.irecv(torch.empty(5), before), dist.isend(of(rank, 5), following)])
+    tracing.stop()
+    events = json.loads(tracing.current.path.read_text())["traceEvents"]
+    ours = [(event["name"], event["args"]["bytes"]) for event in events if event.get("cat") == "torchmpi"]
+    assert sorted(ours) == [("recv", 20), ("send", 20)]
 
 
 def test_tags_do_not_wrap_around(group, neighbours):

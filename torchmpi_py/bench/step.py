@@ -53,7 +53,7 @@ _CPU = torch.device("cpu")
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``step``."""
     add = parser.add_argument
-    networks = "perceptron: few large gradients (default); convolutional: 60 small ones"
+    networks = "perceptron: few large gradients (default); gpt: 0.8 M parameters, 128 tokens a sample"
     add("--network", choices=NETWORKS, default="perceptron", help=networks)
     widths = ",".join(map(str, LAYERS["perceptron"]))
     add("--layers", type=_layers, help=f"widths of the perceptron, input first; default: {widths}")
@@ -130,7 +130,8 @@ def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
         )
         reasons = {DDP: groups.no_gloo, DDP_TORCHMPI: groups.no_torchmpi}
         notes = [f"{name} is left out: {reason}" for name, reason in reasons.items() if reason]
-        samples = make_samples(layers, options.batch, STEPS_PER_RUN + 1, comm.rank, device)
+        is_text = options.network == "gpt"
+        samples = make_samples(layers, options.batch, STEPS_PER_RUN + 1, comm.rank, device=device, is_text=is_text)
         seconds = _measured(comm, made, samples, options)
     num_steps = len(seconds[NONE])
     medians = {name: quantile(times, 0.5) for name, times in seconds.items()}
@@ -145,12 +146,10 @@ def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
 
 def render(report: StepReport) -> str:
     """The report in Markdown."""
-    layers = f"layers {'-'.join(map(str, report.layers))}"
-    if report.network != "perceptron":
-        layers = f"{report.network} network"
+    network = f"{report.network} {'-'.join(map(str, report.layers))}"
     where = "" if report.device == "cpu" else f" on {report.device}"
     batches = f"{report.optimizer}, batches of {report.batch} a rank"
-    title = f"a training step{where}: {layers}, {batches}, {report.num_steps} steps"
+    title = f"a training step{where}: {network}, {batches}, {report.num_steps} steps"
     header = ["what", "step ms", "added ms", "x DDP's added"]
     rows = [_row(report, name) for name in report.median_seconds]
     floor = report.floor_seconds
@@ -228,14 +227,18 @@ def _whole(x: Any) -> torch.Tensor:
 
 
 def make_samples(
-    layers: Sequence[int], batch: int, num_steps: int, rank: int, device: torch.device = _CPU
+    layers: Sequence[int], batch: int, num_steps: int, rank: int, *, device: torch.device = _CPU, is_text: bool = False
 ) -> list[Sample]:
-    """The batches of ``rank``: inputs (batch, layers[0]) and class indices (batch,), on ``device``."""
+    """The batches of ``rank`` on ``device``: inputs (batch, layers[0]), and a class index for each input.
+
+    ``is_text``: inputs are tokens, and each token has a class index.
+    """
     generator = torch.Generator().manual_seed(SEED + rank)
-    return [
-        (
-            torch.randn(batch, layers[0], generator=generator).to(device),
-            torch.randint(layers[-1], (batch,), generator=generator).to(device),
-        )
-        for _ in range(num_steps)
-    ]
+    samples = []
+    for _ in range(num_steps):
+        x = torch.randn(batch, layers[0], generator=generator)
+        if is_text:
+            x = torch.randint(layers[-1], x.shape, generator=generator)
+        y = torch.randint(layers[-1], (x.numel() if is_text else batch,), generator=generator)
+        samples.append((x.to(device), y.to(device)))
+    return samples

@@ -3,8 +3,8 @@
 Each is a function that takes one step per sample of an ongoing training and calls ``done`` after each one. Those of one
 kind of ``WAYS`` stand together; "average" and "sharded" all give the same parameters, up to rounding.
 
-There are two networks: a perceptron, whose few large gradients cost bandwidth, and a convolutional network with many
-small ones, which cost calls.
+There are two networks: a perceptron, whose few large gradients cost bandwidth, and a small GPT, whose gradients are few
+beside what it computes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -40,7 +39,7 @@ Train = Callable[[Sequence[Sample], Done], None]
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
 MakeTrain = Callable[[torch.nn.Module], Train]
 _CPU = torch.device("cpu")
-_NUM_CONVOLUTIONS, _CHANNELS = 30, 16
+_DEPTH, _WIDTH = 4, 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +65,7 @@ def trainers(
     optimizer: str = "sgd",
     network: str = "perceptron",
 ) -> list[Trainer]:
-    """NONE, DDP and all trainers of ``ways``, each with a network of its own from the same seed, on ``device``.
+    """NONE, DDP, DistributedOptimizer and all trainers of ``ways``, each with its own network on ``device``.
 
     ``with_ddp``: DDP and FSDP2 on torch's default process group. ``torchmpi``: a group of this package's backend, for
     these too. ``network``: one of NETWORKS.
@@ -76,6 +75,7 @@ def trainers(
     kinds = [
         _Kind(NONE, lambda network: _loop(network, network, plain)),
         _Kind(DDP, functools.partial(_ddp, plain=plain), needs=DDP),
+        _Kind("DistributedOptimizer", functools.partial(_distributed, plain=plain)),
     ]
     if "average" in ways:
         kinds += _averaging(plain, torchmpi)
@@ -111,21 +111,25 @@ def make_perceptron(layers: Sequence[int]) -> torch.nn.Sequential:
     return torch.nn.Sequential(*parts[:-1])
 
 
-def make_convolutional(layers: Sequence[int]) -> torch.nn.Sequential:
-    """Convolutions of 3 x 3 between 16 channels, of square images: 60 small parameters, and a classifier.
+def make_gpt(layers: Sequence[int]) -> torch.nn.Sequential:
+    """A GPT of torch's own layers, as large as the one of ``examples/gpt.py`` and the same for each call and rank.
 
-    The same for each call and on each rank; ``layers``: pixels of an image, and classes.
+    It maps tokens (batch, context) to scores (batch * context, tokens); ``layers``: context, and number of tokens.
+    Attention has no mask, because a Sequential passes none on. Layers have no bias, because the gradient of the keys'
+    bias is zero except for rounding errors, which Adam would turn into steps that differ between trainers.
     """
     torch.manual_seed(SEED)
-    side = math.isqrt(layers[0])
-    parts: list[torch.nn.Module] = [torch.nn.Unflatten(1, (1, side, side))]
-    for number in range(_NUM_CONVOLUTIONS):
-        parts += [torch.nn.Conv2d(_CHANNELS if number else 1, _CHANNELS, 3, padding=1), torch.nn.ReLU()]
-    return torch.nn.Sequential(*parts, torch.nn.Flatten(), torch.nn.Linear(_CHANNELS * layers[0], layers[-1]))
+    encoder = functools.partial(torch.nn.TransformerEncoderLayer, _WIDTH, _WIDTH // 32, 4 * _WIDTH, dropout=0.0)
+    return torch.nn.Sequential(
+        torch.nn.Embedding(layers[-1], _WIDTH),
+        *[encoder(activation="gelu", batch_first=True, norm_first=True, bias=False) for _ in range(_DEPTH)],
+        torch.nn.Flatten(0, 1),
+        torch.nn.Linear(_WIDTH, layers[-1], bias=False),
+    )
 
 
-NETWORKS = {"perceptron": make_perceptron, "convolutional": make_convolutional}
-LAYERS = {"perceptron": [784, 4096, 4096, 10], "convolutional": [64, 10]}
+NETWORKS = {"perceptron": make_perceptron, "gpt": make_gpt}
+LAYERS = {"perceptron": [784, 4096, 4096, 10], "gpt": [128, 128]}
 """What ``layers`` is unless given."""
 
 
@@ -156,7 +160,7 @@ def _averaging(plain: MakeOptimizer, torchmpi: Any) -> list[_Kind]:
 
 
 def _sharded(optimizer_class: Any, options: dict[str, Any], torchmpi: Any) -> list[_Kind]:
-    """ShardedOptimizer, beside plain averaging by DistributedOptimizer, and torch's ways to divide the state."""
+    """ShardedOptimizer, and torch's ways to divide the state."""
     plain = functools.partial(optimizer_class, **options)
 
     def zero(parameters: Iterable[Any], group: Any = None) -> Any:
@@ -176,21 +180,19 @@ def _sharded(optimizer_class: Any, options: dict[str, Any], torchmpi: Any) -> li
         kinds.append(_Kind(fsdp, functools.partial(_fsdp, plain=plain, group=group), ddp))
     return [
         *kinds,
-        _Kind("DistributedOptimizer", lambda network: _distributed(network, plain)),
         _Kind("ShardedOptimizer", lambda network: _loop(network, network, sharded)),
         _Kind("engine, sharded", lambda network: _engine(network, plain, sharded=True)),
     ]
 
 
 def _compressed(plain: MakeOptimizer) -> list[_Kind]:
-    """DistributedOptimizer with each compression, beside DDP with torch's hook.
+    """DistributedOptimizer with each compression, and DDP with torch's hook.
 
     Not torch's powerSGD_hook: with several buckets gloo matches its callbacks in another order, and aborts.
     """
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
     compressions = {
-        "None": None,
         "BF16()": optim.compression.BF16(),
         "FP16()": optim.compression.FP16(),
         "TopK(0.01)": optim.compression.TopK(0.01),

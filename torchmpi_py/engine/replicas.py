@@ -80,7 +80,7 @@ class Replicas:
 
     def _register(self) -> None:
         self.module = self.state.as_one_module()
-        if self.asynchronous:
+        if self.asynchronous and self.state.parameters():
             self.registration = nn.register_async_backward(self.module, compression=self.compression)
         self.members = self.state.members()
 

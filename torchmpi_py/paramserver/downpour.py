@@ -68,7 +68,8 @@ class DownpourUpdate(Update):
         """Add the gradients of a step, except the step that seeds the server."""
         if step <= self.timetable.init_delay:
             return
-        if self.parameters and all(p.grad is None for p in self.parameters):
+        # A later step may be one in which this rank has no samples.
+        if step == self.timetable.init_delay + 1 and self.parameters and all(p.grad is None for p in self.parameters):
             raise ParameterServerError(
                 f"update({step}): no parameter has a gradient; call update before optimizer.zero_grad"
             )

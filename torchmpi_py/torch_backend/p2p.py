@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -64,8 +65,7 @@ class Mailbox:
     def send(self, x: Tensor, destination: int, tag: int, seconds: float | None, frame: FrameType) -> Message:
         """Post a send."""
         check_rank("send", "dst", destination, resolve(self._comm).size)
-        place = self._members.tag("send", tag)
-        buffer = flat(check_tensor("send", "tensor", x)).cpu()
+        place, buffer = self._members.tag("send", tag), flat(check_tensor("send", "tensor", x)).cpu()
         operation = self._operation("send", destination, buffer, x)
         handle, _ = _posted(operation, frame, lambda: mpi_steps.post_send(self._mpi, buffer, destination, place))
         communication_thread.current().keep(handle)
@@ -103,7 +103,7 @@ class Mailbox:
         plan = Plan(
             name=name, flavour=BY_NAME["mpi"], comm=self._comm, others=(other,), num_bytes=x.nbytes, dtype=buffer.dtype
         )
-        return Operation(plan, (buffer,), x)
+        return Operation(plan, (buffer,), x, launched=time.time_ns())
 
 
 def _posted(
