@@ -14,7 +14,15 @@ import torch
 
 import torchmpi_py as mpi
 from torchmpi_py import nn as mpinn
-from torchmpi_py.engine import Accuracy, AllReduceSGDEngine, Average, DatasetIterator, show_progress
+from torchmpi_py.engine import (
+    Accuracy,
+    AllReduceSGDEngine,
+    Average,
+    Checkpoint,
+    DatasetIterator,
+    EpochLines,
+    ProgressBar,
+)
 
 parser = digits_data.parser(__doc__)
 parser.add_argument("--asynchronous", action="store_true", help="average gradients during the backward pass")
@@ -43,8 +51,9 @@ curve = digits_data.Curve(options, network, test_set)
 curve.follow(engine)
 if options.flavour:
     mpi.selector["allreduce"] = options.flavour
-if options.progress:
-    show_progress(engine)
+extensions = [ProgressBar() if options.progress else EpochLines()]
+if options.checkpoint:
+    extensions.append(Checkpoint(options.checkpoint))
 
 engine.train(
     network=network,
@@ -52,7 +61,7 @@ engine.train(
     iterator=DatasetIterator(train_set, batch_size, seed=options.seed),
     lr=options.lr,
     maxepoch=options.epochs,
-    checkpoint=options.checkpoint,
+    extensions=extensions,
 )
 curve.end()
 

@@ -11,7 +11,7 @@ Any number of ranks takes the same steps with mnist_allreduce.py.
 import digits_data
 import torch
 
-from torchmpi_py.engine import Accuracy, Average, DatasetIterator, SGDEngine, show_progress
+from torchmpi_py.engine import Accuracy, Average, DatasetIterator, EpochLines, ProgressBar, SGDEngine
 
 parser = digits_data.parser(__doc__)
 parser.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd")
@@ -26,8 +26,6 @@ make = torch.optim.Adam if options.optimizer == "adam" else torch.optim.SGD
 engine = SGDEngine()
 curve = digits_data.Curve(options, network, test_set)
 curve.follow(engine)
-if options.progress:
-    show_progress(engine)
 
 engine.train(
     network=network,
@@ -35,6 +33,7 @@ engine.train(
     iterator=DatasetIterator(train_set, options.batch, seed=options.seed),
     optimizer=make(network.parameters(), lr=options.lr),
     maxepoch=options.epochs,
+    extensions=[ProgressBar() if options.progress else EpochLines()],
 )
 curve.end()
 

@@ -177,7 +177,7 @@ def test_optional_dependencies_are_met_in_one_file():
         | {"bench/candidates.py", "bench/trainers.py"}
         | {f"torch_backend/{path.name}" for path in (PACKAGE / "torch_backend").glob("*.py")},
         "sklearn": set(),
-        "tqdm": {"engine/meters.py", "bench/progress_bar.py", "sweeps/progress.py"},
+        "tqdm": {"engine/training_bar.py", "bench/progress_bar.py", "sweeps/progress.py"},
     }
     for name, path in modules().items():
         for line, imported in imports(path):

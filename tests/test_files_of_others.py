@@ -16,7 +16,7 @@ import pytest
 from torchmpi_py.bench import UsageError, results, timeline_calls
 from torchmpi_py.collectives import measured_cache
 from torchmpi_py.collectives.flavours import gpu_probe
-from torchmpi_py.engine import checkpoint_files
+from torchmpi_py.engine import Checkpoints
 from torchmpi_py.launch import __main__ as torchmpirun, parameter_files, terminal, wrap
 from torchmpi_py.sweeps.ledger import Ledger
 from torchmpi_py.sweeps.outcome import Experiment, Results
@@ -54,8 +54,7 @@ READS = {
     "dump of a hang": ("flight_recorder_0", timeline_calls.load),
     "board": ("node-0.json", lambda folder: timeline_calls.read(folder, {})),
     "report of the bench": ("report.json", lambda folder: results.load(folder / "report.json")),
-    "summary of a checkpoint": ("checkpoint.json", checkpoint_files.summary_of),
-    "parts of a checkpoint": ("model.pt", lambda folder: checkpoint_files.read(folder / "model.pt")),
+    "checkpoint": ("step-000001.pt", lambda folder: Checkpoints(folder).load()),
 }
 
 
@@ -91,11 +90,11 @@ def test_reads(tmp_path, monkeypatch, caplog, what, make):
 
 def test_plain_data_of_a_colleague(tmp_path):
     """In a folder that the user has named; a sweep's files are of the user alone, for they are pickles."""
-    checkpoint_files.write(tmp_path / "model.pt", {"a": 1})
+    Checkpoints(tmp_path).save(1, {"a": 1})
     (tmp_path / "report.json").write_text("{}")
     for path in tmp_path.iterdir():
         os.chown(path, foreign_files.STRANGER, -1)
-    assert checkpoint_files.read(tmp_path / "model.pt") == {"a": 1}
+    assert Checkpoints(tmp_path).load().parts == {"a": 1}
     with pytest.raises(UsageError, match="'format'"):  # which is of the content
         results.load(tmp_path / "report.json")
 

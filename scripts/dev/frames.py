@@ -35,14 +35,22 @@ class Recorder:
 
     def record(self, call: Callable[[], object], last: str | None = None) -> None:
         """Run ``call``, and keep its ``frames`` and the objects ``made``, until a function called ``last`` returns."""
-        self.frames, self.made, self._kept, self._last = [], {}, [], last
-        self.is_on = True
-        sys.setprofile(self._profile)
+        self.start(last)
         try:
             call()
         finally:
-            sys.setprofile(None)
-            self.is_on = False
+            self.stop()
+
+    def start(self, last: str | None = None) -> None:
+        """Record from here on, in this thread too."""
+        self.frames, self.made, self._kept, self._last = [], {}, [], last
+        self.is_on = True
+        sys.setprofile(self._profile)
+
+    def stop(self) -> None:
+        """Record no more."""
+        sys.setprofile(None)
+        self.is_on = False
 
     def _profile(self, frame: FrameType, event: str, _: object) -> None:
         if not self.is_on or event not in ("call", "return"):
@@ -60,6 +68,21 @@ class Recorder:
             self._kept.append(made)
 
 
+class Steps:
+    """Samples for an engine; what the package does from the ``WARM_UP``th to the next one is recorded."""
+
+    def __init__(self, recorder: Recorder, sample: object) -> None:
+        self.recorder = recorder
+        self.sample = sample
+
+    def __iter__(self) -> Iterator[object]:
+        for _ in range(WARM_UP):
+            yield self.sample
+        self.recorder.start()
+        yield self.sample
+        self.recorder.stop()
+
+
 class Case(NamedTuple):
     """A call to record, until a function called ``last`` returns; ``complete`` ends what it began, unrecorded."""
 
@@ -69,8 +92,8 @@ class Case(NamedTuple):
     last: str | None = None
 
 
-def cases() -> Iterator[Case]:
-    """The calls, in the order of the table."""
+def cases(recorder: Recorder) -> Iterator[Case]:
+    """The calls, in the order of the table; the last one is recorded by itself."""
     import torch
     from torch import distributed as dist
 
@@ -99,6 +122,12 @@ def cases() -> Iterator[Case]:
     yield Case("dist.all_reduce(x, async_op=True).wait()", lambda: dist.all_reduce(x, async_op=True).wait())
     dist.destroy_process_group()
 
+    engine = mpi.engine.AllReduceSGDEngine()
+    engine.hooks.on_end_epoch = lambda state: None
+    run = {"network": torch.nn.Linear(8, 1), "criterion": torch.nn.functional.mse_loss, "lr": 0.1}
+    steps = Steps(recorder, (inputs, torch.zeros(2, 1)))
+    yield Case("a step of AllReduceSGDEngine", lambda: engine.train(iterator=steps, **run))
+
 
 def main() -> None:
     """Count, and print on rank 0."""
@@ -112,12 +141,13 @@ def main() -> None:
 
     with mpi.session():
         rows = []
-        for what, call, complete, last in cases():
+        for what, call, complete, last in cases(recorder):
             for _ in range(WARM_UP):
                 call()
                 complete()
-            recorder.record(call, last)
-            complete()
+            if not what.startswith("a step"):
+                recorder.record(call, last)
+                complete()
             here = [frame for frame in recorder.frames if frame[0]]
             files = {module for _, module, _ in recorder.frames}
             rows.append((what, len(here), len(recorder.frames) - len(here), len(files), list(recorder.made.values())))

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import torchmpi_py as mpi
-from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator
+from torchmpi_py.engine import AllReduceSGDEngine, Checkpoint, DatasetIterator
 
 folder, every, kills = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
 start = int(os.environ["TORCHMPIRUN_RESTART"])
@@ -33,7 +33,7 @@ def on_update(state):
             return
         if kill["point"] is None:
             os.kill(os.getpid(), signal.SIGKILL)
-        dying.Points(kill["point"], writes_between=10).__enter__()
+        dying.Points(kill["point"]).__enter__()
 
 
 def trained(**options):
@@ -55,7 +55,7 @@ def trained(**options):
     return torch.cat([parameter.detach().flatten() for parameter in network.parameters()]), state.t
 
 
-parameters, step = trained(checkpoint=f"{folder}/checkpoints", every=every)
+parameters, step = trained(extensions=[Checkpoint(f"{folder}/checkpoints", every=every)])
 undisturbed, steps = trained()
 found = {"step": step, "start": start, "is_equal": torch.equal(parameters, undisturbed), "steps": steps}
 sys.stdout.write(json.dumps(found) + "\n")

@@ -3,14 +3,14 @@ import os
 
 import pytest
 
-from torchmpi_py.engine import checkpoint, checkpoint_files
+from torchmpi_py.engine import checkpoint_file, folder_lock
 
 
 @pytest.fixture
 def no_waiting(monkeypatch):
-    """For a file system that shows things later, or writes them."""
+    """For another job, or for the disk."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    monkeypatch.setattr(checkpoint, "SEEN_WITHIN_SECONDS", 0.0)
+    monkeypatch.setattr(folder_lock, "SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -26,13 +26,8 @@ def full_disk(monkeypatch):
 
     @contextlib.contextmanager
     def block():
-        with open("/dev/full", "wb", buffering=0) as full, monkeypatch.context() as patch:
-
-            class Full(checkpoint_files.ChecksumStream):
-                def __init__(self, file):
-                    super().__init__(full)
-
-            patch.setattr(checkpoint_files, "ChecksumStream", Full)
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint_file, "open", lambda *_: open("/dev/full", "wb"), raising=False)  # noqa: SIM115
             yield
 
     return block

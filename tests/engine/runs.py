@@ -6,7 +6,7 @@ import threading
 import torch
 from torch.utils.data import TensorDataset
 
-from torchmpi_py.engine import AllReduceSGDEngine, resume
+from torchmpi_py.engine import AllReduceSGDEngine, Checkpoint, checkpoint
 
 
 class Killed(Exception):
@@ -49,10 +49,14 @@ def prefetching():
 def train(network, iterator, *, engine=None, criterion=loss_of, killed_at=None, **options):
     """Train as in a process of its own, and return the state; None if it was killed in step ``killed_at``.
 
-    Hooks are given by their names: ``on_update=...``.
+    Hooks are given by their names: ``on_update=...``, and the arguments of ``Checkpoint`` with ``checkpoint=folder``.
     """
-    resume.completed.clear()
+    checkpoint.completed.clear()
     engine = engine or AllReduceSGDEngine()
+    folder = options.pop("checkpoint", None)
+    saving = {name: options.pop(name) for name in ("every", "keep", "stateful") if name in options}
+    if folder is not None:
+        options["extensions"] = [Checkpoint(folder, **saving), *options.get("extensions", ())]
     for name in [name for name in options if name.startswith("on_")]:
         setattr(engine.hooks, name, options.pop(name))
     on_update = engine.hooks.on_update

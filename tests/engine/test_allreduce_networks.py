@@ -129,25 +129,24 @@ def test_debug_finds_what_a_hook_spoils(mpi, moment):
     assert len(forward_passes) == (moment == "on_update")  # it is found before the next one
 
 
-@both_ways
-def test_buffers_without_parameters_are_shared(mpi, asynchronous):
-    """Also where the network is all frozen."""
-
-    class Shift(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("shift", torch.full((3,), 1.0 + mpi.rank()))
-
-        def forward(self, x):
-            return x + self.shift
-
+def test_buffers_of_a_criterion_without_parameters_are_shared(mpi):
     criterion = torch.nn.CrossEntropyLoss(weight=torch.full((3,), 1.0 + mpi.rank()))
     train(network(0), data(), criterion=criterion)
     assert criterion.weight.tolist() == [1.0] * 3
-    fixed, scale = Shift(), Scale(1.0 + mpi.rank()).requires_grad_(False)
-    frozen = torch.nn.Sequential(torch.nn.Linear(6, 3).requires_grad_(False), fixed)
-    engine = AllReduceSGDEngine(asynchronous=asynchronous, debug=True)
-    train(frozen, data(9), engine=engine, criterion=scale, lr=0)
-    mpi.nn.check_with_allreduce(frozen)
-    assert fixed.shift.tolist() == [1.0] * 3
-    assert scale.factor == scale.shift == 1.0
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_layer_that_is_frozen_unfrozen_or_replaced_is_followed(mpi):
+    """Each changes the set of trained parameters, and none is a registration that torch reports."""
+    net, iterator = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 3)), data()
+
+    def change(state):
+        if state.t == 1:
+            net[0].requires_grad_(False)
+        elif state.t == 2:
+            torch.manual_seed(mpi.rank())
+            net[0] = torch.nn.Linear(6, 6)
+            state.optimizer.param_groups[0]["params"] = list(net.parameters())
+
+    train(net, iterator, engine=AllReduceSGDEngine(debug=True), maxepoch=2, on_sample=change)
+    mpi.nn.check_with_allreduce(net)

@@ -9,7 +9,7 @@ from runs import Killed, classes, listed, loss_of, train
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from torchmpi_py import errors
-from torchmpi_py.engine import Average, DatasetIterator, SGDEngine, resume
+from torchmpi_py.engine import Average, Checkpoint, DatasetIterator, SGDEngine
 
 pytestmark = [
     pytest.mark.usefixtures("no_waiting"),
@@ -163,12 +163,10 @@ def test_another_order_in_the_middle_of_an_epoch_is_refused(tmp_path, saved, now
         ({"every": 0}, "every=0: give a positive number"),
         ({"every": "step"}, "every='step'"),
         ({"keep": 0}, "keep=0"),
-        ({"stateful": {"s": 3}}, r"stateful\['s'\] is a int"),
-        ({"checkpoint": None, "stateful": {"s": Average()}}, "give checkpoint=DIRECTORY too"),
     ],
 )
 def test_wrong_arguments(tmp_path, options, message):
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises(ValueError, match=message):
         train(torch.nn.Linear(1, 1), [], engine=SGDEngine(), **{"checkpoint": tmp_path, **options})
 
 
@@ -217,23 +215,6 @@ def test_parameters_of_another_shape_are_an_error(tmp_path):
         trained_by(lambda parameters: momentum(parameters[::-1]), tmp_path / "b", 2, length=3)
 
 
-def test_a_checkpoint_without_the_class_of_its_optimizer(tmp_path, monkeypatch):
-    """As versions saved it that did not save the class."""
-    collected = resume.Saving._collected
-
-    def former(self, state):
-        parts, own = collected(self, state)
-        return {name: part for name, part in parts.items() if name != "optimizer_kind"}, own
-
-    with monkeypatch.context() as patched:
-        patched.setattr(resume.Saving, "_collected", former)
-        trained_by(momentum, tmp_path, 1)
-        trained_by(torch.optim.SGD, tmp_path / "plain", 1)
-    with pytest.raises(errors.CheckpointError, match="holds no betas, eps of the optimizer Adam"):
-        trained_by(torch.optim.Adam, tmp_path / "plain", 2)
-    assert trained_by(momentum, tmp_path, 2).item() != 1
-
-
 def training(folder, maxepoch, network=None, **options):
     """Return the state at the end of a small one."""
     options |= {"engine": SGDEngine(), "maxepoch": maxepoch, "checkpoint": folder}
@@ -263,7 +244,7 @@ def test_training_that_was_ended_early_is_complete(tmp_path, caplog, every):
     for maxepoch in (5, 3, 2, 1):
         caplog.clear()
         assert training(tmp_path, maxepoch, every=every).t == 14
-        assert "is complete: nothing is left to do" in caplog.text
+        assert "complete and nothing is left to do" in caplog.text
     caplog.clear()
     assert training(tmp_path, 6, every=every).epoch == 6
     assert "resumed from" in caplog.text
@@ -285,8 +266,8 @@ def test_one_that_ends_it_within_an_epoch_means_its_end(tmp_path):
 
 def test_another_network_in_the_same_folder_is_refused(tmp_path):
     network = torch.nn.Linear(6, 3)
-    options = {"criterion": loss_of, "iterator": DatasetIterator(samples(), 8), "lr": 0.1, "checkpoint": tmp_path}
-    SGDEngine().train(network=network, **options)
+    options = {"criterion": loss_of, "iterator": DatasetIterator(samples(), 8), "lr": 0.1}
+    SGDEngine().train(network=network, extensions=[Checkpoint(tmp_path)], **options)
     with pytest.raises(ValueError, match=r"has trained another network .*: give each a folder"):
-        SGDEngine().train(network=torch.nn.Linear(6, 3), maxepoch=2, **options)
-    assert SGDEngine().train(network=network, maxepoch=2, **options).epoch == 2
+        SGDEngine().train(network=torch.nn.Linear(6, 3), maxepoch=2, extensions=[Checkpoint(tmp_path)], **options)
+    assert SGDEngine().train(network=network, maxepoch=2, extensions=[Checkpoint(tmp_path)], **options).epoch == 2

@@ -1,22 +1,23 @@
-"""A process killed at each point of a save. In a world of one, where a point costs a fork and not a job.
+"""A process killed at each point of a save, and at random moments. In a world of one, where a kill costs a fork.
 
-With TORCHMPI_FAULTS=all (scripts/test_faults) at each write too, and when there are fewer checkpoints.
+With TORCHMPI_FAULTS=all (scripts/test_faults) also when there are fewer checkpoints.
 """
 
 import itertools
-import json
 import os
 import pathlib
+import random
 import re
 import shutil
 import signal
+import time
 
 import dying
 import pytest
 import torch
 from runs import listed
 
-from torchmpi_py.engine import Checkpoints, checkpoint_files
+from torchmpi_py.engine import Checkpoints
 
 ALL = os.environ.get("TORCHMPI_FAULTS", "") == "all"
 CASES = {  # saved before; then saved under which name, as which step
@@ -47,7 +48,7 @@ def killed_at(point, directory, step, name):
     """Whether a child that loads and saves up to this point was killed there."""
     child = os.fork()
     if child == 0:
-        with dying.Points(point, writes_between=0 if ALL else 30):
+        with dying.Points(point):
             checkpoints = Checkpoints(directory, keep=2)
             checkpoints.load()
             checkpoints.save(name, content(step))
@@ -62,7 +63,6 @@ def killed_at(point, directory, step, name):
 def test_the_last_complete_one_is_resumed_from(tmp_path, monkeypatch, case, stride):
     before, name, step = CASES[case]
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # slow, and not for those who are only killed
-    monkeypatch.setattr(checkpoint_files, "PROBE_SECONDS", -1.0)
     source = tmp_path / "source"
     source.mkdir()
     for former in before:
@@ -77,16 +77,36 @@ def test_the_last_complete_one_is_resumed_from(tmp_path, monkeypatch, case, stri
         Checkpoints(directory, keep=2).save(9, content(9))
         assert step_saved(directory) == 9
         left = listed(directory)
-        assert all(re.fullmatch(r"step-\d{6}", entry) for entry in left), (point, left)
+        assert all(re.fullmatch(r"step-\d{6}\.pt", entry) for entry in left), (point, left)
         assert len(left) <= 2, (point, left)
-        for entry in left:
-            summary = checkpoint_files.summary_of(directory / entry)
-            checkpoint_files.check(directory / entry, summary, summary["files"], summary["files"])
         shutil.rmtree(directory)
     turned = seen.index(step)
     assert seen == [before[-1] if before else None] * turned + [step] * (len(seen) - turned), seen
-    assert len(seen) > 40 // stride
-    assert turned > 20 // stride
+    assert len(seen) > 14 // stride
+    assert turned > 8 // stride
+
+
+def test_killed_at_random_moments(tmp_path):
+    """Whatever is there is whole, and no step that was saved is lost."""
+    draw, last, more = random.Random(4), 0, torch.zeros(100_000)  # made here: OpenMP's threads do not survive a fork
+    for _ in range(12):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            checkpoints = Checkpoints(tmp_path, keep=2)
+            for step in itertools.count(last + 1):
+                checkpoints.save(step, content(step) | {"more": more})
+                os.write(writer, b"x")
+        assert os.read(reader, 1)
+        time.sleep(draw.uniform(0, 0.05))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(writer)
+        with open(reader, "rb") as file:
+            saved = last + 1 + len(file.read())
+        last = step_saved(tmp_path) or 0
+        assert last in (saved, saved + 1)
+    assert last >= 12
 
 
 def test_all_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
@@ -104,7 +124,6 @@ def test_all_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "rename", noted_rename)
-    folder = Checkpoints(tmp_path / "a" / "b").save(1, content(1))
-    names = ["a", tmp_path.name, "rank-0.pt", "model.pt", "checkpoint.json", ".step-000001"]
-    assert done == [*(("fsync", name) for name in names), ("rename", "step-000001"), ("fsync", "b")]
-    assert json.loads((folder / "checkpoint.json").read_text())["size"] == 1
+    Checkpoints(tmp_path / "a" / "b").save(1, content(1))
+    names = ["a", tmp_path.name, ".step-000001.pt"]
+    assert done == [*(("fsync", name) for name in names), ("rename", "step-000001.pt"), ("fsync", "b")]

@@ -18,11 +18,11 @@ from runs import classes, listed, train
 from support import jobs
 
 from torchmpi_py import errors
-from torchmpi_py.engine import Checkpoints, DatasetIterator, checkpoint, checkpoint_files, folder_lock
+from torchmpi_py.engine import Checkpoints, DatasetIterator, checkpoint_file, folder_lock
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="acts as another user")
-PARTIAL = ".step-000007.partial-0f0f"
+PARTIAL = ".step-000007.pt.partial-0f0f"
 OTHER_JOB = """
 import sys
 from torchmpi_py.engine import Checkpoints
@@ -61,22 +61,22 @@ def test_the_second_job_is_refused_on_all_ranks(mpi, folder, monkeypatch):
 
         train(torch.nn.Linear(6, 3), DatasetIterator(classes(12), 2), checkpoint=folder, on_start_epoch=on_start_epoch)
 
-    monkeypatch.setattr(checkpoint, "SEEN_WITHIN_SECONDS", 0.3)
+    monkeypatch.setattr(folder_lock, "SECONDS", 0.3)
     with other_job(mpi, folder) as process_id:
         if mpi.rank() == 0:
-            (folder / PARTIAL).mkdir()  # as if the other job were saving
+            (folder / PARTIAL).touch()  # as if the other job were saving
         for use in (save, trained):
             with pytest.raises(errors.CheckpointError, match=rf"{folder}.*process {process_id} of .*another folder"):
                 use()
         assert Checkpoints(folder).load() == (1, {"x": 10})  # to read needs no lock
         mpi.barrier()
-        assert listed(folder) == [PARTIAL, "step-000001"]
+        assert listed(folder) == [PARTIAL, "step-000001.pt"]
     begin = time.monotonic()
-    monkeypatch.setattr(checkpoint, "SEEN_WITHIN_SECONDS", 20.0)
+    monkeypatch.setattr(folder_lock, "SECONDS", 20.0)
     save()  # the other job was killed
     assert time.monotonic() - begin < 10.0
     mpi.barrier()
-    assert listed(folder) == ["step-000001", "step-000002"]
+    assert listed(folder) == ["step-000001.pt", "step-000002.pt"]
 
 
 def in_child(work, user=0):
@@ -106,8 +106,8 @@ def in_child(work, user=0):
 def is_refused(folder):
     """Whether another process may not save, because this one holds the folder; the process is killed then."""
     said = in_child(lambda: Checkpoints(folder).save(9, {"x": 9}))
-    assert said == f"{folder}/step-000009" or f"process {os.getpid()} of" in said, said
-    return said != f"{folder}/step-000009"
+    assert said == f"{folder}/step-000009.pt" or f"process {os.getpid()} of" in said, said
+    return said != f"{folder}/step-000009.pt"
 
 
 def test_who_may_save(tmp_path, caplog):
@@ -170,13 +170,13 @@ def test_a_lock_file_that_another_job_has_made_anew(tmp_path):
         job.kill()
     kept.save(5, {"x": 5})
     kept.release()
-    assert in_child(lambda: Checkpoints(tmp_path).save(6, {"x": 6})).endswith("step-000006")
+    assert in_child(lambda: Checkpoints(tmp_path).save(6, {"x": 6})).endswith("step-000006.pt")
 
 
 def test_a_checkpoint_that_a_job_removes_while_another_one_loads(tmp_path, monkeypatch, caplog):
     Checkpoints(tmp_path).save(2, {"x": 2})
-    listings = [["step-000001"], ["step-000002"]]
-    monkeypatch.setattr(checkpoint_files, "complete", lambda directory: listings.pop(0))
+    listings = [[(1, tmp_path / "step-000001.pt")], [(2, tmp_path / "step-000002.pt")]]
+    monkeypatch.setattr(checkpoint_file, "complete", lambda directory: listings.pop(0))
     assert Checkpoints(tmp_path).load() == (2, {"x": 2})
     assert not caplog.records
 
@@ -201,12 +201,12 @@ def test_a_folder_with_checkpoints_of_another_user(monkeypatch, mode):
         folder.chmod(mode)
         for step in (1, 2):
             Checkpoints(folder).save(step, {"x": step})
-        (folder / "step-000002" / "model.pt").write_bytes(b"")
-        (folder / PARTIAL).mkdir()
+        (folder / "step-000002.pt").write_bytes(b"")
+        (folder / PARTIAL).touch()
         warnings = []
 
         def work():
-            monkeypatch.setattr(checkpoint_files, "warn_once", lambda *words: warnings.append(words[1].name))
+            monkeypatch.setattr(checkpoint_file, "warn_once", lambda *words: warnings.append(words[1].name))
             checkpoints = Checkpoints(folder, keep=1)
             assert checkpoints.load() == (1, {"x": 1})
             checkpoints.save(2 if mode == 0o777 else 3, {"x": 3})
@@ -214,7 +214,7 @@ def test_a_folder_with_checkpoints_of_another_user(monkeypatch, mode):
             return sorted(set(warnings))
 
         said = in_child(work, user=foreign_files.STRANGER)
-        assert PARTIAL in said, said
-        assert "step-000001" in said, said
-        assert {PARTIAL, "step-000001"} <= set(listed(folder))
-        assert ("step-000002.damaged" in listed(folder)) == (mode == 0o777)
+        assert (PARTIAL in listed(folder)) == (mode == 0o1777)
+        # Where another user may not remove it, it stays, with a warning.
+        assert ("step-000001.pt" in said) == ("step-000001.pt" in listed(folder)) == (mode == 0o1777)
+        assert ("step-000002.pt.damaged" in listed(folder)) == (mode == 0o777)

@@ -31,7 +31,7 @@ TRAINING = """
     import os, signal, sys
     import torch
     import torchmpi_py as mpi
-    from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator
+    from torchmpi_py.engine import AllReduceSGDEngine, Checkpoint, DatasetIterator
     from torchmpi_py.runtime import survivors
 
     def die():
@@ -43,7 +43,7 @@ TRAINING = """
     rank, size = mpi.rank(), mpi.size()
     others = mpi.split(int(rank > 0))
     engine = AllReduceSGDEngine()
-    for name in ("on_backward", "on_update", "on_recovery", "on_end_epoch"):
+    for name in ("on_update", "on_recovery", "on_end_epoch"):
         if name in globals():
             setattr(engine.hooks, name, globals()[name])
     data = torch.utils.data.TensorDataset(torch.ones(48, 1), torch.ones(48, 1))
@@ -51,14 +51,14 @@ TRAINING = """
     optimizer = torch.optim.SGD(network.parameters(), 0.5)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     engine.train(network=network, criterion=torch.nn.MSELoss(), iterator=DatasetIterator(data, 2), optimizer=optimizer,
-                 maxepoch=int(sys.argv[2]), checkpoint=sys.argv[1], stateful={"schedule": schedule})
+                 maxepoch=int(sys.argv[2]), extensions=[Checkpoint(sys.argv[1], stateful={"schedule": schedule})])
     mpi.nn.check_with_allreduce(network)
     print(f"size {mpi.size()} calls {schedule.last_epoch} rate {optimizer.param_groups[0]['lr']}", flush=True)
     mpi.stop()
 """
 
-# Rank 2 dies in a hook which rank 1 cannot complete then: rank 0 is a step ahead. Of four ranks it dies when it has
-# given its state.
+# Rank 2 dies in a hook which rank 1 cannot complete then: the schedule of rank 0 is a step ahead. Of four ranks rank 0
+# dies when it has given its state.
 AHEAD = """
     catch_up = survivors.catch_up
 
@@ -71,13 +71,11 @@ AHEAD = """
     survivors.catch_up = caught_up
 
     def on_update(state):
+        if state.t == 3 and rank in (1, 3):
+            mpi.barrier(comm=others)  # until rank 2 is dead
         schedule.step()
         if state.t == 3 and rank == 2:
             die()
-
-    def on_backward(state):
-        if state.t == 2 and rank in (1, 3):
-            mpi.barrier(comm=others)  # until rank 2 is dead
 
     def on_recovery(state):
         rates = state.optimizer.param_groups[0]["lr"], schedule.get_last_lr()[0]
@@ -136,7 +134,7 @@ EPOCH = """
 
     def reach(kind, state, numbers=()):
         if kind in ("sample", "backward"):  # the first moments of steps with and without samples
-            state.at = state.position, state.next_position
+            state.at = state.position, state.place.next_position
         write(kind, state.epoch, state.at, numbers)
         if rank == 1 and kind == moment and state.t == int(number):
             os.kill(os.getpid(), signal.SIGKILL)

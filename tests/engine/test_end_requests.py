@@ -8,7 +8,7 @@ import threading
 import pytest
 from support import jobs
 
-from torchmpi_py.engine import EndRequests, resume
+from torchmpi_py.engine import EndRequests, end_requests
 from torchmpi_py.errors import EndRequested
 
 
@@ -32,7 +32,7 @@ def test_once_agreed_it_has_no_effect_until_the_next_block():
             assert not any(end.requested() for _ in range(200))
             ask()
             ask()
-            assert any(end.requested() for _ in range(resume.MOST_STEPS))
+            assert any(end.requested() for _ in range(end_requests.MOST_STEPS))
         ask()
         assert callable(signal.getsignal(signal.SIGTERM))
 
@@ -102,7 +102,7 @@ def test_it_ends_a_program_that_catches_the_error():
 def steps(monkeypatch):
     """Return a function that takes a step of so many seconds, and says whether an end was requested in it."""
     now = [0.0]
-    monkeypatch.setattr(resume.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(end_requests.time, "monotonic", lambda: now[0])
 
     def step(end, seconds):
         now[0] += seconds
@@ -128,4 +128,6 @@ def test_short_steps_exchange_now_and_then(steps):
             ask()
             return next(number for number in range(1, 1000) if steps(end, 0.001))
 
-    assert {until_reported(200 + more) for more in range(resume.MOST_STEPS)} == set(range(1, resume.MOST_STEPS + 1))
+    assert {until_reported(200 + more) for more in range(end_requests.MOST_STEPS)} == set(
+        range(1, end_requests.MOST_STEPS + 1)
+    )

@@ -108,7 +108,7 @@ def test_a_hook_that_tests_on_the_training_data(mpi):
         if state.t % 3 == 1:
             inner.test(network=state.network, **options)
         elif state.t % 3 == 2:
-            inner.train(network=torch.nn.Linear(3, 1), lr=1e-5, maxepoch=1, epoch_lines=False, **options)
+            inner.train(network=torch.nn.Linear(3, 1), lr=1e-5, maxepoch=1, extensions=[], **options)
         assert state.iterator.state_dict() == before
 
     def check(state):

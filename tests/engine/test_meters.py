@@ -8,7 +8,7 @@ import pytest
 import torch
 from runs import classes, listed, loss_of, train
 
-from torchmpi_py.engine import Accuracy, AllReduceSGDEngine, Average, DatasetIterator, SGDEngine, show_progress
+from torchmpi_py.engine import Accuracy, Average, DatasetIterator, EpochLines, ProgressBar, SGDEngine
 from torchmpi_py.runtime import chief, process
 
 
@@ -54,32 +54,27 @@ def test_reduced_is_exact_with_uneven_ranks(mpi):
 
 
 @pytest.mark.mpi
-def test_progress_shows_on_rank_0_and_keeps_hooks(mpi, capsys):
-    engine, losses, iterator = SGDEngine(), [], DatasetIterator(classes(21), 4)
-    engine.hooks.on_forward_criterion = lambda state: losses.append(state.loss.item())
-    show_progress(engine)
-    on_end_epoch = engine.hooks.on_end_epoch
+def test_progress_shows_on_rank_0(mpi, capsys):
+    engine, iterator, bar = SGDEngine(), DatasetIterator(classes(21), 4), ProgressBar()
 
     def test_too(state):
-        on_end_epoch(state)
-        engine.test(network=state.network, criterion=loss_of, iterator=iterator)
+        engine.test(network=state.network, criterion=loss_of, iterator=iterator, extensions=[bar])
 
-    train(torch.nn.Linear(6, 3), iterator, engine=engine, maxepoch=2, on_end_epoch=test_too)
+    options = {"maxepoch": 2, "on_end_epoch": test_too, "extensions": [bar]}
+    train(torch.nn.Linear(6, 3), iterator, engine=engine, **options)
     shown = capsys.readouterr().err
-    assert len(losses) == 4 * len(iterator)
     assert ("epoch 2/2" in shown) == ("accuracy" in shown) == ("test" in shown) == (mpi.rank() == 0)
 
 
 def test_a_bar_without_accuracy(capsys, monkeypatch):
-    engine = SGDEngine()
-    show_progress(engine)
-    train(torch.nn.Linear(1, 1), [(torch.ones(2, 1), torch.ones(2, 1))], engine=engine, lr=0)
+    sample = torch.ones(2, 1), torch.ones(2, 1)
+    train(torch.nn.Linear(1, 1), [sample], engine=SGDEngine(), lr=0, extensions=[ProgressBar()])
     shown = capsys.readouterr().err
     assert "epoch 1/1" in shown
     assert "accuracy" not in shown
     monkeypatch.setitem(sys.modules, "tqdm", None)
     with pytest.raises(ImportError, match="pip install tqdm"):
-        show_progress(SGDEngine())
+        ProgressBar()
 
 
 def trained(engine=None, **options):
@@ -98,22 +93,16 @@ def test_a_line_has_the_mean_over_the_samples_of_the_epoch(capsys, tmp_path):
     """Also where checkpoints are saved."""
     loss = [Average(), Average()]
     hooks = {"on_forward_criterion": lambda state: loss[state.epoch].add(state.loss, state.num_samples)}
-    trained(checkpoint=tmp_path, **hooks)
+    trained(checkpoint=tmp_path, extensions=[EpochLines()], **hooks)
     assert losses(capsys) == {epoch: pytest.approx(each.value, abs=6e-5) for epoch, each in enumerate(loss, 1)}
     assert len(listed(tmp_path)) == 2
 
 
 def test_what_takes_the_place_of_a_line(capsys):
     epochs = []
-    trained(epoch_lines=False)
+    trained(extensions=[])
     trained(on_end_epoch=lambda state: epochs.append(state.epoch))
-    trained(on_end_epoch=lambda state: None, evaluator=lambda network, epoch: None)
-    engine = SGDEngine()
-    show_progress(engine)
-    trained(engine)
     assert (epochs, capsys.readouterr().out) == ([1, 2], "")
-    trained(evaluator=lambda network, epoch: epochs.append(epoch))  # an evaluator alone does not
-    assert (epochs, sorted(losses(capsys))) == ([1, 2, 1, 2], [1, 2])
 
 
 def test_the_rank_that_is_chief_when_the_epoch_ends_writes_the_line(capsys, monkeypatch):
@@ -126,7 +115,6 @@ def test_the_rank_that_is_chief_when_the_epoch_ends_writes_the_line(capsys, monk
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("options", [{}, {"evaluator": lambda network, epoch: None}], ids=["alone", "evaluator"])
-def test_rank_0_alone_writes_the_line(mpi, capsys, options):
-    trained(AllReduceSGDEngine() if options else None, **options)
+def test_rank_0_alone_writes_the_line(mpi, capsys):
+    trained()
     assert sorted(losses(capsys)) == ([1, 2] if mpi.rank() == 0 else [])

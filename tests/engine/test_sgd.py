@@ -1,4 +1,4 @@
-"""The loop alone: hooks, state, optimizers, modes, samples, and the two halves of the backward pass. No MPI."""
+"""The loop alone: hooks, state, optimizers, modes, samples, losses. No MPI."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
 from torchmpi_py.engine import Hooks, SGDEngine
 
-PER_SAMPLE = ["on_sample", "on_forward", "on_forward_criterion", "on_backward_criterion", "on_backward", "on_update"]
+PER_SAMPLE = ["on_sample", "on_forward", "on_forward_criterion", "on_backward", "on_update"]
 
 
 def linear(seed=0):
@@ -22,7 +22,8 @@ def pairs(num_batches=2):
 
 
 def trained(network=None, iterator=None, **options):
-    return train(network or linear(), pairs() if iterator is None else iterator, engine=SGDEngine(), **options)
+    options.setdefault("engine", SGDEngine())
+    return train(network or linear(), pairs() if iterator is None else iterator, **options)
 
 
 def test_hooks_are_called_in_their_order():
@@ -42,6 +43,17 @@ def test_a_misspelt_hook_raises():
         SGDEngine().hooks.on_forwards = print
     with pytest.raises(TypeError, match="onSample"):
         Hooks(onSample=print)
+    with pytest.raises(AttributeError, match=r"in one piece; .*state\.output\.retain_grad\(\)"):
+        SGDEngine().hooks.on_backward_criterion = print
+
+
+def test_a_hook_that_a_hook_sets_is_called():
+    engine, calls = SGDEngine(), []
+    engine.hooks.on_sample = lambda state: setattr(engine.hooks, "on_update", calls.append)
+    trained(engine=engine)
+    assert len(calls) == 2
+    calls.clear()
+    assert engine.calls is engine.hooks
 
 
 def test_training_is_plain_sgd():
@@ -79,7 +91,7 @@ def test_a_network_shows_its_parameters_and_forgets_gradients_itself():
 def test_the_state_counts():
     seen = []
     state = trained(
-        maxepoch=2, on_update=lambda state: seen.append((state.epoch, state.t, state.num_samples, state.weight))
+        maxepoch=2, on_update=lambda state: seen.append((state.epoch, state.t, state.num_samples, state.place.weight))
     )
     assert seen == [(0, 1, 4, 1.0), (0, 2, 4, 1.0), (1, 3, 4, 1.0), (1, 4, 4, 1.0)]
     assert (state.epoch, state.t, state.training) == (2, 4, True)
@@ -206,26 +218,41 @@ class Mixed(torch.nn.Module):
         return loss_of(self.mix * left + (1 - self.mix) * right, target)
 
 
-def test_the_criterion_goes_back_before_the_network_does():
-    network, criterion, between = TwoHeads(), Mixed(), []
-
-    def check(state):
-        between.append((network.left.weight.grad, criterion.mix.grad, state.output["scores"][0].grad.clone()))
-
+def test_a_criterion_with_a_parameter_and_outputs_in_a_structure():
+    network, criterion = TwoHeads(), Mixed()
     (sample,) = pairs(1)
-    trained(network, [sample], criterion=criterion, lr=0, on_backward_criterion=check)
-    ((left, mix, score),) = between
+    trained(network, [sample], criterion=criterion, lr=0)
     both = torch.nn.ModuleList([network, criterion])
     found = networks.flat_gradients(both).clone()
     both.zero_grad()
-    output = network(sample[0])
-    output["scores"][0].retain_grad()
-    criterion(output, sample[1]).backward()
-    assert left is mix is None
-    assert torch.equal(score, output["scores"][0].grad)
+    criterion(network(sample[0]), sample[1]).backward()
     torch.testing.assert_close(found, networks.flat_gradients(both), rtol=1e-6, atol=0)
     trained(network, pairs(), criterion=criterion, lr=0.5)
     assert criterion.mix.item() != pytest.approx(0.3)
+
+
+class Penalized(torch.nn.Linear):
+    """A layer that computes an auxiliary loss beside its output."""
+
+    def forward(self, x):
+        self.penalty = self.weight.square().sum()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", ["auxiliary", "in place"])
+def test_losses_that_plain_autograd_takes(kind):
+    network, (sample,) = Penalized(3, 2), pairs(1)
+
+    def criterion(output, target):
+        if kind == "auxiliary":
+            return loss_of(output, target) + network.penalty
+        return loss_of(output.mul_(2.0), target)
+
+    trained(network, [sample], criterion=criterion, lr=0)
+    found = networks.flat_gradients(network).clone()
+    network.zero_grad()
+    criterion(network(sample[0]), sample[1]).backward()
+    assert torch.equal(found, networks.flat_gradients(network))
 
 
 class Weighted(list):
@@ -244,43 +271,9 @@ def test_the_weight_scales_gradients_and_not_the_loss():
     assert torch.equal(grad, 0.25 * network.weight.grad)
 
 
-class Remembering(torch.autograd.Function):
-    """A function whose node has attributes with the names of torch's own."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.variable, ctx.name = x.detach(), "a function"
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * 2
-
-
-def test_only_what_is_trained_gets_a_gradient():
-    """Also from a penalty on parameters in the loss; and complete at once, for a hook may send it away."""
-    (network, others), times = (linear(), linear(2)), []
-    (sample,) = pairs(1)
-
-    def criterion(output, target):
-        beside = (others(sample[0]).square().sum() * network.bias.sum()).tanh()
-        return loss_of(Remembering.apply(output), target) + beside
-
-    hook = network.bias.register_post_accumulate_grad_hook(times.append)
-    trained(network, [sample], criterion=criterion, lr=0)
-    hook.remove()
-    assert len(times) == 1
-    found = networks.flat_gradients(network).clone()
-    assert [parameter.grad for parameter in others.parameters()] == [None, None]
-    network.zero_grad()
-    criterion(network(sample[0]), sample[1]).backward()
-    torch.testing.assert_close(found, networks.flat_gradients(network))
-
-
 LOSSES = {
     "does not require grad": lambda output: output.detach().sum(),
     "only for scalar outputs": lambda output: output.sum(1),
-    "scalar outputs": lambda output: torch.ones(3, requires_grad=True) * 2,
 }
 
 

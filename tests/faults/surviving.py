@@ -94,7 +94,7 @@ class Notes:
 
     def on_sample(self, state):
         numbers = state.sample[1][:, 1].tolist()
-        self.note("sample", at=[state.epoch, state.position, state.next_position], numbers=numbers)
+        self.note("sample", at=[state.epoch, state.position, state.place.next_position], numbers=numbers)
 
     def on_backward(self, state):
         self.begin = state.position

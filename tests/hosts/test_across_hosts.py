@@ -181,31 +181,21 @@ def check_alike(ranks, net, size, epochs):
 
 
 def trained(folder=None, epochs=2, asynchronous=True):
-    from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator, resume
+    from torchmpi_py.engine import AllReduceSGDEngine, Checkpoint, DatasetIterator, checkpoint
 
-    resume.completed.clear()  # as if in a process of its own
-    options = {} if folder is None else {"checkpoint": folder}
+    checkpoint.completed.clear()  # as if in a process of its own
+    options = {} if folder is None else {"extensions": [Checkpoint(folder)]}
     net, engine = network(), AllReduceSGDEngine(asynchronous=asynchronous)
     criterion, batches = torch.nn.CrossEntropyLoss(), DatasetIterator(samples(), 10, seed=5)
     engine.train(network=net, criterion=criterion, iterator=batches, lr=0.1, maxepoch=epochs, **options)
     return net
 
 
-def test_training_with_checkpoints_in_a_common_folder_is_as_on_one_process(ranks, tmp_path):
-    folder = Path(ranks.broadcast_object(os.environ.get("FAULTS_JOB", str(tmp_path)), 0), f"common-{os.getppid()}")
-    folder = ranks.broadcast_object(folder, 0)
+def test_checkpoints_in_a_folder_that_only_the_host_of_rank_0_has(ranks):
+    folder = Path(ranks.broadcast_object(f"/tmp/of-one-host-{os.getuid()}-{os.getppid()}"))
     trained(folder, epochs=1, asynchronous=False)
     check_alike(ranks, trained(folder, epochs=2), ranks.size(), 2)
-
-
-def test_checkpoints_in_a_folder_that_only_some_hosts_have(ranks, host_of):
-    """Every rank raises, and says which host lacks the files; training without a checkpoint is possible afterwards."""
-    folder = Path("/tmp", f"of-one-host-{os.getuid()}")
-    with pytest.raises(errors.CheckpointError) as caught:
-        trained(folder, epochs=1)
-    assert "give a folder on a file system that all hosts share" in str(caught.value)
-    assert any(host in str(caught.value) for host in host_of if host != host_of[0])
-    check_alike(ranks, trained(epochs=1), ranks.size(), 1)
+    assert folder.exists() or ranks.rank() > 0
 
 
 def test_parameter_server(ranks):

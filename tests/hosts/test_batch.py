@@ -19,7 +19,7 @@ TRAIN = """
 import hashlib, os, time
 import torch
 import torchmpi_py as mpi
-from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator
+from torchmpi_py.engine import AllReduceSGDEngine, Checkpoint, DatasetIterator
 
 mpi.start()
 torch.manual_seed(mpi.rank())
@@ -43,7 +43,7 @@ engine.train(
     iterator=DatasetIterator(samples, batch_size=4),
     optimizer=torch.optim.Adam(network.parameters(), lr=0.01),
     maxepoch=3,
-    checkpoint=f"runs/{os.environ['SLURM_JOB_ID']}",
+    extensions=[Checkpoint(f"runs/{os.environ['SLURM_JOB_ID']}")],
 )
 bits = b"".join(parameter.detach().numpy().tobytes() for parameter in network.parameters())
 print(f"rank {mpi.rank()} of {mpi.num_nodes()} nodes: {hashlib.sha256(bits).hexdigest()}", flush=True)

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from torchmpi_py import nn as mpinn, paramserver as ps, sweeps
-from torchmpi_py.engine import AllReduceSGDEngine, DatasetIterator
+from torchmpi_py.engine import AllReduceSGDEngine, Checkpoint, DatasetIterator
 from torchmpi_py.optim import DistributedOptimizer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
@@ -235,7 +235,7 @@ def engine_trains(engine, **options):
 def test_a_checkpoint_of_another_experiment_is_refused(mpi, folder):
     def train(_, own=True):
         place = mpi.experiment_folder() if own else f"{folder}-checkpoints"
-        return engine_trains(AllReduceSGDEngine(), checkpoint=place)
+        return engine_trains(AllReduceSGDEngine(), extensions=[Checkpoint(place)])
 
     k = mpi.size()
     results = sweep(mpi, folder, range(3), train, ranks_per_experiment=k)
@@ -243,14 +243,3 @@ def test_a_checkpoint_of_another_experiment_is_refused(mpi, folder):
     assert not torch.equal(results[0].value, results[1].value)
     results = sweep(mpi, folder, range(3), functools.partial(train, own=False), ranks_per_experiment=k, resume=False)
     assert [bool(row.error) for row in results] == [False, True, True]
-
-
-@pytest.mark.mpi(min_size=2)
-def test_report_belongs_to_all_ranks_of_the_experiment(mpi, folder):
-    def train(_):
-        engine = AllReduceSGDEngine()
-        engine.hooks.on_end_epoch = lambda state: mpi.report(1.0)
-        engine_trains(engine, evaluator=lambda *_: None)
-
-    results = sweep(mpi, folder, [0], train, ranks_per_experiment=mpi.size())
-    assert "let the evaluator return the value" in results[0].error

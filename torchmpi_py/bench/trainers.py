@@ -278,6 +278,6 @@ def _engine(network: torch.nn.Module, plain: MakeOptimizer, **options: Any) -> T
     def train(samples: Sequence[Sample], done: Done) -> None:
         engine.hooks.on_update = lambda state: done()
         criterion = torch.nn.CrossEntropyLoss()
-        engine.train(network=network, criterion=criterion, iterator=samples, optimizer=optimizer, epoch_lines=False)
+        engine.train(network=network, criterion=criterion, iterator=samples, optimizer=optimizer, extensions=[])
 
     return train

@@ -9,14 +9,7 @@ What it adds to ``SGDEngine``, by overriding the loop's small methods, so that a
   after the pass. Asynchronous: a gradient is reduced during the pass, as soon as it is complete, and the end of the
   pass waits for all of them.
 
-Training goes on when a rank dies, in a job that ``torchmpirun --elastic`` has started. A step *counts* when all ranks
-have confirmed, once the gradients are reduced, that all live: then every rank's gradients are in the result, and each
-rank updates its parameters without the others. A step in which a rank dies before that is repeated. The survivors build
-a smaller world (``runtime.survivors``), and the rest of the epoch is divided among them: every sample is used once.
-(Where hooks between update and count have to do with other ranks, some may be a step ahead; the others then take their
-state.) Of the end of an epoch (``hooks.on_end_epoch``, a checkpoint) nothing is left out: if one rank has not completed
-it, all repeat it. Averages are over the present ranks, and batches keep their size per rank, so a global batch is
-smaller from then on. ``hooks.on_recovery`` is the place to scale the learning rate by the number of ranks.
+In a job that ``torchmpirun --elastic`` has started, training goes on when a rank dies (``elastic``).
 
 Source: TorchMPI, ``AllReduceSGDEngine`` (reference section 7), with these differences: gradients are averaged, not
 summed; uneven batches are weighted (``iterators``); a network that grows has its new parameters broadcast too; and
@@ -35,7 +28,7 @@ from torch.utils._pytree import tree_map_only
 
 from torchmpi_py import nn
 from torchmpi_py.collectives.verbs import allgather_object
-from torchmpi_py.core import communicators, ulfm
+from torchmpi_py.core import ulfm
 from torchmpi_py.engine import loaders
 from torchmpi_py.engine.batches import BatchIterator, check_equal
 from torchmpi_py.engine.replicas import Replicas
@@ -47,7 +40,7 @@ from torchmpi_py.nn.members import modules_of
 from torchmpi_py.nn.optimizer_state import broadcast_optimizer_state
 from torchmpi_py.nn.sync_batch_norm import SyncBatchNorm
 from torchmpi_py.optim.sharded import ShardedOptimizer
-from torchmpi_py.runtime import process, survivors
+from torchmpi_py.runtime import process
 
 
 class AllReduceSGDEngine(SGDEngine):
@@ -62,8 +55,7 @@ class AllReduceSGDEngine(SGDEngine):
     usegpu: network, criterion and samples are moved to ``mpi.device()``; the batches of a ``DatasetIterator`` ahead of
         their use, from pinned memory, while the step before is computed.
     asynchronous: average gradients during the backward pass instead of after it.
-    devicesync: with usegpu, wait for the device at each sample and after the criterion's backward pass, as TorchMPI
-        does; without usegpu it does nothing.
+    devicesync: with usegpu, wait for the device at each sample, as TorchMPI does; without usegpu it does nothing.
     dynamicnetwork: look before each forward pass whether hooks have changed the set of trained parameters (on all ranks
         alike); if so broadcast parameters and buffers and register gradients again.
     debug: before each forward pass, check that all ranks hold the same parameters; RanksDisagree if not.
@@ -102,7 +94,10 @@ class AllReduceSGDEngine(SGDEngine):
         self.buffers = buffers
         self.compression = compression
         self.sharded = sharded
-        self._replicas: Replicas | None = None  # of the train() in progress; None with one rank
+        # Of the train() in progress:
+        self._replicas: Replicas | None = None  # None with one rank
+        self._sharded: ShardedOptimizer | None = None  # if the engine has made it
+        self._gets_state_back = False  # whether the optimizer in it is the user's
 
     @contextmanager
     def session(self, state: State) -> Iterator[None]:
@@ -114,8 +109,6 @@ class AllReduceSGDEngine(SGDEngine):
             if ulfm.has_lost_ranks():
                 state.iterator.take_place()
             state.iterator.check_alike()
-        if state.training and ulfm.is_elastic():
-            _check_elastic(state, self.sharded)
         with self._on_gpu(state):
             if state.training:
                 with self._replicated(state):
@@ -123,52 +116,10 @@ class AllReduceSGDEngine(SGDEngine):
             else:
                 yield
 
-    @contextmanager
-    def epoch(self, state: State) -> Iterator[None]:
-        """In an elastic job: when a rank dies the others recover, and the loop goes on with the rest of the epoch.
-
-        If the epoch was counted already, its end is repeated here.
-        """
-        with survivors.elastic() as attempt:
-            yield
-        while attempt.has_recovered:
-            self._recover(state)
-            if not state.is_ending_epoch:
-                return
-            with survivors.elastic() as attempt:
-                self._run_hooks.on_end_epoch(state)
-                state.is_ending_epoch = False
-
-    def _recover(self, state: State) -> None:
-        """Make the survivors equal, and divide the rest of the epoch. Collective; another rank may die meanwhile."""
-        while True:
-            with survivors.elastic() as attempt:
-                # The state of the rank that has come farthest becomes everyone's.
-                standing = state.epoch, state.position, state.t, -state.maxepoch  # a hook may have lowered it, to stop
-                endings = allgather_object((standing, state.is_ending_epoch))
-                schedules = self._schedules()
-                # Of ranks that were in one hook some have made the step of a schedule there, and others have not.
-                steps = [getattr(schedule, "last_epoch", 0) for schedule in schedules]
-                optimizers = [] if state.optimizer is None else [state.optimizer]
-                parts = [state.as_one_module(), *optimizers, *schedules]
-                farthest = survivors.catch_up((*standing, *steps), *parts)[:4]
-                # This rank has come as far, also if that rank dies before the others have.
-                state.epoch, state.position, state.t = farthest[:3]
-                state.maxepoch = -farthest[3]
-                state.is_ending_epoch = (farthest, True) in endings
-                attempt.confirm()
-                # From here on the survivors stand at the same step, and share the rest of the epoch.
-                state.iterator.take_place()  # type: ignore[attr-defined]  # checked before the first epoch
-                if self._replicas is not None:
-                    self._replicas = self._replicas.successor()
-                self.hooks.on_recovery(state)
-            if not attempt.has_recovered:
-                return
-
-    def _schedules(self) -> list[torch.optim.lr_scheduler.LRScheduler]:
-        """Torch's schedules in ``stateful``, which without checkpoints is empty."""
-        stateful = getattr(self._run_hooks, "stateful", {}).values()
-        return [part for part in stateful if isinstance(part, torch.optim.lr_scheduler.LRScheduler)]
+    def regroup(self) -> None:
+        """Keep the copies of the survivors of a death equal, who have the same parameters already. Collective."""
+        if self._replicas is not None:
+            self._replicas = self._replicas.successor()
 
     @contextmanager
     def _on_gpu(self, state: State) -> Iterator[None]:
@@ -180,20 +131,21 @@ class AllReduceSGDEngine(SGDEngine):
             raise ValueError("usegpu=True, but this session computes on the CPU: call mpi.start(with_cuda=True)")
         for module in state.modules():
             module.to(process.device())
-        iterator = state.iterator
-        if not isinstance(iterator, BatchIterator) or iterator.device is not None:
-            yield
-            return
-        iterator.device = process.device()
+        iterator: Any = state.iterator
+        is_ours = isinstance(iterator, BatchIterator) and iterator.device is None
+        if is_ours:
+            iterator.device = process.device()
         try:
             yield
         finally:
-            iterator.device = None
+            if is_ours:
+                iterator.device = None
 
     @contextmanager
     def _replicated(self, state: State) -> Iterator[None]:
         """Broadcast the parameters, register their gradients; undo the registration at the end."""
-        enclosing, self._replicas = self._replicas, None  # a hook may train another network with this engine
+        enclosing = self._replicas, self._sharded, self._gets_state_back  # a hook may train another network
+        self._replicas, self._sharded = None, None
         try:
             if process.size() > 1:
                 self._replicas = Replicas(state, self.asynchronous and not self.sharded, self.compression)
@@ -202,11 +154,11 @@ class AllReduceSGDEngine(SGDEngine):
         finally:
             if self._replicas is not None:
                 self._replicas.close()
-            self._replicas = enclosing
-            if state._sharded is not None:
-                state._sharded.remove()
-                if state._gets_state_back and state.optimizer is state._sharded:  # an error has ended training
-                    state._sharded.optimizer.state.clear()
+            if self._sharded is not None:
+                self._sharded.remove()
+                if self._gets_state_back and state.optimizer is self._sharded:  # an error has ended training
+                    self._sharded.optimizer.state.clear()
+            self._replicas, self._sharded, self._gets_state_back = enclosing
 
     def make_optimizer(
         self, state: State, lr: float | None, optimizer: OptimizerLike | None
@@ -219,9 +171,9 @@ class AllReduceSGDEngine(SGDEngine):
         if made is None or not self.sharded:
             return made
         broadcast_optimizer_state(made)
-        state._sharded = ShardedOptimizer.from_optimizer(made, compression=self.compression)
-        state._gets_state_back = made is optimizer
-        return state._sharded
+        self._sharded = ShardedOptimizer.from_optimizer(made, compression=self.compression)
+        self._gets_state_back = made is optimizer
+        return self._sharded
 
     def set_mode(self, state: State) -> None:
         """As in ``SGDEngine``; then, for a test, make the buffers equal.
@@ -245,8 +197,7 @@ class AllReduceSGDEngine(SGDEngine):
         if self._replicas is not None:
             _check_every_rank_computes(state)
             check_equal("states", allgather_object({"epoch": state.epoch, "maxepoch": state.maxepoch}))
-            is_resumed = getattr(self._run_hooks, "saved", None) is not None  # with each rank's own buffers
-            self._replicas.make_equal(with_buffers=not is_resumed)
+            self._replicas.make_equal(with_buffers=not state.place.is_resumed)
             broadcast_optimizer_state(state.optimizer)
 
     def take_sample(self, state: State, sample: Any) -> None:
@@ -254,7 +205,8 @@ class AllReduceSGDEngine(SGDEngine):
         if self.usegpu:
             sample = tree_map_only(torch.Tensor, lambda tensor: tensor.to(process.device()), sample)
         super().take_sample(state, sample)
-        self._wait_for_device()
+        if self.usegpu and self.devicesync and process.device().type == "cuda":
+            torch.cuda.synchronize(process.device())
 
     def prepare(self, state: State) -> None:
         """Follow changes of the network; with ``debug`` check that the ranks agree."""
@@ -266,40 +218,26 @@ class AllReduceSGDEngine(SGDEngine):
                 self._replicas.check()
             self._replicas.look()
 
-    def backward_criterion(self, state: State) -> None:
-        """As in ``SGDEngine``, then with ``devicesync`` wait for the device."""
-        super().backward_criterion(state)
-        self._wait_for_device()
-
     def backward(self, state: State) -> None:
         """As in ``SGDEngine``, then average the gradients over the ranks."""
         super().backward(state)
         self.reduce(state)
 
     def reduce(self, state: State) -> None:
-        """Average the gradients over the ranks; in an elastic job confirm that all live."""
+        """Average the gradients over the ranks."""
         if self._replicas is not None:
             self._replicas.average_gradients()
-            survivors.confirm()
 
     def finish(self, state: State) -> None:
-        """Give a sharded optimizer of the user's its state back; make the buffers equal, also if a rank dies."""
+        """Give a sharded optimizer of the user's its state back; make the buffers equal."""
         super().finish(state)
-        if state._sharded is not None and state._gets_state_back:
-            state.optimizer = state._sharded.to_optimizer()
-        while True:
-            with survivors.elastic() as attempt:
-                self._synchronize_buffers(state)
-            if not attempt.has_recovered:
-                return
+        if self._sharded is not None and self._gets_state_back:
+            state.optimizer = self._sharded.to_optimizer()
+        self._synchronize_buffers(state)
 
     def _synchronize_buffers(self, state: State) -> None:
         if self.buffers != "leave":
             nn.synchronize_buffers(state.as_one_module(), self.buffers)
-
-    def _wait_for_device(self) -> None:
-        if self.usegpu and self.devicesync and process.device().type == "cuda":
-            torch.cuda.synchronize(process.device())
 
 
 def _check_every_rank_computes(state: State) -> None:
@@ -320,26 +258,3 @@ def _check_sharded(optimizer: ShardedOptimizer, sharded: bool, compression: Comp
         raise ValueError(f"{reduces} give the engine sharded=True")
     if compression not in (None, optimizer.compression):
         raise ValueError(f"{reduces} give it compression={compression!r}, not the engine")
-
-
-def _check_elastic(state: State, sharded: bool) -> None:
-    """TypeError or ValueError if the survivors of a death could not go on without a restart."""
-    iterator: Any = state.iterator
-    if not hasattr(iterator, "take_place"):
-        raise TypeError(
-            f"iterator is a {type(iterator).__name__}, which cannot share the rest of an epoch out among the "
-            "survivors of a death: give a DatasetIterator, a StreamIterator or a DataLoader without a sampler, or "
-            "start the job without --elastic"
-        )
-    if not iterator.follows_place:
-        raise ValueError("the DatasetIterator was given rank= and size=, which change when a rank dies: give none")
-    if sharded:
-        raise ValueError(
-            "the optimizer's state is divided among the ranks, and the survivors of a death would lack the dead rank's "
-            "part: start the job without --elastic, and resume from a checkpoint"
-        )
-    if communicators.resolve(None).size < communicators.stack().levels[0].size:
-        raise ValueError(
-            "in an elastic job train at a level of the whole world: after a death the levels are made anew, and groups "
-            "could not be told apart (mpi.set_communicator(0), or start the job without --elastic)"
-        )

@@ -1,277 +1,264 @@
-"""Checkpoints: what a job needs to go on after it was killed, in a folder, written by all ranks.
+"""The extension that saves and resumes a run: what of a run is in its checkpoints, and when one is written.
 
-Vocabulary. A checkpoint belongs to a *step*, and consists of *parts*: rank 0 writes what is equal on all ranks (the
-model), and each rank what is its *own* (its random generators). It is *complete* when all parts are on the disk, and
-only then gets its name; ``checkpoint_files`` says how.
-
-A save. Rank 0 makes a folder with a provisional name; each rank writes its files into it; the ranks exchange whether
-all have succeeded; rank 0 gives the folder its name and removes the oldest. An error of one rank at any of these points
-is raised on all ranks (``outcomes``): a full disk on one host never leaves the others waiting.
-
-Rank 0 takes a lock on the folder before the first save (``folder_lock``), so that two jobs never save into one folder.
-A load needs no lock.
-
-A load. Rank 0 lists what is complete, the newest first. Each rank checks the files that it reads; if one rank finds a
-damaged one, all of them take the next older checkpoint. Ranks that the saved job did not have read rank 0's part.
+A run is saved after the hooks of its user: at the end of an epoch, or after so many steps. SIGTERM is a request to end
+(``EndRequests``): the run is saved once more, and every rank raises EndRequested.
 """
 
 from __future__ import annotations
 
 import logging
-import operator
 import os
 import pathlib
-import platform
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 
-import torchmpi_py
-from torchmpi_py.engine import checkpoint_files as files, folder_lock, outcomes, samples
-from torchmpi_py.errors import CheckpointError
+from torchmpi_py.core import config
+from torchmpi_py.engine import outcomes, samples
+from torchmpi_py.engine.checkpoints import Checkpoints, Collected, check_collected
+from torchmpi_py.engine.end_requests import EndRequests
+from torchmpi_py.engine.extensions import Extension, Stateful
+from torchmpi_py.engine.state import State
+from torchmpi_py.errors import EndRequested
+from torchmpi_py.nn.optimizer_state import OptimizerKind, load_saved_state, name_of_class
+from torchmpi_py.optim.wrapper import LocalOptimizer, ReducingOptimizer
 
 logger = logging.getLogger("torchmpi_py")
 
-SEEN_WITHIN_SECONDS = 10.0
-"""How long ranks look for what another rank has written: a file system over the network may show it later."""
-
-Collected = tuple[Mapping[str, Any], Mapping[str, Any]]
-"""What is equal on all ranks, and what is each rank's own."""
-
-T = TypeVar("T")
+completed: dict[pathlib.Path, weakref.ref[torch.nn.Module]] = {}
+"""The network that this process has trained to the end, by folder of checkpoints."""
 
 
-class Checkpoint(NamedTuple):
-    """The result of ``Checkpoints.load``."""
+class Checkpoint(Extension):
+    """Save a run into a folder, and go on from there: a program that is started again ends as if not interrupted.
 
-    step: int
-    parts: dict[str, Any]
+    If the folder holds a checkpoint, the run goes on from it, after ``hooks.on_start``. SIGTERM, at one rank or at all,
+    has all ranks save and raise EndRequested, which ends the program with exit code 143: after the step where steps
+    are collective (``AllReduceSGDEngine``, or a world of one), otherwise at the next save. See docs/checkpoints.md.
 
+    Equal on all ranks, and rank 0's in the file: network, criterion, optimizer, ``maxepoch``. Each rank's own: buffers
+    of the modules (batch statistics), random generators, counters, the place in the epoch, the last loss, the objects
+    in ``stateful``. Where ranks take steps of their own (``SGDEngine``, without an optimizer that reduces gradients),
+    network, criterion and optimizer are each rank's own as well.
 
-class Checkpoints:
-    """The checkpoints in a folder, the last ``keep`` of them; for training loops of your own (the engine uses it too).
-
-    ::
-
-        checkpoints = Checkpoints("runs/7")
-        saved = checkpoints.load()
-        first = 0
-        if saved is not None:
-            model.load_state_dict(saved.parts["model"])
-            optimizer.load_state_dict(saved.parts["optimizer"])
-            first = saved.step
-        for step in range(first, last):
-            ...
-            if (step + 1) % 100 == 0:
-                checkpoints.save(step + 1, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-
-    Every rank of the current level makes the same calls. The folder has to be the same one on all hosts. One job at a
-    time saves into it; other jobs may load. Works in a world of one, and without ``mpi.start()``, too.
-
-    Raises CheckpointError, on every rank, when one of them cannot write or read, or does not see the folder, and when
-    another job saves into the folder.
+    Args:
+        folder: Where rank 0 writes the files; it is made.
+        every: Save after each "epoch", or after so many steps; always at the end of training too.
+        keep: The number of checkpoints to keep, the newest ones.
+        stateful: Objects with ``state_dict`` and ``load_state_dict`` whose state belongs to the run, by name:
+            schedules of the learning rate, meters.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
-        if isinstance(keep, bool) or not isinstance(keep, int):
-            raise TypeError(f"keep={keep!r} must be an integer: how many checkpoints to keep")
-        if keep < 1:
-            raise ValueError(f"keep={keep}: keep at least 1 checkpoint")
-        self.directory = pathlib.Path(directory).absolute()
-        self.keep = keep
-        self._is_shared = False  # all ranks have seen it
-        self._damaged: list[str] = []  # what load passed over
-        self._lock: folder_lock.FolderLock | None = None  # rank 0's, as long as this object lives
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        every: int | Literal["epoch"] = "epoch",
+        keep: int = 3,
+        stateful: Mapping[str, Stateful] | None = None,
+    ) -> None:
+        if every != "epoch" and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise ValueError(f"every={every!r}: give a positive number of steps, or 'epoch'")
+        self.checkpoints = Checkpoints(folder, keep=keep)
+        self.folder = self.checkpoints.directory
+        self.every = every
+        self.stateful = dict(stateful or {})
 
-    def hold(self) -> None:
-        """Keep other jobs from saving into the folder, as the first `save` does. Collective.
-
-        The folder is free again after `release`, and when the process of rank 0 has ended. CheckpointError, on all
-        ranks, that names the other job if one saves into the folder.
-        """
-        self._check_shared()
-        outcomes.of_rank_0(self._hold, "the folder cannot be used")
-
-    def release(self) -> None:
-        """Let other jobs save into the folder. Not collective; a later `save` takes the folder again."""
-        self._lock = None
-
-    def save(self, step: int, parts: Mapping[str, Any], *, own: Mapping[str, Any] | None = None) -> pathlib.Path:
-        """Write a checkpoint, remove the oldest, and return its folder. Collective.
-
-        parts: what is equal on all ranks (state_dicts, tensors, numbers, strings, lists and dicts of such); rank 0's is
-        written. own: what is each rank's own, under other names. The states of the global random generators are saved
-        too. A checkpoint of the same step is replaced.
-
-        On all ranks TypeError for what cannot be read back as plain data, and ValueError for a negative step;
-        CheckpointError for a step before the newest one in the folder, and if it cannot be written.
-        """
-        return self.save_collected(step, lambda: (parts, own or {}))
-
-    def save_collected(self, step: int, collect: Callable[[], Collected]) -> pathlib.Path:
-        """Like ``save``; ``collect`` gives (parts, own), and an error in it on one rank is raised on all."""
-        what = f"step {step} cannot be saved"
-        # What cannot be saved is found before a file is written.
-        parts, own = _result_here(lambda: _checked(step, collect), what, (TypeError, ValueError))
-        step = operator.index(step)
-        self._check_shared()
-        folder = outcomes.of_rank_0(lambda: self._begin(step), what)
-        try:
-            # All ranks have brought their files to the disk before rank 0 gives the folder its name.
-            written = outcomes.of_all(lambda: _write(folder, parts, own), what)
-            return outcomes.of_rank_0(lambda: self._finish(folder, step, written), what)
-        except CheckpointError:
-            if outcomes.rank() == 0:
-                files.remove(folder)
-            raise
-
-    def load(self) -> Checkpoint | None:
-        """The last complete checkpoint, as (step, parts); a rank's own parts are among them. None if there is none.
-
-        Collective. Tensors are on the CPU. The global random generators are set to what they were on this rank. A rank
-        that the saved job did not have gets rank 0's own parts, and random numbers that follow from rank 0's and its
-        number.
-        """
-        self._check_shared()
-        for name in outcomes.of_rank_0(lambda: files.complete(self.directory), "checkpoints cannot be listed"):
-            folder, failure = self.directory / name, f"{name} cannot be read"
-            # All ranks know of the damage that one has found, and take the same checkpoint.
-            damages = outcomes.of_all(partial(_damage, folder), failure)
-            if not any(damages):
-                return Checkpoint(files.step_of(name), _result_here(partial(_read, folder), failure))
-            if not outcomes.of_rank_0(folder.exists, failure):
-                return self.load()  # another job that saves has removed it, and has a later one
-            self._damaged.append(name)
-            if outcomes.rank() == 0:
-                rank, why = next((rank, why) for rank, why in enumerate(damages) if why)
-                logger.warning("checkpoint %s is damaged and passed over (found by rank %d: %s)", folder, rank, why)
-        return None
-
-    def _hold(self) -> None:
-        """Rank 0: take the lock. A job that was killed, or its former rank 0, may still be about to end."""
-        take = partial(folder_lock.take, self.directory)
-        self._lock = outcomes.soon(take, BlockingIOError, SEEN_WITHIN_SECONDS)
-
-    def _begin(self, step: int) -> pathlib.Path:
-        """Rank 0: make room for a checkpoint of this step, and a folder to write it into."""
-        self._hold()
-        # A damaged checkpoint of a later step must not keep a run from saving this one.
-        for name in self._damaged:
-            if (self.directory / name).exists():
-                files.set_aside(self.directory / name)
-        self._damaged.clear()
-        files.tidy(self.directory)
-        newest = max((files.step_of(name) for name in files.complete(self.directory)), default=-1)
-        if newest > step:
+    @contextmanager
+    def around_run(self, engine: Any, state: State) -> Iterator[None]:
+        """Heed SIGTERM, and hold the folder, while the run lasts."""
+        self.steps_together = engine.steps_together or outcomes.size() == 1
+        if self.every != "epoch" and not self.steps_together:
             raise ValueError(
-                f"{self.directory} holds a checkpoint of step {newest}, which is later than {step}: load() it first, "
-                "remove it, or use another folder"
+                f"Checkpoint(every={self.every}): all ranks save together, and those of a {type(engine).__name__} take "
+                "steps of their own; give every='epoch'"
             )
-        return files.begin(self.directory, step)
-
-    def _finish(self, folder: pathlib.Path, step: int, written: list[dict[str, Any]]) -> pathlib.Path:
-        """Rank 0: all parts are on the disk; give the folder its name, and remove the oldest."""
-        entries = {name: entry for of_rank in written for name, entry in of_rank.items()}
-        summary = {"size": len(written), "versions": _versions(), "files": entries}
-        # Parts of other hosts may be seen late, or cut off. Older checkpoints go only for one that is whole here.
-        outcomes.soon(lambda: files.check(folder, summary, entries, ()), files.Lacking, SEEN_WITHIN_SECONDS)
-        final = files.finish(folder, step, summary)
-        for name in files.complete(self.directory)[self.keep :]:
-            files.discard(self.directory / name)
-        return final
-
-    def _check_shared(self) -> None:
-        """Make the folder; CheckpointError on all ranks unless it is the same one for all of them."""
-        if self._is_shared:
-            return
-        probe = outcomes.of_rank_0(lambda: files.begin_probe(self.directory), "the folder cannot be used")
+        self.asked = 0  # maxepoch, before hooks of the epochs change it
+        self.saved: tuple[int, ...] | None = None  # where the run stood at the last checkpoint
         try:
-            find = partial(self._find, probe.name)
-            different = "the folder is not the same for all ranks"
-            outcomes.of_all(lambda: outcomes.soon(find, FileNotFoundError, SEEN_WITHIN_SECONDS), different)
+            with EndRequests() as self.end_requests:
+                yield
         finally:
-            if outcomes.rank() == 0:
-                files.remove(probe)
-        self._is_shared = True
+            self.checkpoints.release()
 
-    def _find(self, name: str) -> None:
-        # The list of names, and not the entry: a file system may remember for a while that a name was not there.
-        if not self.directory.is_dir() or name not in os.listdir(self.directory):
-            raise FileNotFoundError(
-                f"{self.directory} lacks what rank 0 has written to it: "
-                "give a folder on a file system that all hosts share"
+    def on_start(self, state: State) -> None:
+        """Go on from the last complete checkpoint, if there is one."""
+        self.asked = state.maxepoch
+        # An error that the first save would have is raised now, and not when the first epoch is done.
+        outcomes.of_all(lambda: self._check_begin(state), "training cannot begin", (TypeError, ValueError))
+        self.checkpoints.hold()
+        saved = self.checkpoints.load()
+        if saved is None:
+            return
+        parts, misfit = saved.parts, f"step {saved.step} of {self.folder} does not fit what is trained now"
+        order = (state.iterator, parts["order"], parts["position"], parts["size"])
+        # Nothing is restored on any rank before the place in the epoch fits on all.
+        outcomes.of_all(lambda: samples.check_place(*order), misfit, (ValueError,))
+        outcomes.of_all(lambda: self._restore(state, parts), misfit)
+        self.saved = _standing(state)
+        if outcomes.rank() == 0:
+            text = f"{self.folder}: epoch {state.epoch}, position {state.position}, step {state.t}"
+            if state.epoch < state.maxepoch:
+                logger.info("resumed from %s", text)
+            else:
+                logger.warning("training is complete and nothing is left to do, says the checkpoint in %s", text)
+
+    def on_update(self, state: State) -> None:
+        """Save if it is time. EndRequested, on all ranks and saved too, if one was asked to end."""
+        if self.every != "epoch" and state.t % self.every == 0:
+            self._save(state)
+        if self.steps_together:
+            self._end_if_requested(state)
+
+    def on_end_epoch(self, state: State) -> None:
+        """Save each epoch, or the last one. EndRequested as after a step, unless all is done."""
+        is_over = state.epoch >= state.maxepoch
+        if self.every == "epoch" or is_over:
+            self._save(state)
+        if not is_over:
+            self._end_if_requested(state)
+
+    def on_end(self, state: State) -> None:
+        """Remember what this process has trained."""
+        completed[self.folder] = weakref.ref(state.network)
+
+    def _check_begin(self, state: State) -> None:
+        """Each rank: errors of the folder and of what is saved."""
+        before = completed.get(self.folder)
+        if before is not None and before() is not state.network:
+            raise ValueError(
+                f"this process has trained another network with Checkpoint({str(self.folder)!r}): give "
+                "each a folder of its own, or start the program again to go on with that one"
             )
+        check_collected(*self._collected(state))
+
+    def _end_if_requested(self, state: State) -> None:
+        """Every rank calls it: after each step if steps are collective, otherwise after a save."""
+        if not self.end_requests.requested():
+            return
+        self._save(state)
+        if outcomes.rank() == 0:
+            text = "asked to end (SIGTERM): step %d is saved in %s, and the program ends with exit code 143"
+            logger.warning(text, state.t, self.folder)
+        raise EndRequested
+
+    def _save(self, state: State) -> None:
+        if self.saved != _standing(state):
+            self.checkpoints.save_collected(state.t, lambda: self._collected(state))
+            self.saved = _standing(state)
+
+    def _collected(self, state: State) -> Collected:
+        modules, optimizer, rank = state.named_modules(), state.optimizer, outcomes.rank()
+        trained = {
+            "modules": {name: module.state_dict() for name, module in modules.items()},
+            "outside": [tensor.detach() for tensor in state.parameters_of_optimizer_alone()],
+            "optimizer": None if optimizer is None else optimizer.state_dict(),
+            "optimizer_kind": _kind(state)._asdict(),
+        }
+        is_own = rank > 0 and not self.steps_together and not isinstance(optimizer, ReducingOptimizer)
+        parts = {
+            "trained": trained,
+            "maxepoch": {"asked": self.asked, "now": state.maxepoch},
+            "size": outcomes.size(),
+            "experiment": os.environ.get(config.EXPERIMENT, ""),
+        }
+        own = {
+            "trained_alone": trained if is_own else None,
+            "buffers": {name: _kept_buffers(module) for name, module in modules.items() if rank > 0 and not is_own},
+            "epoch": state.epoch,
+            "t": state.t,
+            "position": state.position,
+            "order": samples.order_of(state.iterator),
+            "iterator": samples.place_of(state.iterator),
+            "generators": samples.generator_states(state.iterator),
+            "epoch_random": state.place.random,
+            "loss": state.loss.detach().cpu().clone() if isinstance(state.loss, torch.Tensor) else None,
+            "stateful": {name: part.state_dict() for name, part in self.stateful.items()},
+        }
+        return parts, own
+
+    def _restore(self, state: State, parts: dict[str, Any]) -> None:
+        _check_experiment(parts["experiment"])
+        modules, trained = state.named_modules(), parts["trained_alone"] or parts["trained"]
+        for name, module in modules.items():
+            module.load_state_dict(trained["modules"][name])
+        for name, buffers in parts["buffers"].items():
+            kept = _kept_buffers(modules[name])
+            for key, content in buffers.items():
+                _copy(f"buffer {key} of {name}", kept[key], content)
+        _restore_optimizer(state, trained)
+        for name, part in self.stateful.items():
+            if name not in parts["stateful"]:
+                raise ValueError(f"it holds nothing of stateful[{name!r}]")
+            part.load_state_dict(parts["stateful"][name])
+        samples.restore_generators(state.iterator, parts["generators"])
+        place = state.place
+        place.position = samples.restore_place(state.iterator, parts)
+        state.epoch, state.t, place.random = parts["epoch"], parts["t"], parts["epoch_random"]
+        place.is_resumed = True
+        if parts["loss"] is not None:
+            state.loss = parts["loss"].to(next((tensor.device for tensor in state.parameters()), None))
+        state.maxepoch = _last_epoch(state, **parts["maxepoch"])
 
 
-def check_collected(parts: Mapping[str, Any], own: Mapping[str, Any]) -> Collected:
-    """(parts, own) as they are written. TypeError or ValueError for what ``Checkpoints.save`` does not take."""
-    if both := sorted(parts.keys() & own.keys()):
-        raise ValueError(f"{both} are both in parts and in own: give them different names")
-    return files.plain(dict(parts), "parts"), files.plain(dict(own), "own")
+def _restore_optimizer(state: State, trained: dict[str, Any]) -> None:
+    """Restore the optimizer, and the parameters that it alone holds; ValueError unless it is as it was saved."""
+    if (state.optimizer is None) != (trained["optimizer"] is None):
+        raise ValueError("one of them has no optimizer (lr=0)")
+    if state.optimizer is None:
+        return
+    outside = state.parameters_of_optimizer_alone()
+    for number, (tensor, content) in enumerate(zip(outside, trained["outside"], strict=True)):
+        _copy(f"parameter {number} of those that only the optimizer holds", tensor, content)
+    saved = OptimizerKind(**trained["optimizer_kind"])
+    load_saved_state(state.optimizer, trained["optimizer"], _kind(state), saved)
 
 
-def _checked(step: int, collect: Callable[[], Collected]) -> Collected:
-    collected = check_collected(*collect())
-    if operator.index(step) < 0:
-        raise ValueError(f"step={step} must not be negative")
-    return collected
+def _kind(state: State) -> OptimizerKind:
+    """What the optimizer's state belongs to, on whatever ranks, and however they reduce gradients."""
+    name = name_of_class(state.optimizer, transparent=(ReducingOptimizer, LocalOptimizer))
+    return OptimizerKind.of(name, [p for group in state.parameter_groups() for p in group])
 
 
-def _result_here(work: Callable[[], T], what: str, mistakes: tuple[type[Exception], ...] = ()) -> T:
-    """Like ``outcomes.of_all``, for large results: they are not exchanged, and each rank has its own."""
-    results: list[T] = []
-    outcomes.of_all(lambda: results.append(work()), what, mistakes)
-    return results[0]
+@torch.no_grad()
+def _copy(name: str, tensor: torch.Tensor, content: torch.Tensor) -> None:
+    """Copy; ValueError for another shape, which torch would broadcast."""
+    if tensor.shape != content.shape:
+        raise ValueError(f"{name} has shape {tuple(content.shape)} in it, and is trained with {tuple(tensor.shape)}")
+    tensor.copy_(content)
 
 
-def _write(folder: pathlib.Path, parts: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Each rank: write its files. Returns their sizes and checksums."""
-    name = files.part_of(outcomes.rank())
-    entries = {name: files.write(folder / name, {"own": dict(own), "random": samples.random_states()})}
-    if outcomes.rank() == 0:
-        entries[files.MODEL] = files.write(folder / files.MODEL, dict(parts))
-    return entries
+def _last_epoch(state: State, asked: int, now: int) -> int:
+    """``maxepoch`` from here on, of a run that was ``asked`` for so many epochs, and had ``now`` when it was saved.
+
+    A hook that has ended training early, or prolonged it, has done so for good, unless the program now asks for more.
+    """
+    if state.position > 0:
+        now = max(now, state.epoch + 1)  # a hook that ended it in this epoch meant the end of the epoch
+    if state.maxepoch == asked:
+        return now
+    return state.maxepoch if state.maxepoch > asked else min(state.maxepoch, now)
 
 
-def _damage(folder: pathlib.Path) -> str:
-    """Each rank: the damage in the files that it reads, and on rank 0 in the sizes of all files; "" for none."""
-    try:
-        outcomes.soon(lambda: _check(folder), files.Lacking, SEEN_WITHIN_SECONDS)
-    except files.Damaged as damage:
-        return str(damage)
-    return ""
+def _kept_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that the module's state_dict holds."""
+    kept = module.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in module.named_buffers() if name in kept}
 
 
-def _check(folder: pathlib.Path) -> None:
-    summary = files.summary_of(folder)
-    mine = [_own_file(summary), files.MODEL]
-    if outcomes.rank() == 0:
-        files.check(folder, summary, summary["files"], mine)
-    else:
-        files.check(folder, summary, mine, mine[:1])  # rank 0 has read the model
+def _standing(state: State) -> tuple[int, ...]:
+    # With the number of ranks: after a death, ranks that had saved here save again with those that had not.
+    return state.t, state.epoch, state.position, outcomes.size()
 
 
-def _read(folder: pathlib.Path) -> dict[str, Any]:
-    """Each rank: the parts for it; its random generators are set."""
-    summary = files.summary_of(folder)
-    parts = files.read(folder / files.MODEL)
-    mine = files.read(folder / _own_file(summary))
-    if outcomes.rank() < summary["size"]:
-        samples.restore_random_states(mine["random"])
-    else:
-        samples.derive_random_states(mine["random"], outcomes.rank())
-    return {**parts, **mine["own"]}
-
-
-def _own_file(summary: dict[str, Any]) -> str:
-    return files.part_of(outcomes.rank() if outcomes.rank() < summary["size"] else 0)
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "torchmpi_py": torchmpi_py.__version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }
+def _check_experiment(saved: str) -> None:
+    """ValueError if a checkpoint is of another experiment of a sweep."""
+    now = os.environ.get(config.EXPERIMENT, "")
+    if saved != now:
+        raise ValueError(
+            f"it is of experiment {saved or 'none'}, and this is {now or 'none'}: Checkpoint(mpi.experiment_folder()) "
+            "gives each experiment its own"
+        )

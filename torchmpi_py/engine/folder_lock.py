@@ -31,6 +31,8 @@ from torchmpi_py import trusted_files
 from torchmpi_py.launch.notices import printable
 
 NAME = ".lock"
+SECONDS = 10.0
+"""How long ``take`` waits: a job that was killed, or its former rank 0, may still be about to end."""
 _MOST_BYTES = 4096  # of the line
 
 warn_once = functools.cache(logging.getLogger("torchmpi_py").warning)
@@ -50,8 +52,19 @@ _held: weakref.WeakValueDictionary[pathlib.Path, FolderLock] = weakref.WeakValue
 def take(directory: pathlib.Path) -> FolderLock | None:
     """Return this process's lock on a folder; None where there are no locks.
 
-    BlockingIOError that names the holder, if another process has the lock.
+    BlockingIOError that names the holder, if another process has the lock for longer than ``SECONDS``.
     """
+    deadline = time.monotonic() + SECONDS
+    while True:
+        try:
+            return _take(directory)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+def _take(directory: pathlib.Path) -> FolderLock | None:
     path = pathlib.Path(os.path.realpath(directory), NAME)
     lock = _held.get(path)
     if lock is not None and _is_at(lock, path):
@@ -87,11 +100,8 @@ def _lock(file: FolderLock, directory: pathlib.Path) -> None:
         os.fchmod(file.fileno(), directory.stat().st_mode & 0o666)  # who may write into the folder may lock it
     user, began = trusted_files.owner_name(os.geteuid()), time.strftime("%Y-%m-%d %H:%M:%S")
     file.truncate(0)
-    file.write(
-        f"process {os.getpid()} of {user} on {socket.gethostname()}, {sys.argv[0]}, since {began}\n".encode(
-            "utf-8", "backslashreplace"
-        )
-    )
+    line = f"process {os.getpid()} of {user} on {socket.gethostname()}, {sys.argv[0]}, since {began}\n"
+    file.write(line.encode("utf-8", "backslashreplace"))
 
 
 os.register_at_fork(after_in_child=lambda: list(map(FolderLock.close, list(_held.values()))))

@@ -1,25 +1,21 @@
-"""Running means over samples, on this rank and over all ranks (torchnet's meters), and a progress bar that shows them.
+"""Running means over samples, on this rank and over all ranks (torchnet's meters).
 
 A meter adds up sums and numbers of samples, not batch means, so that ``reduced()`` is exact when the ranks hold
-different numbers of samples, or none. The bar is made of hooks alone.
+different numbers of samples, or none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sized
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from torchmpi_py.collectives import verbs
-from torchmpi_py.engine.iterators import DatasetIterator
-from torchmpi_py.engine.sgd import SGDEngine
-from torchmpi_py.engine.state import Hook, Hooks, State
 from torchmpi_py.runtime import process
 
 
 class _Mean:
-    """Mean over samples. NaN while there is none."""
+    """A mean over samples."""
 
     def __init__(self) -> None:
         self.reset()
@@ -78,7 +74,7 @@ class Accuracy(_Mean):
 
         Raises ValueError when the shapes do not fit each other.
         """
-        if not _shapes_fit(output, target):
+        if not are_scores(output, target):
             raise ValueError(
                 f"output of shape {tuple(output.shape)} and target of shape {tuple(target.shape)}: "
                 "give scores (N, classes, ...) and class indices (N, ...)"
@@ -88,103 +84,9 @@ class Accuracy(_Mean):
         self._add(hits.double().mean(), num_samples)
 
 
-def _shapes_fit(output: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether the shapes are (N, classes, ...) and (N, ...): those of scores, and of class indices."""
-    return output.ndim >= 2 and output.shape[:1] + output.shape[2:] == target.shape
-
-
-def show_progress(engine: SGDEngine) -> None:
-    """Show a bar on rank 0 while ``engine`` trains or tests: this rank's running loss, then the means over all ranks.
-
-    Call it on every rank (the means are reduced at the end of each epoch and of each test), after your own hooks are
-    set: they are kept, and called after the bar's. Accuracy is shown where the output is scores (N, classes, ...) and
-    the target class indices. Raises ImportError when tqdm is missing.
-    """
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise ImportError("show_progress needs tqdm: pip install tqdm") from error
-    progress = _Progress(tqdm)
-    for moment in ("on_start", "on_start_epoch", "on_forward_criterion", "on_end_epoch", "on_end", "on_recovery"):
-        _prepend(engine.hooks, moment, getattr(progress, moment))
-
-
-def _prepend(hooks: Hooks, moment: str, first: Hook) -> None:
-    """Call ``first`` before the hook that is set."""
-    then: Hook = getattr(hooks, moment)
-
-    def both(state: State) -> None:
-        first(state)
-        then(state)
-
-    setattr(hooks, moment, both)
-
-
-class _Run(NamedTuple):
-    """One bar and its meters: an epoch of training, or a test."""
-
-    bar: Any
-    loss: Average
-    accuracy: Accuracy
-
-
-class _Progress:
-    """The hooks. Runs are stacked, because a hook may test in the middle of training."""
-
-    def __init__(self, tqdm: Any) -> None:
-        self.tqdm = tqdm
-        self.runs: list[_Run] = []
-
-    def on_start(self, state: State) -> None:
-        if not state.training:
-            self._begin(state, "test")
-
-    def on_start_epoch(self, state: State) -> None:
-        self._begin(state, f"epoch {state.epoch + 1}/{state.maxepoch}")
-
-    def on_forward_criterion(self, state: State) -> None:
-        run = self.runs[-1]
-        run.loss.add(state.loss, state.num_samples)
-        target = state.sample[1]
-        if _are_scores(state.output, target):
-            run.accuracy.add(state.output, target, state.num_samples)
-        run.bar.set_postfix_str(f"loss {run.loss.value:.4f}", refresh=False)
-        run.bar.update()
-
-    def on_end_epoch(self, state: State) -> None:
-        self._end()
-
-    def on_end(self, state: State) -> None:
-        if not state.training:
-            self._end()
-
-    def on_recovery(self, state: State) -> None:
-        while self.runs:  # the rest of the epoch begins with a bar of its own
-            self.runs.pop().bar.close()
-
-    def _begin(self, state: State, title: str) -> None:
-        rank = process.rank() if process.is_started() else 0
-        bar = self.tqdm(total=_num_batches(state), desc=title, disable=rank != 0)
-        self.runs.append(_Run(bar, Average(), Accuracy()))
-
-    def _end(self) -> None:
-        run = self.runs.pop()
-        loss, accuracy = run.loss.reduced(), run.accuracy.reduced()
-        shown = "" if accuracy != accuracy else f", accuracy {100 * accuracy:.2f} %"
-        run.bar.set_postfix_str(f"loss {loss:.4f}{shown}", refresh=False)
-        run.bar.close()  # shows it
-
-
-def _num_batches(state: State) -> int | None:
-    """The number of batches from ``state.position`` to the end of the epoch, if it is known."""
-    iterator = state.iterator
-    if isinstance(iterator, DatasetIterator):
-        return len(iterator) - state.position // (iterator.batch_size * iterator.size)
-    return len(iterator) - state.position if isinstance(iterator, Sized) else None
-
-
-def _are_scores(output: Any, target: Any) -> bool:
-    if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
+def are_scores(output: Any, target: Any) -> bool:
+    """Whether these are scores (N, classes, ...) and class indices (N, ...)."""
+    if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)) or output.ndim < 2:
         return False
     is_class = not (target.is_floating_point() or target.is_complex())
-    return is_class and _shapes_fit(output, target)
+    return is_class and output.shape[:1] + output.shape[2:] == target.shape

@@ -1,25 +1,19 @@
 """Work that may fail on one rank, and that all ranks then give up: they exchange the outcomes.
 
-One rank may write to a disk for minutes while the others wait for its outcome, so no deadline counts in that wait. The
-death of a rank ends the job as anywhere.
+Rank 0 may work on a disk for minutes while the others wait for it, so no timeout applies to that wait. The death of a
+rank ends the job, as anywhere.
 """
 
 from __future__ import annotations
 
-import pickle
 import socket
-import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeVar, cast
+from typing import TypeVar, cast
 
-import numpy as np
-
+from torchmpi_py.collectives import verbs
 from torchmpi_py.core import agree, backoff, communicators, journal, ulfm
-from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import CheckpointError
 from torchmpi_py.runtime import process
-
-_LOOK_SECONDS = 0.01
 
 T = TypeVar("T")
 
@@ -34,14 +28,6 @@ def size() -> int:
     return process.size() if process.is_started() else 1
 
 
-class _RankFailure(NamedTuple):
-    """Why the work failed on one rank; ``mistake`` is the class of an error that is the caller's own."""
-
-    host: str
-    text: str
-    mistake: type[Exception] | None
-
-
 def of_all(work: Callable[[], T], what: str, mistakes: tuple[type[Exception], ...] = ()) -> list[T]:
     """Do the work on every rank, and return the results of all. Collective; results should be small.
 
@@ -49,59 +35,35 @@ def of_all(work: Callable[[], T], what: str, mistakes: tuple[type[Exception], ..
     caller's own, and raised as what they are.
     """
 
-    def describe(error: Exception) -> _RankFailure:
+    def describe(error: Exception) -> tuple[str, type[Exception] | None]:
         if ulfm.is_death(error):
             raise error
         mistake = next((kind for kind in mistakes if isinstance(error, kind)), None)
-        return _RankFailure(socket.gethostname(), str(error) if mistake else _said(error), mistake)
+        return f"on {socket.gethostname()}: {error if mistake else _text_of(error)}", mistake
 
-    def failed(failures: Mapping[int, _RankFailure]) -> Exception:
-        said = "; ".join(f"rank {rank} on {each.host}: {each.text}" for rank, each in failures.items())
-        texts = {each.text for each in failures.values()}
-        if len(failures) == size() > 1 == len(texts):
-            said = f"all ranks: {texts.pop()}"
-        kinds = {each.mistake for each in failures.values()}
-        kind = kinds.pop() if len(kinds) == 1 else None
-        return CheckpointError(f"{what}: {said}") if kind is None else kind(said)
+    def failed(failures: Mapping[int, tuple[str, type[Exception] | None]]) -> Exception:
+        kinds = {kind for _, kind in failures.values()}
+        text = "; ".join(f"rank {rank} {text}" for rank, (text, _) in failures.items())
+        mistake = kinds.pop() if len(kinds) == 1 else None
+        return mistake(text) if mistake else CheckpointError(f"{what}: {text}")
 
-    exchange = exchanged if size() > 1 else agree.alone
-    return agree.gather_results(exchange, work, (Exception,), describe, failed)
+    return agree.gather_results(_exchanged if size() > 1 else agree.alone, work, (Exception,), describe, failed)
 
 
 def of_rank_0(work: Callable[[], T], what: str) -> T:
-    """Do the work on rank 0, and return its result on all; else as ``of_all``."""
+    """Do the work on rank 0, and return its result on all ranks; otherwise as ``of_all``."""
     return cast(T, of_all(work if rank() == 0 else lambda: None, what)[0])
 
 
-def soon(attempt: Callable[[], T], error: type[Exception], within_seconds: float) -> T:
-    """Try until it succeeds, or raise the error when that takes too long."""
-    deadline = time.monotonic() + within_seconds
-    while True:
-        try:
-            return attempt()
-        except error:
-            if time.monotonic() > deadline:
-                raise
-        time.sleep(0.1)
-
-
-def exchanged(mine: T) -> list[T]:
-    """The objects of all ranks, in rank order. Like ``allgather_object``, without a deadline. Collective."""
+def _exchanged(mine: T) -> list[T]:
+    """The objects of all ranks, in rank order."""
     comm = communicators.resolve(None)
-    return journal.run_together("checkpoint", comm, lambda: _gathered(comm.direct.mpi, mine), is_patient=True)
+    # The wait without a timeout; from here on all ranks are in the exchange.
+    journal.run_together("checkpoint", comm, lambda: backoff.barrier(comm.direct.mpi), is_patient=True)
+    return cast(list[T], verbs.allgather_object(mine))
 
 
-def _gathered(mpi: MPI.Comm, mine: T) -> list[T]:
-    packed = pickle.dumps(mine)
-    sizes = np.empty(mpi.size, np.int64)
-    backoff.complete(mpi.Iallgather(np.array([len(packed)], np.int64), sizes), backoff.Nap(_LOOK_SECONDS))
-    received = np.empty(sizes.sum(), np.uint8)
-    request = mpi.Iallgatherv(np.frombuffer(packed, np.uint8), [received, sizes.tolist()])
-    backoff.complete(request, backoff.Nap(_LOOK_SECONDS))
-    return [pickle.loads(piece.tobytes()) for piece in np.split(received, np.cumsum(sizes)[:-1])]
-
-
-def _said(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'writing'}: {error.strerror}"
-    return f"{type(error).__name__}: {error}" if not isinstance(error, FileNotFoundError) else str(error)
+    return f"{type(error).__name__}: {error}"

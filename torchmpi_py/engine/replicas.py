@@ -7,11 +7,14 @@ import torch
 from torchmpi_py import nn
 from torchmpi_py.collectives.check import check_all_with_allreduce
 from torchmpi_py.core import ulfm
+from torchmpi_py.core.communicators import resolve
 from torchmpi_py.engine.same_batches import FirstBatches
 from torchmpi_py.engine.state import State
 from torchmpi_py.errors import RanksDisagree
+from torchmpi_py.nn.buckets import Buckets
 from torchmpi_py.nn.compression import Compression
-from torchmpi_py.nn.synchronize import buckets_of
+from torchmpi_py.nn.members import ParameterSnapshot
+from torchmpi_py.nn.synchronize import buckets_of, reduced_in_backward
 from torchmpi_py.optim.sharded import ShardedOptimizer
 from torchmpi_py.runtime import process
 
@@ -27,16 +30,23 @@ class Replicas:
         self.asynchronous = asynchronous
         self.compression = compression
         self.module: torch.nn.Module = torch.nn.ModuleDict()
-        self.trained: list[torch.nn.Parameter] | None = None  # when last broadcast
+        self.members: ParameterSnapshot | None = None  # when last broadcast
         self.registration: nn.AsyncBackward | None = None
+        self.buckets: Buckets | None = None  # where gradients are reduced after the backward pass
+        self.bucketed: ParameterSnapshot | None = None  # whose gradients are in them
         self._first_batches = FirstBatches()
 
     def follow(self) -> None:
         """Broadcast and register, if the set of trained parameters is not the one of the last time."""
-        if not self._trains_the_same():
-            self.close()
-            nn.synchronize_parameters(self.state.as_one_module())
-            self._register()
+        members = self.state.members()
+        if members is self.members:
+            return
+        if self._trains(members):
+            self.members = members
+            return
+        self.close()
+        nn.synchronize_parameters(self.state.as_one_module())
+        self._register()
 
     def make_equal(self, with_buffers: bool) -> None:
         """Broadcast parameters and buffers where the ranks' differ; buffers alone may, unless ``with_buffers``."""
@@ -58,20 +68,21 @@ class Replicas:
         if process.size() == 1:
             return None
         successor = Replicas(self.state, self.asynchronous, self.compression)
-        if self._trains_the_same():
+        if self._trains(self.state.members()):
             successor._register()
         else:
             successor.follow()
         return successor
 
-    def _trains_the_same(self) -> bool:
-        return self.trained is not None and [id(p) for p in self.state.parameters()] == [id(p) for p in self.trained]
+    def _trains(self, members: ParameterSnapshot) -> bool:
+        """Whether these are the parameters that were last broadcast, whatever else has changed."""
+        return self.members is not None and list(map(id, members.trained)) == list(map(id, self.members.trained))
 
     def _register(self) -> None:
         self.module = self.state.as_one_module()
         if self.asynchronous and self.state.parameters():
             self.registration = nn.register_async_backward(self.module, compression=self.compression)
-        self.trained = self.state.parameters()
+        self.members = self.state.members()
 
     def look(self) -> None:
         """Before the forward pass: look whether other ranks train on the same batches."""
@@ -86,11 +97,20 @@ class Replicas:
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.synchronize()
         elif self.registration is None:
-            buckets_of(self.module, self.compression).reduce("avg")
+            self._present_buckets().reduce("avg")
         elif has_samples:
             self.registration.synchronize()
         else:
             self.registration.reduce_now()
+
+    def _present_buckets(self) -> Buckets:
+        """The buckets of the gradients; without another look at each if nothing has changed since the last step."""
+        members, buckets = self.state.place.members, self.buckets
+        is_same = members is self.bucketed and not reduced_in_backward
+        if buckets is None or not is_same or buckets.comm is not resolve(None) or not buckets.all_fit():
+            buckets = self.buckets = buckets_of(self.module, self.compression)
+            self.bucketed = members
+        return buckets
 
     def check(self) -> None:
         """RanksDisagree if the parameters differ between ranks. Buffers may, until the end: each has its batches."""

@@ -69,9 +69,9 @@ def of_epoch(state: State) -> Iterator[Any]:
         set_epoch(holder, state.epoch)
     needs_random = samplers["sampler"] is not None or not hasattr(iterator, "set_position")
     if state.training and state.position == 0 and needs_random:
-        state.epoch_random = {"global": random_states(), "iterator": generator_states(iterator)}
+        state.place.random = {"global": random_states(), "iterator": generator_states(iterator)}
     batches = _started(iterator) if state.position == 0 else _resumed(state)
-    state._batches = batches if isinstance(iterator, BatchIterator) else None
+    state.place.batches = batches if isinstance(iterator, BatchIterator) else None
     return batches
 
 
@@ -81,8 +81,8 @@ def closed(state: State) -> Iterator[None]:
     try:
         yield
     finally:
-        if state._batches is not None:
-            state._batches.close()
+        if state.place.batches is not None:
+            state.place.batches.close()
 
 
 def _started(iterator: Any) -> Iterator[Any]:
@@ -105,9 +105,9 @@ def _started(iterator: Any) -> Iterator[Any]:
 
 def _resumed(state: State) -> Iterator[Any]:
     now, own_now = random_states(), generator_states(state.iterator)
-    if state.epoch_random is not None:
-        restore_random_states(state.epoch_random["global"])
-        restore_generators(state.iterator, state.epoch_random["iterator"])
+    if state.place.random is not None:
+        restore_random_states(state.place.random["global"])
+        restore_generators(state.iterator, state.place.random["iterator"])
     if hasattr(state.iterator, "set_position"):
         state.iterator.set_position(state.position)
         samples = iter(state.iterator)

@@ -9,10 +9,24 @@ from typing import Any
 
 import torch
 
-from torchmpi_py.nn.members import parameters_of
-from torchmpi_py.nn.optimizer_state import OptimizerKind, name_of_class
+from torchmpi_py.nn.members import ParameterSnapshot
 from torchmpi_py.optim.sharded import ShardedOptimizer
-from torchmpi_py.optim.wrapper import LocalOptimizer, ReducingOptimizer
+
+
+@dataclass(eq=False)
+class EpochPlace:
+    """Where a run stands within its epoch: for the loop itself, and for extensions that save or repeat steps."""
+
+    is_training: bool = False
+    position: int = 0  # where in the epoch the next step begins, counted as the iterator counts: samples, or batches
+    next_position: int = 0  # where the step after this one begins
+    weight: float = 1.0  # of this batch in a mean over ranks: the loss is scaled by it for the backward pass only
+    random: dict[str, Any] | None = None  # random generators as the epoch began
+    is_ending: bool = False  # the epoch is counted, and on_end_epoch is not yet complete
+    is_finished: bool = False  # the last epoch is complete, and the ranks are equal
+    is_resumed: bool = False  # each rank has its own buffers, from a checkpoint
+    batches: Any = None  # of the epoch, to be closed
+    members: ParameterSnapshot | None = None  # of the last look at what is trained
 
 
 @dataclass(eq=False)
@@ -23,90 +37,111 @@ class State:
     criterion: Callable[..., torch.Tensor]  # a module or a function: criterion(output, target) -> mean loss, a scalar
     iterator: Iterable[Any]  # gives samples; iterated once an epoch
     optimizer: torch.optim.Optimizer | None = None  # None in test(), and in train() with lr=0: no update
-    sample: Any = None  # (input, target, ...); None in a step in which other ranks have samples, and this rank has none
-    output: Any = None  # of the network; from on_forward_criterion on cut from its graph, so that .grad is kept
-    loss: Any = None  # scalar tensor: mean over this rank's samples, never scaled by weight
+    sample: Any = None  # (input, target, ...)
+    num_samples: int = 0  # in this batch; 0: this rank has none in this step, and sample is None
+    output: Any = None  # of the network
+    loss: Any = None  # scalar tensor: mean over this rank's samples, never scaled by the batch's weight
     epoch: int = 0  # epochs completed; a hook may set it in on_start to resume, or maxepoch to stop after this epoch
     t: int = 0  # samples (batches) completed, over all epochs
-    position: int = 0  # where in the epoch the next step begins, counted as the iterator counts: samples, or batches
-    is_ending_epoch: bool = False  # the epoch is counted, and on_end_epoch is not yet complete
-    training: bool = False
     maxepoch: int = 1
-    evaluations: dict[int, Any] = field(default_factory=dict)  # what train(evaluator=) gave, by epochs completed
-    weight: float = 1.0  # of this batch in a mean over ranks: the loss is scaled by it for the backward pass only
-    num_samples: int = 0  # in this batch; 0: this rank has none in this step, and sample is None
-    next_position: int = 0  # where the step after this one begins
-    epoch_random: dict[str, Any] | None = field(default=None, repr=False)  # random generators as the epoch began
-    _sharded: ShardedOptimizer | None = field(default=None, repr=False)  # made by the engine, for this run
-    _gets_state_back: bool = False  # whether its optimizer is the user's
+    place: EpochPlace = field(
+        default_factory=EpochPlace, repr=False
+    )  # within the epoch; hooks read it, and leave it alone
     _is_counted: bool = True  # whether num_samples is known, or may be once on_sample has made a pair
-    _batches: Any = field(default=None, repr=False)  # of the epoch, to be closed
-    _cuts: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list, repr=False)  # where backward resumes
+
+    @property
+    def position(self) -> int:
+        """Where in the epoch the next step begins: not 0 in ``on_start_epoch`` where the rest of an epoch begins."""
+        return self.place.position
+
+    @property
+    def training(self) -> bool:
+        """Whether this is a run of ``train``, and not of ``test``."""
+        return self.place.is_training
 
     def modules(self) -> list[torch.nn.Module]:
         """The network, and the criterion if it is a module."""
-        return list(self._named_modules().values())
+        return list(self.named_modules().values())
 
-    def _named_modules(self) -> dict[str, torch.nn.Module]:
+    def named_modules(self) -> dict[str, torch.nn.Module]:
         """Like ``modules``, with the names "network" and "criterion"."""
         named = {"network": self.network, "criterion": self.criterion}
         return {name: part for name, part in named.items() if isinstance(part, torch.nn.Module)}
 
+    def members(self) -> ParameterSnapshot:
+        """What network, criterion and optimizer hold; the same object as the last time if nothing has changed."""
+        found = self.place.members
+        if found is None or not found.are_current(self.network, self.criterion, self.optimizer):
+            groups = self.parameter_groups()
+            found = self.place.members = ParameterSnapshot(self.network, self.criterion, self.optimizer, groups)
+        return found
+
     def parameters(self) -> list[torch.nn.Parameter]:
         """Parameters of network, criterion and optimizer that take a gradient, each once."""
-        holders = [*map(parameters_of, self.modules()), *self._groups()]
-        return list({id(p): p for holder in holders for p in holder if p.requires_grad}.values())
+        return self.members().trained
 
-    def _groups(self) -> list[list[torch.nn.Parameter]]:
+    def parameter_groups(self) -> list[list[torch.nn.Parameter]]:
         """The parameters of the optimizer's groups; those of a ShardedOptimizer hold shards in their place."""
         if isinstance(self.optimizer, ShardedOptimizer):
             return [self.optimizer.parameters]
         return [] if self.optimizer is None else [group["params"] for group in self.optimizer.param_groups]
 
-    def _parameters_of_optimizer_alone(self) -> list[torch.nn.Parameter]:
-        """The parameters that are in no module."""
+    def parameters_of_optimizer_alone(self) -> list[torch.nn.Parameter]:
+        """The trained parameters that are in no module."""
         inside = {id(parameter) for module in self.modules() for parameter in module.parameters()}
         return [parameter for parameter in self.parameters() if id(parameter) not in inside]
 
-    def _optimizer_kind(self) -> OptimizerKind:
-        """What the optimizer's state belongs to, on whatever ranks, and however they reduce gradients."""
-        name = name_of_class(self.optimizer, transparent=(ReducingOptimizer, LocalOptimizer))
-        return OptimizerKind.of(name, [p for group in self._groups() for p in group])
-
     def as_one_module(self) -> torch.nn.Module:
         """Everything that is trained as one module: its gradients are reduced in one order, the same on every rank."""
-        outside = self._parameters_of_optimizer_alone()
+        outside = self.parameters_of_optimizer_alone()
         for tensor in outside:
             if not isinstance(tensor, torch.nn.Parameter):
                 raise TypeError(
                     f"the optimizer holds a plain tensor of shape {tuple(tensor.shape)}, which cannot be trained on "
                     "several ranks: make it a torch.nn.Parameter"
                 )
-        return torch.nn.ModuleDict({**self._named_modules(), "optimizer": torch.nn.ParameterList(outside)})
+        return torch.nn.ModuleDict({**self.named_modules(), "optimizer": torch.nn.ParameterList(outside)})
 
 
 Hook = Callable[[State], Any]
 
 
-def _nothing(state: State) -> None:
+def nothing(state: State) -> None:
     """The default of every hook."""
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class Hooks:
     """The moments, in their order; each is a function of the state. There are no others: a misspelt one raises."""
 
-    on_start: Hook = _nothing  # once, before the first epoch (test: before the first sample)
-    on_start_epoch: Hook = _nothing  # also for the rest of one, when a run goes on: state.position is not 0 then
-    on_sample: Hook = _nothing  # state.sample is set, and may be replaced
-    on_forward: Hook = _nothing  # state.output
-    on_forward_criterion: Hook = _nothing  # state.loss
-    on_backward_criterion: Hook = _nothing  # d loss / d output is in state.output.grad; parameters have no gradient yet
-    on_backward: Hook = _nothing  # gradients are complete (over all ranks, if the engine averages)
-    on_update: Hook = _nothing  # parameters are new, state.t counts this sample
-    on_end_epoch: Hook = _nothing  # state.epoch counts this epoch
-    on_end: Hook = _nothing
-    on_recovery: Hook = _nothing  # ranks have died (torchmpirun --elastic); rank and size are new, the epoch goes on
+    on_start: Hook = nothing  # once, before the first epoch (test: before the first sample)
+    on_start_epoch: Hook = nothing  # also for the rest of one, when a run goes on: state.position is not 0 then
+    on_sample: Hook = nothing  # state.sample is set, and may be replaced
+    on_forward: Hook = nothing  # state.output
+    on_forward_criterion: Hook = nothing  # state.loss
+    on_backward: Hook = nothing  # gradients are complete (over all ranks, if the engine averages)
+    on_update: Hook = nothing  # parameters are new, state.t counts this sample
+    on_end_epoch: Hook = nothing  # state.epoch counts this epoch
+    on_end: Hook = nothing
+    on_recovery: Hook = nothing  # ranks have died (torchmpirun --elastic); rank and size are new, the epoch goes on
+
+    def __post_init__(self) -> None:
+        self.__dict__["followers"] = []  # functions of a moment's name, called when its hook is set
+
+    def __setattr__(self, moment: str, hook: Hook) -> None:
+        if moment == "on_backward_criterion":
+            raise AttributeError(
+                "hooks.on_backward_criterion: the backward pass is in one piece; use hooks.on_backward, and "
+                "state.output.retain_grad() in hooks.on_forward for the gradient at the output"
+            )
+        if moment not in MOMENTS:
+            raise AttributeError(f"hooks.{moment}: there is no such moment; there are {', '.join(MOMENTS)}")
+        self.__dict__[moment] = hook
+        for follow in self.__dict__.get("followers", ()):
+            follow(moment)
+
+
+MOMENTS = tuple(Hooks.__dataclass_fields__)
 
 
 @contextmanager

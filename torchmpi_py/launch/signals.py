@@ -13,7 +13,7 @@ A signal that asks the job to end goes from torchmpirun to the ranks, and not th
 them. Only ranks that heed the signal get it: one that SIGTERM would kill has nothing to save, and its death would have
 the MPI end the others before their time. Every Python program heeds Ctrl-C: it raises KeyboardInterrupt. SIGHUP goes on
 as SIGTERM, for which programs save. Ranks of other hosts get nothing: training with checkpoints passes the request on
-(`engine.resume`), and another program there is ended with the job.
+(`engine.EndRequests`), and another program there is ended with the job.
 
 A rank that leaves by KeyboardInterrupt or ``sys.exit`` in a job that is asked to end waits to be killed (`wrap`), and
 so leaves the others their time. But some of these may wait for that rank in a call of the MPI's library, where Python

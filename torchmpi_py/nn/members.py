@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
+from operator import attrgetter, itemgetter
+from typing import Any
+
 import torch
+
+_HELD = attrgetter("_modules", "_parameters")
+_PARAMETERS = itemgetter("params")
+_TAKES_GRADIENT = attrgetter("requires_grad")
 
 
 def modules_of(module: torch.nn.Module) -> list[torch.nn.Module]:
@@ -20,8 +29,52 @@ def modules_of(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 def parameters_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Like ``module.parameters()``, each once and in its order."""
-    kind, plain = type(module), torch.nn.Module
-    if kind.parameters is not plain.parameters or kind.named_parameters is not plain.named_parameters:
-        return list(module.parameters())  # it shows others than it holds
+    if _shows_others(module):
+        return list(module.parameters())
     found = {id(p): p for part in modules_of(module) for p in part._parameters.values() if p is not None}
     return list(found.values())
+
+
+def _shows_others(module: torch.nn.Module) -> bool:
+    """Whether ``parameters()`` may give other parameters than those that the module and its parts hold."""
+    kind, plain = type(module), torch.nn.Module
+    return kind.parameters is not plain.parameters or kind.named_parameters is not plain.named_parameters
+
+
+class ParameterSnapshot:
+    """The parameters that a look at network, criterion and optimizer has found.
+
+    ``are_current`` tells whether another look would find the same. It compares the identity of everything that they
+    hold, in one frame and without names. torch's hooks for registrations would be cheaper, but they miss ``del``,
+    ``ModuleList.insert`` and ``requires_grad_``.
+
+    groups: the parameters of the optimizer's groups, which may be others than ``param_groups`` holds.
+    """
+
+    def __init__(
+        self, network: Any, criterion: Any, optimizer: Any, groups: Iterable[list[torch.nn.Parameter]]
+    ) -> None:
+        modules = [part for part in (network, criterion) if isinstance(part, torch.nn.Module)]
+        self.is_sure = not any(map(_shows_others, modules))
+        self.parts = list(chain.from_iterable(map(modules_of, modules)))
+        held = chain(chain.from_iterable(map(parameters_of, modules)), *groups)
+        self.parameters = list({id(p): p for p in held}.values())
+        self.trained = [p for p in self.parameters if p.requires_grad]
+        self.with_own_zero_grad = [m for m in modules if type(m).zero_grad is not torch.nn.Module.zero_grad]
+        self.found: list[int] = []
+        self.are_current(network, criterion, optimizer)
+        # An id is of one object as long as that lives.
+        self.kept = (
+            network,
+            criterion,
+            optimizer,
+            [*map(list, map(_PARAMETERS, getattr(optimizer, "param_groups", ())))],
+        )
+
+    def are_current(self, network: Any, criterion: Any, optimizer: Any) -> bool:
+        """Whether another look would find the same as the last one; False where that is not certain."""
+        contents = map(dict.values, chain.from_iterable(map(_HELD, self.parts)))
+        in_groups = map(_PARAMETERS, getattr(optimizer, "param_groups", ()))
+        objects = chain((network, criterion, optimizer), chain.from_iterable(contents), chain.from_iterable(in_groups))
+        last, self.found = self.found, [*map(id, objects), *map(_TAKES_GRADIENT, self.parameters)]
+        return self.is_sure and self.found == last

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchmpi_py.collectives import verbs
-from torchmpi_py.core import communicators
 from torchmpi_py.runtime import process
 from torchmpi_py.sweeps.ledger import Ledger
 
@@ -35,7 +34,6 @@ class Running:
     number: int
     ledger: Ledger
     stop: Stop | None
-    levels: object  # of the experiment's world
     last_step: int = 0
     last_value: float | None = None
 
@@ -55,11 +53,6 @@ def report(value: float, step: int | None = None) -> None:
     """
     if current is None:
         return
-    if communicators.stack() is not current.levels:
-        raise ValueError(
-            "report is a call of all ranks of an experiment, and with evaluator= some of them train: let "
-            "the evaluator return the value, and report what is in state.evaluations after training"
-        )
     current.last_step = current.last_step + 1 if step is None else step
     answer = verbs.broadcast_object(_answer(current, value) if process.rank() == 0 else None)
     if isinstance(answer, str):

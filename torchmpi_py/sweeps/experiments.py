@@ -229,7 +229,7 @@ class _Group:
         """Run an experiment, and record how it ended. Collective over the group."""
         began = time.time()
         with _output_to(self.ledger.log(number)), sessions.narrowed(self.mpi) as levels:
-            state, value, error = self._outcome(Running(number, self.ledger, self.stop, levels))
+            state, value, error = self._outcome(Running(number, self.ledger, self.stop))
             errors = self._exchanged(error)
             # All have succeeded: their levels are freed together. Else only where no rank is in a call any more.
             if errors is not None and not any(errors):

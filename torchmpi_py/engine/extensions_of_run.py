@@ -1,0 +1,54 @@
+"""The extensions of a run: those that the caller gave, those that are there by default, and former keywords."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from torchmpi_py.core import ulfm
+from torchmpi_py.engine.checkpoint import Checkpoint
+from torchmpi_py.engine.elastic import Elastic
+from torchmpi_py.engine.epoch_lines import EpochLines
+from torchmpi_py.engine.evaluate import Evaluate
+from torchmpi_py.engine.extensions import Extension
+from torchmpi_py.engine.state import nothing
+
+_INSTEAD = {
+    "checkpoint": "Checkpoint(folder)",
+    "every": "Checkpoint(folder, every=...)",
+    "keep": "Checkpoint(folder, keep=...)",
+    "stateful": "Checkpoint(folder, stateful=...)",
+    "evaluator": "Evaluate(function)",
+    "epoch_lines": "extensions=[] for no lines, or EpochLines()",
+}
+"""What stands for each keyword that ``train`` had in the release before."""
+
+
+def extensions_of_run(engine: Any, chosen: Sequence[Extension] | None, former: dict[str, Any]) -> list[Extension]:
+    """Return the extensions of one call of ``engine.train``, in the order in which they are called."""
+    extensions = [*(chosen or ()), *_of_former_keywords(former)]
+    if former.get("epoch_lines", chosen is None) and engine.hooks.on_end_epoch is nothing:
+        extensions.append(EpochLines())
+    if engine.steps_together and ulfm.is_elastic() and not any(isinstance(each, Elastic) for each in extensions):
+        extensions.insert(0, Elastic())
+    return extensions
+
+
+def _of_former_keywords(former: dict[str, Any]) -> list[Extension]:
+    for name in former:
+        if name not in _INSTEAD:
+            raise TypeError(f"train() got an unexpected keyword argument {name!r}")
+        text = f"train({name}=...) goes away; give extensions=[...] with {_INSTEAD[name]} (torchmpi_py.engine)"
+        warnings.warn(text, DeprecationWarning, stacklevel=4)
+    built: list[Extension] = []
+    if former.get("checkpoint") is not None:
+        options = {name: former[name] for name in ("every", "keep", "stateful") if name in former}
+        built.append(Checkpoint(former["checkpoint"], **options))
+    elif former.get("stateful"):
+        raise ValueError(
+            "stateful= is what checkpoints hold besides: give extensions=[Checkpoint(folder, stateful=...)]"
+        )
+    if former.get("evaluator") is not None:
+        built.append(Evaluate(former["evaluator"]))
+    return built
