@@ -79,11 +79,11 @@ def test_the_place_that_was_set_counts():
     for _ in iterator:
         break
     begun = iterator.state_dict()
-    assert begun == {"epoch": 0, "position": 4, "size": 1}
+    assert (begun["epoch"], begun["position"], begun["size"]) == (0, 4, 1)
     everything(iterator)
-    assert iterator.state_dict() == {"epoch": 2, "position": 0, "size": 1}
+    assert iterator.state_dict() == begun | {"epoch": 2, "position": 0}
     iterator.set_epoch(5)
-    assert iterator.state_dict() == {"epoch": 5, "position": 0, "size": 1}
+    assert iterator.state_dict() == begun | {"epoch": 5, "position": 0}
     iterator.load_state_dict(begun)
     assert iterator.state_dict() == begun
     other = DatasetIterator(NUMBERS[:16], 4, seed=1)

@@ -92,6 +92,10 @@ class BatchIterator(ABC):
     def _facts(self) -> dict[str, Any]:
         """The facts that are equal on all ranks, by their names in an error."""
 
+    @abstractmethod
+    def _order_facts(self) -> dict[str, Any]:
+        """The facts that determine the order of samples, as plain data."""
+
     def check_alike(self) -> None:
         """ValueError, on all ranks, if the ranks iterate over different things. Collective.
 
@@ -125,15 +129,26 @@ class BatchIterator(ABC):
         """The place after the last batch, as plain data that are equal on all ranks, whatever is read ahead."""
         is_next = self._is_set or self._place.is_over
         place = IterationPlace(self.epoch, self._first) if is_next else self._place
-        return {"epoch": place.epoch, "position": place.position, "size": self.size}
+        return {"epoch": place.epoch, "position": place.position, "size": self.size, "order": self._order_facts()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on at the place of a ``state_dict``; the same on every rank.
 
-        On another number of ranks its epoch begins again, which rank 0 logs as a warning.
+        On another number of ranks its epoch begins again, which rank 0 logs as a warning. ValueError if the place is in
+        the middle of an epoch of another order.
         """
+        position, order = state["position"], self._order_facts()
+        if position > 0 and state["size"] != self.size:
+            position = 0
+            if self.rank == 0:
+                text = "the saved place in an epoch is of %d ranks; on %d ranks that epoch begins again"
+                logger.warning(text, state["size"], self.size)
+        elif position > 0 and state["order"] != order:
+            raise ValueError(
+                f"the place is in the middle of an epoch over {state['order']}; this is another order: {order}"
+            )
         self.set_epoch(state["epoch"])
-        self.set_position(place_on(self.size, state["size"], state["position"], self.rank))
+        self.set_position(position)
 
     def _seed_of_workers(self, place: IterationPlace) -> int:
         """A seed for this rank's workers, which follows from seed, epoch and place."""
@@ -158,14 +173,6 @@ class BatchIterator(ABC):
         finally:
             place.is_running = False
             self._place = outer or place
-
-
-def place_on(size: int, saved_size: int, position: int, rank: int) -> int:
-    """The position in an epoch, or 0 on another number of ranks, with a warning of rank 0."""
-    if position > 0 and size != saved_size and rank == 0:
-        text = "the saved place in an epoch is of %d ranks; on %d ranks that epoch begins again"
-        logger.warning(text, saved_size, size)
-    return position if size == saved_size else 0
 
 
 def check_equal(what: str, facts: Sequence[Mapping[str, Any]]) -> None:

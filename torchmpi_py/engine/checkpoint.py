@@ -94,9 +94,6 @@ class Checkpoint(Extension):
         if saved is None:
             return
         parts, misfit = saved.parts, f"step {saved.step} of {self.folder} does not fit what is trained now"
-        order = (state.iterator, parts["order"], parts["position"], parts["size"])
-        # Nothing is restored on any rank before the place in the epoch fits on all.
-        outcomes.of_all(lambda: samples.check_place(*order), misfit, (ValueError,))
         outcomes.of_all(lambda: self._restore(state, parts), misfit)
         self.saved = _standing(state)
         if outcomes.rank() == 0:
@@ -158,11 +155,13 @@ class Checkpoint(Extension):
             "optimizer": None if optimizer is None else optimizer.state_dict(),
             "optimizer_kind": _kind(state)._asdict(),
         }
+        place = samples.place_of(state.iterator)
+        is_common = self.steps_together and getattr(state.iterator, "follows_place", False)
         is_own = rank > 0 and not self.steps_together and not isinstance(optimizer, ReducingOptimizer)
         parts = {
             "trained": trained,
             "maxepoch": {"asked": self.asked, "now": state.maxepoch},
-            "size": outcomes.size(),
+            "iterator": place if is_common else None,
             "experiment": os.environ.get(config.EXPERIMENT, ""),
         }
         own = {
@@ -171,10 +170,8 @@ class Checkpoint(Extension):
             "epoch": state.epoch,
             "t": state.t,
             "position": state.position,
-            "order": samples.order_of(state.iterator),
-            "iterator": samples.place_of(state.iterator),
+            "iterator_alone": None if is_common else place,
             "generators": samples.generator_states(state.iterator),
-            "epoch_random": state.place.random,
             "loss": state.loss.detach().cpu().clone() if isinstance(state.loss, torch.Tensor) else None,
             "stateful": {name: part.state_dict() for name, part in self.stateful.items()},
         }
@@ -195,10 +192,9 @@ class Checkpoint(Extension):
                 raise ValueError(f"it holds nothing of stateful[{name!r}]")
             part.load_state_dict(parts["stateful"][name])
         samples.restore_generators(state.iterator, parts["generators"])
-        place = state.place
-        place.position = samples.restore_place(state.iterator, parts)
-        state.epoch, state.t, place.random = parts["epoch"], parts["t"], parts["epoch_random"]
-        place.is_resumed = True
+        place = parts["iterator"] or parts["iterator_alone"]
+        state.place.position = samples.restore_place(state.iterator, place, parts["position"])
+        state.epoch, state.t, state.place.is_resumed = parts["epoch"], parts["t"], True
         if parts["loss"] is not None:
             state.loss = parts["loss"].to(next((tensor.device for tensor in state.parameters()), None))
         state.maxepoch = _last_epoch(state, **parts["maxepoch"])

@@ -20,7 +20,7 @@ then every share is full.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -65,8 +65,7 @@ class DatasetIterator(BatchIterator):
         sampler: In place of ``shuffle`` and ``seed``: gives the indices of an epoch, of all ranks. One of torch's, or
             what else has a length and gives integers at each iteration. Its ``set_epoch`` is called if it has one. It
             must give the same on all ranks, which compare digests when an epoch begins: iterating is collective then.
-            To go on in the middle of an epoch, it has to give the same again: it draws from (seed, epoch), or from a
-            generator that the engine's checkpoints restore (its own attribute ``generator``, or torch's global one).
+            A ``state_dict`` in the middle of an epoch holds its indices.
         prefetch: Batches that a thread builds ahead; 0: none, inline. An error in the dataset is raised in the loop.
         device: Where batches are moved, ahead of their use.
         collate_fn: Makes a batch of a list of samples (default: torch's; of a TensorDataset, the indexed tensors).
@@ -133,6 +132,21 @@ class DatasetIterator(BatchIterator):
         sizes = {"number of samples": len(self.dataset), "sizes of sources": getattr(self.dataset, "sizes", None)}
         return sizes | {name: getattr(self, name) for name in names}
 
+    def _order_facts(self) -> dict[str, Any]:
+        return {"samples": self.total, "seed": self.seed, "shuffle": self.shuffle}
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in ``BatchIterator``; in the middle of an epoch with the sampler's order, which it may not give again."""
+        state = super().state_dict()
+        has_drawn = self.sampler is not None and state["position"] > 0
+        return state | {"indices": self._order if has_drawn else None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As in ``BatchIterator``."""
+        super().load_state_dict(state)
+        if self._first > 0 and state["indices"] is not None:
+            self._order, self._drawn_for = state["indices"], (self.epoch, 0)
+
     def __iter__(self) -> Iterator[Any]:
         place = self._begin()
         return self._run(place, self._batches(self.order(place.epoch)[place.position :], place))
@@ -150,7 +164,7 @@ class DatasetIterator(BatchIterator):
 
     def _of_sampler(self, epoch: int) -> torch.Tensor:
         """The sampler's order, the same on all ranks. Collective."""
-        # After a death the sampler is not asked again: it may have moved on, and this rank may have asked it alone.
+        # In the rest of an epoch, after a death or a resume, the sampler is not asked again: it may have moved on.
         if self._drawn_for[0] != epoch or self._drawn_for[1] == self.size:
             set_epoch(self.sampler, epoch)
             self._order = torch.tensor([int(index) for index in self.sampler], dtype=torch.int64, device="cpu")

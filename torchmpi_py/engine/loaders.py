@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from torch.utils.data.sampler import RandomSampler, Sampler, SequentialSampler
 
 from torchmpi_py.collectives import verbs
-from torchmpi_py.core import agree, ulfm
+from torchmpi_py.core import agree
 from torchmpi_py.engine import samples
 from torchmpi_py.engine.batches import check_equal
 from torchmpi_py.engine.iterators import DatasetIterator
@@ -72,8 +72,7 @@ def divided(iterator: Any) -> Any:
     Collective over the current level where it is such a DataLoader. ValueError, on all ranks, for one that cannot be
     divided, and for DataLoaders or datasets that differ between ranks.
     """
-    alone = process.size() == 1 and not ulfm.is_elastic()
-    if alone or not isinstance(iterator, DataLoader) or not _has_torch_order(iterator):
+    if not isinstance(iterator, DataLoader) or not _has_torch_order(iterator):
         return iterator
     facts = verbs.allgather_object(_facts(iterator))
     descriptions = [each.pop("dataset") for each in facts]

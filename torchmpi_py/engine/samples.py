@@ -1,10 +1,9 @@
-"""Samples: what a sample is made of, in which order an iterator gives samples, and how an epoch is resumed.
+"""Samples: what a sample is made of, the samples of an epoch, and the random generators that determine their order.
 
-A place in the middle of an epoch is of use only in the same order, on the same number of ranks. The order of a
-``DatasetIterator`` follows from the number of samples, the seed, and whether it shuffles. The order of other iterators
-follows from their lengths and from random generators: those that they, or their samplers, hold (torch's word:
-``generator``), or the global ones of the process (torch's, CUDA's, numpy's, Python's). A checkpoint keeps the states of
-both, as plain data.
+An iterator with ``state_dict`` and ``load_state_dict`` (a ``DatasetIterator``, a ``StreamIterator``, torchdata's
+StatefulDataLoader) goes on in the middle of an epoch; any other one begins the epoch again. The order of an epoch may
+follow from random generators: those that the iterator, or its samplers, hold (torch's word: ``generator``), or the
+global ones of the process (torch's, CUDA's, numpy's, Python's). A checkpoint keeps the states of both, as plain data.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, IterDataPipe
 
 from torchmpi_py.engine import outcomes
-from torchmpi_py.engine.batches import BatchIterator, place_on
+from torchmpi_py.engine.batches import BatchIterator, logger
 from torchmpi_py.engine.sources import set_epoch
 from torchmpi_py.engine.state import State
 
@@ -57,20 +56,15 @@ def check_repeatable(iterator: Iterable[Any], maxepoch: int) -> None:
 
 
 def of_epoch(state: State) -> Iterator[Any]:
-    """The samples of ``state.epoch`` from ``state.position`` on.
-
-    An iterator without ``set_position`` begins its epoch again, and the samples before the position are skipped. Where
-    the iterator, or its sampler, shuffles by random generators, global ones or its own, these have the states of the
-    begin of the epoch meanwhile, and their present states afterwards.
-    """
+    """The samples of ``state.epoch`` from ``state.position`` on."""
     iterator = state.iterator
-    samplers = samplers_of(iterator)
-    for holder in {id(each): each for each in (iterator, *samplers.values())}.values():  # some are the same object
+    for holder in {
+        id(each): each for each in (iterator, *samplers_of(iterator).values())
+    }.values():  # some are the same
         set_epoch(holder, state.epoch)
-    needs_random = samplers["sampler"] is not None or not hasattr(iterator, "set_position")
-    if state.training and state.position == 0 and needs_random:
-        state.place.random = {"global": random_states(), "iterator": generator_states(iterator)}
-    batches = _started(iterator) if state.position == 0 else _resumed(state)
+    if state.position > 0 and isinstance(iterator, BatchIterator):
+        iterator.set_position(state.position)
+    batches = _started(iterator)
     state.place.batches = batches if isinstance(iterator, BatchIterator) else None
     return batches
 
@@ -103,67 +97,25 @@ def _started(iterator: Any) -> Iterator[Any]:
         iterator.generator = generator
 
 
-def _resumed(state: State) -> Iterator[Any]:
-    now, own_now = random_states(), generator_states(state.iterator)
-    if state.place.random is not None:
-        restore_random_states(state.place.random["global"])
-        restore_generators(state.iterator, state.place.random["iterator"])
-    if hasattr(state.iterator, "set_position"):
-        state.iterator.set_position(state.position)
-        samples = iter(state.iterator)
-    else:
-        samples = _started(state.iterator)
-        for _ in range(state.position):
-            next(samples, None)
-    restore_random_states(now)
-    restore_generators(state.iterator, own_now)
-    return samples
-
-
-def order_of(iterator: Any) -> dict[str, Any]:
-    """The facts that determine the order of samples, as far as they are known; of batches, where places count these."""
-    names = {"samples": "total", "files": "files", "seed": "seed", "shuffle": "shuffle", "ranks": "size"}
-    order = {word: getattr(iterator, name, None) for word, name in names.items()}
-    if not hasattr(iterator, "set_position"):
-        order = {
-            "samples": length_of(getattr(iterator, "dataset", None)),
-            "batches": length_of(iterator),
-            "batch size": getattr(iterator, "batch_size", None),
-            "generators of": ", ".join(generators(iterator)) or None,
-        }
-    return {word: value for word, value in order.items() if isinstance(value, (int, str))}
-
-
-def check_place(iterator: Any, order: dict[str, Any], position: int, size: int) -> None:
-    """ValueError if a place in the middle of an epoch in this ``order`` does not fit the iterator, on as many ranks."""
-    if position > 0 and size == outcomes.size() and order != order_of(iterator):
-        raise ValueError(
-            f"the checkpoint is in the middle of an epoch over {order}; this is another order: {order_of(iterator)}"
-        )
-
-
 def place_of(iterator: Any) -> dict[str, Any] | None:
-    """The state by which the iterator finds its place in an epoch again; None for one that knows nothing of ranks."""
-    return iterator.state_dict() if isinstance(iterator, BatchIterator) else None
+    """The state by which the iterator finds its place in an epoch again; None for an iterator that has none."""
+    return iterator.state_dict() if hasattr(iterator, "load_state_dict") else None
 
 
-def restore_place(iterator: Any, parts: dict[str, Any]) -> int:
-    """Let the next epoch of the iterator go on at the place in a checkpoint, and return its position.
+def restore_place(iterator: Any, place: dict[str, Any] | None, position: int) -> int:
+    """Let the next epoch of the iterator go on at a place, and return its position.
 
-    On another number of ranks the position is 0: the epoch begins again, and rank 0 warns.
+    The position is 0, and rank 0 warns, where the epoch begins again: for an iterator without places, and on another
+    number of ranks. ValueError if the order of samples is another one now.
     """
-    position = place_on(outcomes.size(), parts["size"], parts["position"], outcomes.rank())
-    if position > 0 and isinstance(iterator, BatchIterator):
-        iterator.load_state_dict(parts["iterator"])
-    return position
-
-
-def length_of(sized: Any) -> int | None:
-    """``len(sized)``; None for what has no length."""
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):  # an IterableDataset, and what loads one
-        return None
+    if place is not None and position > 0:
+        iterator.load_state_dict(place)
+        return iterator.state_dict()["position"] if isinstance(iterator, BatchIterator) else position
+    if position > 0 and outcomes.rank() == 0:
+        name = type(iterator).__name__
+        text = "the place in the middle of an epoch of a %s is not known, so that epoch begins again; a DatasetIterator"
+        logger.warning(text + " (or torchdata's StatefulDataLoader) goes on", name)
+    return 0
 
 
 def samplers_of(iterator: Any) -> dict[str, Any]:

@@ -21,7 +21,6 @@ class EpochPlace:
     position: int = 0  # where in the epoch the next step begins, counted as the iterator counts: samples, or batches
     next_position: int = 0  # where the step after this one begins
     weight: float = 1.0  # of this batch in a mean over ranks: the loss is scaled by it for the backward pass only
-    random: dict[str, Any] | None = None  # random generators as the epoch began
     is_ending: bool = False  # the epoch is counted, and on_end_epoch is not yet complete
     is_finished: bool = False  # the last epoch is complete, and the ranks are equal
     is_resumed: bool = False  # each rank has its own buffers, from a checkpoint

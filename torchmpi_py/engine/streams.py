@@ -218,6 +218,9 @@ class StreamIterator(BatchIterator):
         names = ("files", "batch_size", "shuffle", "seed", "num_workers", "drop_last", "epoch")
         return {name: getattr(self, name) for name in names} | {"position": self._first}
 
+    def _order_facts(self) -> dict[str, Any]:
+        return {"files": self.files}
+
     def set_position(self, position: int) -> None:
         """Let the next iteration begin at the place of ``load_state_dict``, at 0, or after one of the last two steps.
 
@@ -232,15 +235,13 @@ class StreamIterator(BatchIterator):
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the last batch, as plain data that are equal on all ranks: what is left of each piece."""
-        state = super().state_dict() | {"files": self.files}
+        state = super().state_dict()
         if state["position"] > 0:
             state = (self._loaded if self._is_set else self._place.progress.state(self.position)) | state
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As in ``BatchIterator``; ValueError if the state is of other files."""
-        if state["files"] != self.files:
-            raise ValueError("the state is of a stream of other files")
+        """As in ``BatchIterator``."""
         self._loaded = dict(state)
         super().load_state_dict(state)
 
