@@ -43,7 +43,7 @@ MODES = [
     Mode("hogwild", "multi-GPU Caffe", "mnist_parameterserver_hogwild.py"),
     Mode("weight differences", "multi-GPU Caffe", "mnist_parameterserver_difference.py", "--ranks-per-node 2"),
     Mode("hybrid", "multi-node Caffe", "mnist_hybrid.py", "--ranks-per-group 2"),
-    Mode("split layers", "TorchMPI", "mnist_modelparallel.py", "--ranks-per-group 2"),
+    Mode("tensor parallelism", "TorchMPI", "mnist_modelparallel.py", "--ranks-per-group 2"),
     Mode("pipeline", "GPipe", "digits_pipeline.py"),
     Mode("checkpoints", "TensorFlow", "mnist_allreduce.py", "--checkpoint runs"),
     Mode("DDP", "PyTorch", "ddp_digits.py"),

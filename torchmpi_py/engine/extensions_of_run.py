@@ -47,7 +47,8 @@ def _of_former_keywords(former: dict[str, Any]) -> list[Extension]:
         built.append(Checkpoint(former["checkpoint"], **options))
     elif former.get("stateful"):
         raise ValueError(
-            "stateful= is what checkpoints hold besides: give extensions=[Checkpoint(folder, stateful=...)]"
+            "train(stateful=...): expected a folder of checkpoints too; give "
+            "extensions=[Checkpoint(folder, stateful=...)]"
         )
     if former.get("evaluator") is not None:
         built.append(Evaluate(former["evaluator"]))

@@ -84,10 +84,12 @@ def divided(iterator: Any) -> Any:
         )
     seed, *_ = [each.pop("seed") for each in facts]  # rank 0's counts
     check_equal("DataLoaders", facts)
-    if type(iterator).__iter__ is not DataLoader.__iter__ or iterator.batch_size is None:
+    has_batches = iterator.batch_size is not None
+    if type(iterator).__iter__ is not DataLoader.__iter__ or not has_batches:
+        what = "an __iter__ of its own" if has_batches else "batch_size=None"
         raise ValueError(
-            f"a {type(iterator).__name__} with batch_size=None, or with an __iter__ of its own, cannot be divided, and "
-            "would give every rank the same samples: give it sampler=mpi.shard(dataset)"
+            f"a {type(iterator).__name__} with {what} cannot be divided, and would give every rank the same samples: "
+            "give it sampler=mpi.shard(dataset)"
         )
     return DividedLoader(iterator, shuffle=facts[0]["shuffle"], seed=seed)
 

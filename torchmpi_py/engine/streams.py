@@ -47,7 +47,13 @@ class Shards(IterableDataset[Any]):
         ValueError: There are no files.
 
     Example:
-        ``Shards("train-*.tar", lambda file: webdataset.WebDataset(file, shardshuffle=False).decode())``
+        ::
+
+            def read(file):
+                shard = webdataset.SimpleShardList(file)
+                return webdataset.DataPipeline(shard, webdataset.tarfile_to_samples(), webdataset.decode())
+
+            stream = Shards("train-*.tar", read)
     """
 
     def __init__(self, files: str | Sequence[Any], read: Callable[[Any], Iterable[Any]]) -> None:
