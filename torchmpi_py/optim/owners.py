@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import zlib
 from collections.abc import Callable
 from typing import Any, Literal
@@ -21,10 +20,10 @@ Placement = Literal["size", "round_robin", "hash"] | Callable[[int, torch.nn.Par
 
 def owners(
     parameters: list[torch.nn.Parameter], placement: Placement, optimizer_class: Any, size: int
-) -> dict[torch.nn.Parameter, int] | None:
-    """The owner of each parameter; None for slices."""
+) -> dict[torch.nn.Parameter, int]:
+    """The owner of each parameter; empty for slices."""
     if placement == "size":
-        return None if optimizer_class in _ELEMENTWISE else _balanced(parameters, size)
+        return {} if optimizer_class in _ELEMENTWISE else _balanced(parameters, size)
     if placement == "round_robin":
         return {p: number % size for number, p in enumerate(parameters)}
     if placement == "hash":
@@ -39,10 +38,8 @@ def owners(
 
 def _balanced(parameters: list[torch.nn.Parameter], size: int) -> dict[torch.nn.Parameter, int]:
     """The largest parameters first, each to the rank that has the fewest elements."""
-    ranks = [(0, rank) for rank in range(size)]
-    owners = {}
+    num_elements, owners = [0] * size, {}
     for p in sorted(parameters, key=lambda p: -p.numel()):
-        elements, rank = heapq.heappop(ranks)
-        owners[p] = rank
-        heapq.heappush(ranks, (elements + p.numel(), rank))
+        owners[p] = num_elements.index(min(num_elements))
+        num_elements[owners[p]] += p.numel()
     return owners
