@@ -71,7 +71,7 @@ class Destination:
 
 
 class Compressor:
-    """The state of a compression for one bucket.
+    """How the gradients of one bucket travel: here as they are; subclasses compress them.
 
     flat: the bucket. views: the gradients in it, in order: parts of ``flat`` with the shapes and strides of gradients.
 
@@ -85,39 +85,25 @@ class Compressor:
     def __init__(
         self, flat: Tensor, views: Sequence[Tensor], comm: Communicator, destination: Destination | None = None
     ) -> None:
-        self.flat = flat
+        self.flat = self.wire = flat
         self.views = list(views)
         self.comm = comm
         self.destination = destination or Destination(comm)
+        self.part = self.destination.part(flat)
 
     def launch(self, op: str) -> list[Handle[Any]]:
         """Start to reduce ``flat`` by ``op``, sum or avg."""
-        raise NotImplementedError
-
-    def finish(self, op: str) -> None:
-        """Put what was reduced into ``flat``."""
-        raise NotImplementedError
-
-    def restart(self) -> None:
-        """Forget what earlier steps have left, on all ranks in the same step."""
-
-
-class Uncompressed(Compressor):
-    """Gradients travel as they are; the destination says into which memory they are reduced."""
-
-    def __init__(self, *of_bucket: Any) -> None:
-        super().__init__(*of_bucket)
-        self.wire = self.flat
-        self.part = self.destination.part(self.flat)
-
-    def launch(self, op: str) -> list[Handle[Any]]:
         self.handle = self.destination.reduce_async(self.wire, op)
         return [self.handle]
 
     def finish(self, op: str) -> None:
+        """Put what was reduced into ``flat``."""
         result = self.destination.result(self.handle)
         if result.data_ptr() != self.part.data_ptr():
             self.part.copy_(result)
+
+    def restart(self) -> None:
+        """Forget what earlier steps have left, on all ranks in the same step."""
 
 
 class Compression:
@@ -140,7 +126,7 @@ class BF16(Compression):
         return _Half(torch.bfloat16, flat, *of_bucket) if flat.dtype in _WIDE else None
 
 
-class _Half(Uncompressed):
+class _Half(Compressor):
     """Gradients travel as 16 bits, of ``dtype``."""
 
     def __init__(self, dtype: torch.dtype, *of_bucket: Any) -> None:
@@ -172,7 +158,7 @@ class _FP16(_Half):
 
     def launch(self, op: str) -> list[Handle[Any]]:
         torch.mul(self.flat, self.scale, out=self.wire)
-        return Uncompressed.launch(self, op)
+        return Compressor.launch(self, op)
 
     def finish(self, op: str) -> None:
         largest = self.destination.largest(self.destination.result(self.handle))
@@ -321,12 +307,6 @@ def _is_smaller(rank: int, gradient: Tensor) -> bool:
     """Whether two matrices of a rank have fewer elements than a gradient."""
     rows = len(gradient) if gradient.dim() > 1 else 0
     return rows > 0 and rank * (rows + gradient.numel() // rows) < gradient.numel()
-
-
-def __getattr__(name: str) -> Any:
-    if name == "RandomK":
-        raise AttributeError("compression: RandomK was removed; use TopK(ratio), which sends the largest elements")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def check_compression(compression: object) -> None:

@@ -11,8 +11,8 @@ Source: Horovod's DistributedOptimizer (Sergeev and Del Balso, 2018) for the nam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core.communicators import Communicator, resolve
-from torchmpi_py.nn.async_backward import AsyncBackward
 from torchmpi_py.nn.compression import Compression
 from torchmpi_py.nn.synchronize import check_module
 from torchmpi_py.optim.wrapper import ReducingOptimizer
@@ -69,18 +68,12 @@ class DistributedOptimizer(ReducingOptimizer):
         self.comm = resolve(comm)
         self._options: dict[str, Any] = {"average": average, "compression": compression}
         self._options |= {"frequency": backward_passes_per_step, "sparse_as_dense": sparse_as_dense}
-        self._register()
+        self._begin()
 
-    def _register(self) -> None:
+    def _begin(self) -> None:
         _check_parameters(self.optimizer, self.module, self.comm)
-        self.reduction = AsyncBackward(
-            self.module,
-            comm=self.comm,
-            only={p for group in self.optimizer.param_groups for p in group["params"]},
-            before_pass=self._check_pass,
-            on_reduction=self._wait,
-            **self._options,
-        )
+        only = {p for group in self.optimizer.param_groups for p in group["params"]}
+        self._register(self.module, only=only, **self._options)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters by the averages; first reduce what is not reduced yet. Collective.
@@ -100,17 +93,16 @@ class DistributedOptimizer(ReducingOptimizer):
         finally:
             self._is_reduced = False
 
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
+    def skip_synchronize(self) -> AbstractContextManager[None]:
         """Around ``step()``, after ``synchronize()`` and clipping, in scripts for Horovod. It changes nothing here."""
-        yield
+        return nullcontext()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, for parameters of the module, as when layers are unfrozen. Collective."""
         super().add_param_group(param_group)
         self.remove()
         self._is_checked = False
-        self._register()
+        self._begin()
 
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
         loss = closure()

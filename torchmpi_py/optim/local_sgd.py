@@ -127,20 +127,18 @@ class LocalSGD(LocalOptimizer):
 
 def _checked(period: int | Mapping[Communicator, int], comm: Communicator | None) -> dict[Communicator, int]:
     """The periods, the longest last."""
+    if isinstance(period, Mapping) and (comm is not None or not period):
+        raise ValueError(
+            f"LocalSGD: period={period!r}: give some communicators with a period each, and no comm= beside"
+        )
     periods = dict(period) if isinstance(period, Mapping) else {resolve(comm): period}
-    if not periods or any(isinstance(p, bool) or not isinstance(p, int) or p < 1 for p in periods.values()):
-        raise ValueError(
-            f"LocalSGD: period={period!r}: give a whole number of steps, at least 1, or some by communicator"
-        )
-    if isinstance(period, Mapping) and comm is not None:
-        raise ValueError("LocalSGD: give comm=, or communicators with a period each, not both")
-    in_order = dict(sorted(periods.items(), key=lambda item: item[1]))
-    lengths = list(in_order.values())
-    if any(longer % shorter for shorter, longer in itertools.pairwise(lengths)):
-        raise ValueError(f"LocalSGD: periods {lengths}: give multiples, each of the shorter ones, such as 4 and 32")
-    sizes = [each.size for each in in_order]
-    if sizes != sorted(sizes):
-        raise ValueError(
-            f"LocalSGD: communicators of {sizes} ranks have periods {lengths}: the more ranks, the longer the period"
-        )
-    return in_order
+    for each in periods.values():
+        check_count("LocalSGD: period", each, 1, "steps")
+    in_order = sorted(periods.items(), key=lambda item: item[1])
+    for (inner, shorter), (outer, longer) in itertools.pairwise(in_order):
+        if longer % shorter or inner.size > outer.size:
+            raise ValueError(
+                f"LocalSGD: periods {shorter} of {inner.size} ranks and {longer} of {outer.size}: give multiples, such "
+                "as 4 and 32, and the more ranks, the longer the period"
+            )
+    return dict(in_order)

@@ -24,16 +24,14 @@ def owners(
     """The owner of each parameter; empty for slices."""
     if placement == "size":
         return {} if optimizer_class in _ELEMENTWISE else _balanced(parameters, size)
-    if placement == "round_robin":
-        return {p: number % size for number, p in enumerate(parameters)}
-    if placement == "hash":
-        return {p: zlib.crc32(str(number).encode()) % size for number, p in enumerate(parameters)}
-    if callable(placement):
-        return {
-            p: check_rank("ShardedOptimizer", f"placement's owner of parameter {number}", placement(number, p), size)
-            for number, p in enumerate(parameters)
-        }
-    raise ValueError(f"placement={placement!r}: give 'size', 'round_robin', 'hash', or a function")
+    rules = {"round_robin": lambda n, p: n % size, "hash": lambda n, p: zlib.crc32(str(n).encode()) % size}
+    rule = placement if callable(placement) else rules.get(placement)
+    if rule is None:
+        raise ValueError(f"placement={placement!r}: give 'size', 'round_robin', 'hash', or a function")
+    return {
+        p: check_rank("ShardedOptimizer", f"placement's owner of parameter {n}", rule(n, p), size)
+        for n, p in enumerate(parameters)
+    }
 
 
 def _balanced(parameters: list[torch.nn.Parameter], size: int) -> dict[torch.nn.Parameter, int]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import collections
 import math
-import operator
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -22,12 +21,11 @@ from torchmpi_py.collectives import verbs
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.errors import RanksDisagree
-from torchmpi_py.nn.async_backward import AsyncBackward
 from torchmpi_py.nn.compression import Compression, check_compression
 from torchmpi_py.nn.elements import is_finite
 from torchmpi_py.nn.synchronize import check_whole
 from torchmpi_py.optim.owners import Placement, owners
-from torchmpi_py.optim.sharded_buckets import ShardedBuckets, ShardedReducer
+from torchmpi_py.optim.sharded_buckets import ShardedBuckets
 from torchmpi_py.optim.wrapper import ReducingOptimizer, evaluated
 
 if TYPE_CHECKING:
@@ -94,21 +92,12 @@ class ShardedOptimizer(ReducingOptimizer):
         self.comm = resolve(comm)
         self.compression = compression
         self._num_loads = 0
-        group_of = {p: index for index, members in enumerate(self._groups) for p in members}
+        group_of = {p: index for index, members in enumerate(self._groups) for p in members if p.requires_grad}
         owner_of = owners(self.parameters, placement, type(self.optimizer), self.comm.size)
-        trained = [p for p in self.parameters if p.requires_grad]
-        buckets = ShardedBuckets(trained, self.comm, group_of, owner_of, compression)
+        buckets = ShardedBuckets(self.comm, group_of, owner_of, compression)
         self._buckets = buckets.all
         self._module = torch.nn.ParameterDict({f"parameter {n}": p for n, p in enumerate(self.parameters)})
-        self.reduction = AsyncBackward(
-            self._module,
-            frequency=backward_passes_per_step,
-            average=average,
-            comm=self.comm,
-            buckets=buckets,
-            before_pass=self._check_pass,
-            on_reduction=self._wait,
-        )
+        self._register(self._module, buckets=buckets, frequency=backward_passes_per_step, average=average)
         # GradScaler wants a gradient on every rank; this one belongs to no bucket, so that no step updates it.
         self._stand_in = torch.nn.Parameter(torch.zeros(1, device=self.parameters[0].device))
         self._hold_shards()
@@ -144,29 +133,22 @@ class ShardedOptimizer(ReducingOptimizer):
         # A bucket's parameters travel while the next bucket is updated; every rank starts all of them, in one order.
         handles: list[Handle[Any]] = []
         groups, updated = self.optimizer.param_groups, {}
-        for bucket in self._buckets:
-            if bucket.shards:
-                updated[bucket.group] = self._update(bucket)
-            handles.append(bucket.spread())
+        try:
+            for bucket in self._buckets:
+                if bucket.shards:
+                    updated[bucket.group] = {**groups[bucket.group], "params": list(bucket.shards)}
+                    self.optimizer.param_groups = [updated[bucket.group]]
+                    self.optimizer.step()
+                handles.append(bucket.spread())
+        finally:
+            self.optimizer.param_groups = groups
         # What an optimizer counts in a group, it counts once a step, not once a bucket.
-        for index, values in updated.items():
-            groups[index].update(values)
+        for index, group in updated.items():
+            groups[index].update({**group, "params": groups[index]["params"]})
         wait_all(handles)
         self._is_reduced = False
         self.reduction.order.num_updates += 1
         return loss
-
-    def _update(self, bucket: ShardedReducer) -> dict[str, Any]:
-        """The optimizer's step, for one bucket alone; what its group holds then beside the parameters."""
-        groups = self.optimizer.param_groups
-        group = {**groups[bucket.group], "params": list(bucket.shards)}
-        self.optimizer.param_groups = [group]
-        try:
-            self.optimizer.step()
-        finally:
-            self.optimizer.param_groups = groups
-        del group["params"]
-        return group
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``; returns the norm. Collective.
@@ -176,12 +158,12 @@ class ShardedOptimizer(ReducingOptimizer):
         """
         self.synchronize()
         gradients = self._gradients_here()
-        norms = [torch.linalg.vector_norm(x, norm_type).double().cpu() for x in gradients if x.numel()]
-        norm = torch.linalg.vector_norm(torch.stack([torch.zeros((), dtype=torch.double), *norms]), norm_type)
+        norms: list[Tensor] = [torch.linalg.vector_norm(x, norm_type).double().cpu() for x in gradients if x.numel()]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.zeros((), dtype=torch.double), *norms]), norm_type)
         if math.isinf(norm_type):
             verbs.allreduce(norm, op="max", comm=self.comm)
         else:
-            norm = verbs.allreduce(norm.pow(norm_type), comm=self.comm).pow(1 / norm_type)
+            norm = verbs.allreduce(norm**norm_type, comm=self.comm) ** (1 / norm_type)
         factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
         for gradient in gradients:
             gradient *= factor
@@ -216,22 +198,18 @@ class ShardedOptimizer(ReducingOptimizer):
         state: Any = self.optimizer.state
         self._check_between_steps("state_dict")
         # What a group holds beside its parameters is as a rank has it that updates some of them.
-        here = {bucket.group for bucket in self._shards.values()}
-        values = [(i in here, {**group, "params": None}) for i, group in enumerate(groups)]
-        of_ranks = verbs.allgather_object((self._num_loads, values), comm=self.comm)
+        here = {bucket.group: {**groups[bucket.group], "params": None} for bucket in self._shards.values()}
+        of_ranks = verbs.allgather_object((self._num_loads, here), comm=self.comm)
         if len({num_loads for num_loads, _ in of_ranks}) > 1:
-            raise RanksDisagree(
-                "ShardedOptimizer: load_state_dict was not called on all ranks; every rank loads the same"
-            )
-        of_groups = zip(*(values for _, values in of_ranks), strict=True)
-        values_of = [max(of_group, key=operator.itemgetter(0))[1] for of_group in of_groups]
+            raise RanksDisagree("ShardedOptimizer: only some ranks called load_state_dict; every rank loads the same")
+        updated = collections.ChainMap(*(groups_there for _, groups_there in of_ranks))
         whole = {key: entries for key, entries in state.items() if key not in self._shards}  # as of frozen parameters
         for bucket in self._buckets:
             whole |= bucket.join(state)
         try:
             self.optimizer.state = {p: whole.pop(p) for p in self.parameters if p in whole} | whole
             self.optimizer.param_groups = [
-                {**values, "params": members} for values, members in zip(values_of, self._groups, strict=True)
+                {**group, **updated.get(index, {}), "params": self._groups[index]} for index, group in enumerate(groups)
             ]
             return self.optimizer.state_dict()
         finally:
@@ -254,7 +232,7 @@ class ShardedOptimizer(ReducingOptimizer):
     def _hold_shards(self) -> None:
         """Let the optimizer hold what this rank updates, with its part of the state, in place of the parameters."""
         trained, whole = self.reduction.names, self.optimizer.state
-        state = {key: entries for key, entries in whole.items() if key not in trained}
+        state: dict[Any, Any] = {key: entries for key, entries in whole.items() if key not in trained}
         for bucket in self._buckets:
             state |= bucket.cut(whole)
         self.optimizer.state = collections.defaultdict(dict, state)

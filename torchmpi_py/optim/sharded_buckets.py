@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
 
 from torchmpi_py.collectives import verbs
@@ -31,11 +32,12 @@ from torchmpi_py.core.handles import Handle
 from torchmpi_py.nn.absent_gradients import AbsentGradient
 from torchmpi_py.nn.buckets import Buckets, flat_memory, runs_of
 from torchmpi_py.nn.compressed_reducer import CompressedReducer
-from torchmpi_py.nn.compression import Compression, Destination, Uncompressed
+from torchmpi_py.nn.compression import Compression, Compressor, Destination
 from torchmpi_py.nn.elements import largest_amount
 from torchmpi_py.nn.gradient_reducer import GradientReducer, views_of
 
 _State = Mapping[Any, dict[str, Any]]
+_Numbers = Mapping[Parameter, int]
 
 
 class _Sharded(Destination):
@@ -44,10 +46,6 @@ class _Sharded(Destination):
     def largest(self, part: Tensor) -> float:
         here = largest_amount(part)
         return float(verbs.allreduce(math.inf if math.isnan(here) else here, op="max", comm=self.comm))
-
-    def spread(self, flat: Tensor) -> Handle[Tensor]:
-        """Start to bring the parts of all ranks to all ranks. Collective."""
-        raise NotImplementedError
 
 
 class Slices(_Sharded):
@@ -67,6 +65,7 @@ class Slices(_Sharded):
         return self.comm.rank * length, (self.comm.rank + 1) * length
 
     def spread(self, flat: Tensor) -> Handle[Tensor]:
+        """Start to bring the parts of all ranks to all ranks. Collective."""
         return verbs.allgather_async(self.part(flat), out=flat, comm=self.comm)
 
 
@@ -87,6 +86,7 @@ class Owner(_Sharded):
         return 0, count if self.comm.rank == self.owner else 0
 
     def spread(self, flat: Tensor) -> Handle[Tensor]:
+        """Start to bring the values of the owner to all ranks. Collective."""
         return verbs.broadcast_async(flat, self.owner, comm=self.comm)
 
 
@@ -105,37 +105,30 @@ class GradientOfOwners(AbsentGradient):
 class Part(NamedTuple):
     """Where a shard lies."""
 
-    parameter: torch.nn.Parameter
+    parameter: Parameter
     begin: int  # in the memory of the parameter
     gradient: Tensor  # in the bucket, of the shard's shape
 
 
 class ShardedReducer(CompressedReducer):
-    """Parameters of one group of the optimizer, and their memory.
+    """Parameters of one group of the optimizer, number ``group``, and their memory.
 
     ``shards``: what this rank updates, with gradients once a reduction is finished. ``p.grad`` of the other parameters
     is absent until ``spread``.
     """
 
     absent_kind = GradientOfOwners
-    destination: _Sharded
 
-    def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        memory: Tensor,
-        destination: _Sharded,
-        *,
-        group: int,
-        compression: Compression | None,
-    ) -> None:
+    def __init__(self, parameters: Sequence[Parameter], memory: Tensor, buckets: ShardedBuckets) -> None:
+        owner, comm, compression = buckets.owner_of.get(parameters[0]), buckets.comm, buckets.compression
+        self.group = buckets.group_of[parameters[0]]
+        self.destination = Slices(comm) if owner is None else Owner(owner, comm)
         self.values, gradients = memory.chunk(2)  # with padding, so that there are P equal slices
-        self.group, self.destination, comm = group, destination, destination.comm
         padding = gradients[sum(p.numel() for p in parameters) :]  # perhaps of no element
-        of_bucket = gradients, [*views_of(gradients, parameters), padding], comm, destination
+        of_bucket = gradients, [*views_of(gradients, parameters), padding], comm, self.destination
         compressor = compression.compressor(*of_bucket) if compression is not None and comm.size > 1 else None
         self.has_state = compressor is not None
-        super().__init__(parameters, gradients, comm, compressor or Uncompressed(*of_bucket))
+        super().__init__(parameters, gradients, comm, compressor or Compressor(*of_bucket))
         self.views = list(views_of(self.values, parameters))
         with torch.no_grad():
             for p, view in zip(parameters, self.views, strict=True):
@@ -143,7 +136,7 @@ class ShardedReducer(CompressedReducer):
                 p.data = view
         self.shards = dict(self._shards())
 
-    def _shards(self) -> Iterator[tuple[torch.nn.Parameter, Part]]:
+    def _shards(self) -> Iterator[tuple[Parameter, Part]]:
         first, last = self.destination.bounds(self.values.numel())
         end = 0
         for p in self.parameters:
@@ -151,9 +144,9 @@ class ShardedReducer(CompressedReducer):
             start, stop = max(begin, first), min(end, last)
             if first <= begin and end <= last:
                 # The gradients of slices stay absent in the parameter, on every rank alike.
-                shard = p if isinstance(self.destination, Owner) else torch.nn.Parameter(p.detach())
+                shard = p if isinstance(self.destination, Owner) else Parameter(p.detach())
             elif start < stop:
-                shard = torch.nn.Parameter(self.values[start:stop])
+                shard = Parameter(self.values[start:stop])
             else:
                 continue
             (gradient,) = views_of(self.flat[start:], [shard])
@@ -219,34 +212,24 @@ def _joined(p: Tensor, parts: list[Any]) -> Any:
 class ShardedBuckets(Buckets):
     """The buckets of a ShardedOptimizer. Making them is collective over ``comm``.
 
-    group_of: the optimizer's group of each parameter; owner_of: the owner of each; empty: slices.
+    group_of: the optimizer's group of each parameter that is trained; owner_of: the owner of each; empty: slices.
     """
 
     all: list[ShardedReducer]  # type: ignore[assignment]
 
     def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        comm: Communicator,
-        group_of: dict[torch.nn.Parameter, int],
-        owner_of: dict[torch.nn.Parameter, int],
-        compression: Compression | None,
+        self, comm: Communicator, group_of: _Numbers, owner_of: _Numbers, compression: Compression | None
     ) -> None:
         self.group_of, self.owner_of = group_of, owner_of
-        super().__init__(parameters, comm, compression=compression)
+        super().__init__(list(group_of), comm, compression=compression)
 
-    def reducers(self, groups: Iterable[Sequence[torch.nn.Parameter]]) -> list[GradientReducer]:
+    def reducers(self, groups: Iterable[Sequence[Parameter]]) -> list[GradientReducer]:
         """Create the reducer of each bucket, which is of one group of the optimizer and one owner."""
         runs = runs_of(self.parameters, groups, lambda p: (self.group_of[p], self.owner_of.get(p)))
         padding = 1 if self.owner_of else self.comm.size
         counts = [-(-sum(p.numel() for p in run) // padding) * padding for run in runs]
         memory = flat_memory(runs, self.comm, [2 * count for count in counts])
-        return [self._reducer(run, flat) for run, flat in zip(runs, memory, strict=True)]
-
-    def _reducer(self, run: list[torch.nn.Parameter], flat: Tensor) -> ShardedReducer:
-        owner = self.owner_of.get(run[0])
-        destination = Slices(self.comm) if owner is None else Owner(owner, self.comm)
-        return ShardedReducer(run, flat, destination, group=self.group_of[run[0]], compression=self.compression)
+        return [ShardedReducer(run, flat, self) for run, flat in zip(runs, memory, strict=True)]
 
     def finish(self, op: str, flags: Tensor) -> None:
         """Finish what was launched. The shards of a parameter that no rank has used get no gradient. Collective."""

@@ -72,7 +72,7 @@ class ReducingOptimizer(OptimizerWrapper):
         self._is_checked = False  # whether parameters have been compared
         self._is_reduced = False  # whether there are reduced gradients, which no step has used
 
-    @property
+    @OptimizerWrapper.param_groups.getter  # type: ignore[attr-defined, untyped-decorator]
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of the optimizer. To GradScaler, which unscales gradients there, they are reduced first."""
         # What it unscales before a reduction would meet scaled gradients of other ranks in it.
@@ -80,9 +80,10 @@ class ReducingOptimizer(OptimizerWrapper):
             self.synchronize()
         return self.optimizer.param_groups
 
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
+    def _register(self, module: torch.nn.Module, **options: Any) -> None:
+        """Reduce the gradients of a module in its backward passes. Collective."""
+        calls: dict[str, Any] = {"before_pass": self._check_pass, "on_reduction": self._wait}
+        self.reduction = AsyncBackward(module, comm=self.comm, **calls, **options)
 
     def synchronize(self) -> None:
         """Reduce gradients that are not reduced yet, as after no backward pass, or fewer than on other ranks."""
