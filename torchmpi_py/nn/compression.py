@@ -258,15 +258,13 @@ class _PowerSGD(Compressor):
         self.rank, self.seed = rank, seed
         self.low_rank = [view for view in self.views if _is_smaller(rank, view)]  # these travel as two matrices
         self.others = [view for view in self.views if not _is_smaller(rank, view)]  # these travel as they are
-        self.lefts = [torch.zeros_like(view) for view in self.low_rank]
         self.restart()
 
     def restart(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
         shapes = [(view.numel() // len(view), self.rank) for view in self.low_rank]
         self.qs = [torch.randn(shape, generator=generator, device="cpu").to(self.flat) for shape in shapes]
-        for left in self.lefts:
-            left.zero_()
+        self.lefts = [torch.zeros_like(view) for view in self.low_rank]
 
     def launch(self, op: str) -> list[Handle[Any]]:
         for view, left in zip(self.low_rank, self.lefts, strict=True):

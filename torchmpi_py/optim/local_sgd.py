@@ -53,10 +53,7 @@ class LocalSGD(LocalOptimizer):
         self.periods = _checked(period, comm)
         check_count("LocalSGD: start", start, 0, "steps")
         if not 0 <= slow_momentum < 1 or not slow_lr > 0:
-            raise ValueError(
-                f"LocalSGD: slow_momentum={slow_momentum!r}, slow_lr={slow_lr!r}: give a share below 1, and a number "
-                "above 0"
-            )
+            raise ValueError(f"LocalSGD: {slow_momentum=}, {slow_lr=}: give a share below 1, and a number above 0")
         self.start, self.slow_momentum, self.slow_lr = start, slow_momentum, slow_lr
         self.num_steps = 0
         self._is_slow = slow_momentum > 0 or slow_lr != 1
@@ -67,19 +64,16 @@ class LocalSGD(LocalOptimizer):
         """The optimizer's step, and an average if one is due. closure: evaluated once, before."""
         loss = evaluated(closure)
         if self._is_slow:
-            self._slow |= {
-                p: (p.detach().clone(), torch.zeros_like(p)) for p in self.parameters() if p not in self._slow
-            }
+            fresh = [p for p in self.parameters() if p not in self._slow]
+            self._slow |= {p: (p.detach().clone(), torch.zeros_like(p)) for p in fresh}
             self._rates.append([float(group["lr"]) for group in self.param_groups])
         self.take_own_step()
         self.num_steps += 1
         everywhere = next(reversed(self.periods))
         due = [comm for comm, period in self.periods.items() if self.num_steps % period == 0]
         if self.num_steps <= self.start:
-            # SlowMo begins behind ``start``, from the last of these averages.
             self.average_over(everywhere)
-            for p, (before, _) in self._slow.items():
-                before.copy_(p.detach())
+            self._slow.clear()  # SlowMo begins behind ``start``, from the last of these averages
             self._rates.clear()
         elif everywhere in due:
             self.average()

@@ -12,10 +12,11 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core.communicators import Communicator, resolve
@@ -27,9 +28,6 @@ from torchmpi_py.nn.synchronize import check_whole
 from torchmpi_py.optim.owners import Placement, owners
 from torchmpi_py.optim.sharded_buckets import ShardedBuckets
 from torchmpi_py.optim.wrapper import ReducingOptimizer, evaluated
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class _Options(TypedDict, total=False):
@@ -158,12 +156,9 @@ class ShardedOptimizer(ReducingOptimizer):
         """
         self.synchronize()
         gradients = self._gradients_here()
-        norms: list[Tensor] = [torch.linalg.vector_norm(x, norm_type).double().cpu() for x in gradients if x.numel()]
+        norms = [torch.linalg.vector_norm(x, norm_type).double().cpu() for x in gradients if x.numel()]
         norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.zeros((), dtype=torch.double), *norms]), norm_type)
-        if math.isinf(norm_type):
-            verbs.allreduce(norm, op="max", comm=self.comm)
-        else:
-            norm = verbs.allreduce(norm**norm_type, comm=self.comm) ** (1 / norm_type)
+        norm = torch.linalg.vector_norm(verbs.allgather(norm.view(1), comm=self.comm), norm_type)
         factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
         for gradient in gradients:
             gradient *= factor
@@ -207,7 +202,7 @@ class ShardedOptimizer(ReducingOptimizer):
         for bucket in self._buckets:
             whole |= bucket.join(state)
         try:
-            self.optimizer.state = {p: whole.pop(p) for p in self.parameters if p in whole} | whole
+            self.optimizer.state = {p: whole.pop(p) for p in self.parameters if p in whole} | whole  # type: ignore[assignment]
             self.optimizer.param_groups = [
                 {**group, **updated.get(index, {}), "params": self._groups[index]} for index, group in enumerate(groups)
             ]
@@ -258,8 +253,7 @@ class ShardedOptimizer(ReducingOptimizer):
         super()._check_pass()
         if not all(bucket.is_in_place() for bucket in self._buckets):
             raise RuntimeError(
-                "parameters have other memory than when the ShardedOptimizer was made, as after module.to(...): make "
-                "the optimizer after that"
+                "parameters have other memory than a ShardedOptimizer gave them: make it after module.to()"
             )
 
 
