@@ -252,9 +252,7 @@ class ShardedOptimizer(ReducingOptimizer):
     def _check_pass(self) -> None:
         super()._check_pass()
         if not all(bucket.is_in_place() for bucket in self._buckets):
-            raise RuntimeError(
-                "parameters have other memory than a ShardedOptimizer gave them: make it after module.to()"
-            )
+            raise RuntimeError("parameters lie in other memory than before: make the optimizer after module.to(...)")
 
 
 def _check(parameters: list[Any], optimizer: torch.optim.Optimizer) -> None:
