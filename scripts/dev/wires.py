@@ -15,7 +15,7 @@ ROOMS = ("nn", "optim", "engine")
 FEATURES = {
     "split": r"split_of|any_split|split_parameters|replicas_of|num_parts|by_replicas|\w*ParallelLinear",
     "compression": r"[cC]ompress\w*|BF16|FP16|TopK|PowerSGD",
-    "sharded": r"_?sharded\w*|Sharded\w*|GradientOfOwners|slice_of_state",
+    "sharded": r"_?sharded\w*|Sharded\w*|GradientOfOwners",
     "sparse": r"\w*[sS]parse\w*",
     "joining": r"[jJ]oining\w*|has_data",
     "elastic": r"\w*[eE]lastic\w*|survivors|ulfm",

@@ -178,7 +178,7 @@ def test_bad_input(mpi):
     for options, told in (
         ({"period": 0}, "period=0"),
         ({"period": {}}, "period={}"),
-        ({"period": {world: 2}, "comm": world}, "not both"),
+        ({"period": {world: 2}, "comm": world}, "no comm= beside"),
         ({"start": -1}, "start=-1"),
         ({"slow_momentum": 1.0}, r"slow_momentum=1\.0"),
         ({"slow_lr": 0}, "slow_lr=0"),

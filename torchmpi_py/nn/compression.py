@@ -36,6 +36,7 @@ from torchmpi_py.core.tensors import check_count
 from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.elements import indices_of_largest, is_finite, largest_amount
 
+_WIDE = (torch.float32, torch.float64)
 _MOST_FLOAT16 = 65504.0
 _LEAST_FLOAT16 = 2.0**-10  # the largest amount below which other elements would lose digits
 _MOST_EXPONENT = 126  # of a scale that float32 has
@@ -45,26 +46,32 @@ _HEADROOM = 64.0  # a step's gradients may be so many times larger than the last
 class Destination:
     """Where reduced gradients are wanted: on all ranks. See ``optim.sharded_buckets`` for others."""
 
-    is_everywhere = True
-
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
 
     def reduce_async(self, x: Tensor, op: str) -> Handle[Tensor]:
-        """Start to reduce ``x``, which may be overwritten. The result: what is wanted on this rank. Collective."""
+        """Start to reduce ``x``, which may be overwritten. Collective."""
         return verbs.allreduce_async(x, op=op, comm=self.comm)
 
     def result(self, handle: Handle[Tensor]) -> Tensor:
         """The part of the reduced values that is wanted on this rank."""
         return handle.wait()
 
+    def bounds(self, count: int) -> tuple[int, int]:
+        """Where the part of a bucket of ``count`` elements begins and ends that is wanted on this rank."""
+        return 0, count
+
     def part(self, flat: Tensor) -> Tensor:
         """The part of a bucket that is wanted on this rank."""
-        return flat
+        return flat[slice(*self.bounds(flat.numel()))]
+
+    def largest(self, part: Tensor) -> float:
+        """The largest amount in the parts of all ranks."""
+        return largest_amount(part)
 
 
 class Compressor:
-    """The state of a compression for one bucket.
+    """How the gradients of one bucket travel: here as they are; subclasses compress them.
 
     flat: the bucket. views: the gradients in it, in order: parts of ``flat`` with the shapes and strides of gradients.
 
@@ -78,39 +85,25 @@ class Compressor:
     def __init__(
         self, flat: Tensor, views: Sequence[Tensor], comm: Communicator, destination: Destination | None = None
     ) -> None:
-        self.flat = flat
+        self.flat = self.wire = flat
         self.views = list(views)
         self.comm = comm
         self.destination = destination or Destination(comm)
+        self.part = self.destination.part(flat)
 
     def launch(self, op: str) -> list[Handle[Any]]:
         """Start to reduce ``flat`` by ``op``, sum or avg."""
-        raise NotImplementedError
+        self.handle = self.destination.reduce_async(self.wire, op)
+        return [self.handle]
 
     def finish(self, op: str) -> None:
         """Put what was reduced into ``flat``."""
-        raise NotImplementedError
-
-    def result(self) -> Tensor:
-        """The reduced values that are wanted on this rank."""
-        return self.destination.part(self.flat)
+        result = self.destination.result(self.handle)
+        if result.data_ptr() != self.part.data_ptr():
+            self.part.copy_(result)
 
     def restart(self) -> None:
         """Forget what earlier steps have left, on all ranks in the same step."""
-
-
-class Uncompressed(Compressor):
-    """Gradients travel as they are; the destination says into which memory they are reduced."""
-
-    def launch(self, op: str) -> list[Handle[Any]]:
-        self._handle = self.destination.reduce_async(self.flat, op)
-        return [self._handle]
-
-    def finish(self, op: str) -> None:
-        self._result = self.destination.result(self._handle)
-
-    def result(self) -> Tensor:
-        return self._result
 
 
 class Compression:
@@ -130,33 +123,19 @@ class BF16(Compression):
 
     def compressor(self, flat: Tensor, *of_bucket: Any) -> Compressor | None:
         """For float32 and float64."""
-        return _BF16(flat, *of_bucket) if flat.dtype in (torch.float32, torch.float64) else None
+        return _Half(torch.bfloat16, flat, *of_bucket) if flat.dtype in _WIDE else None
 
 
 class _Half(Compressor):
     """Gradients travel as 16 bits, of ``dtype``."""
 
-    dtype: torch.dtype
-
-    def __init__(self, *of_bucket: Any) -> None:
+    def __init__(self, dtype: torch.dtype, *of_bucket: Any) -> None:
         super().__init__(*of_bucket)
-        self.wire = torch.empty_like(self.flat, dtype=self.dtype)
-        self.part = self.destination.part(self.flat)
+        self.wire = torch.empty_like(self.flat, dtype=dtype)
 
     def launch(self, op: str) -> list[Handle[Any]]:
         self.wire.copy_(self.flat)
-        return self._start(op)
-
-    def _start(self, op: str) -> list[Handle[Any]]:
-        self.handle = self.destination.reduce_async(self.wire, op)
-        return [self.handle]
-
-    def finish(self, op: str) -> None:
-        self.part.copy_(self.destination.result(self.handle))
-
-
-class _BF16(_Half):
-    dtype = torch.bfloat16
+        return super().launch(op)
 
 
 class FP16(Compression):
@@ -168,11 +147,10 @@ class FP16(Compression):
 
     def compressor(self, flat: Tensor, *of_bucket: Any) -> Compressor | None:
         """For float32 and float64."""
-        return _FP16(flat, *of_bucket) if flat.dtype in (torch.float32, torch.float64) else None
+        return _FP16(torch.float16, flat, *of_bucket) if flat.dtype in _WIDE else None
 
 
 class _FP16(_Half):
-    dtype = torch.float16
     scale = 1.0
 
     def restart(self) -> None:
@@ -180,10 +158,10 @@ class _FP16(_Half):
 
     def launch(self, op: str) -> list[Handle[Any]]:
         torch.mul(self.flat, self.scale, out=self.wire)
-        return self._start(op)
+        return Compressor.launch(self, op)
 
     def finish(self, op: str) -> None:
-        largest = self._largest_anywhere(self.destination.result(self.handle))
+        largest = self.destination.largest(self.destination.result(self.handle))
         # Every rank has the same maximum, and takes the same one of the three ways.
         if _LEAST_FLOAT16 <= largest < math.inf:
             super().finish(op)
@@ -193,25 +171,20 @@ class _FP16(_Half):
             self.part.zero_()
         else:
             self.part.copy_(self.destination.result(self.destination.reduce_async(self.flat, op)))
-            largest = self._largest_anywhere(self.part)
+            largest = self.destination.largest(self.part)
         # The scale of the next step brings this step's maximum to the range's end, less the headroom.
         if 0 < largest < math.inf:
             exponent = math.floor(math.log2(_MOST_FLOAT16 / _HEADROOM) - math.log2(largest))
             self.scale = 2.0 ** min(exponent, _MOST_EXPONENT)
-
-    def _largest_anywhere(self, part: Tensor) -> float:
-        """Of the parts of all ranks, so that all take the same way."""
-        largest = largest_amount(part)
-        if self.destination.is_everywhere:
-            return largest
-        return float(verbs.allreduce(math.inf if math.isnan(largest) else largest, op="max", comm=self.comm))
 
 
 class TopK(Compression):
     """The ``ratio`` of elements that are largest by amount, of each rank; the others wait for the next step."""
 
     def __init__(self, ratio: float = 0.01) -> None:
-        self.ratio = _checked_ratio("TopK", ratio)
+        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
+            raise ValueError(f"TopK: ratio={ratio!r}: give a share of the elements, above 0 and at most 1")
+        self.ratio = float(ratio)
 
     def compressor(self, flat: Tensor, *of_bucket: Any) -> Compressor | None:
         """For buckets of floating-point numbers."""
@@ -266,7 +239,7 @@ class PowerSGD(Compression):
 
     def compressor(self, flat: Tensor, *of_bucket: Any) -> Compressor | None:
         """For buckets of float32 or float64 with such a gradient."""
-        if flat.dtype not in (torch.float32, torch.float64):
+        if flat.dtype not in _WIDE:
             return None
         made = _PowerSGD(self.rank, self.seed, flat, *of_bucket)
         return made if made.low_rank else None
@@ -283,29 +256,20 @@ class _PowerSGD(Compressor):
     def __init__(self, rank: int, seed: int, *of_bucket: Any) -> None:
         super().__init__(*of_bucket)
         self.rank, self.seed = rank, seed
-        self.left = torch.zeros_like(self.flat)
-        self.low_rank: list[Tensor] = []  # gradients that travel as two matrices
-        self.others: list[Tensor] = []  # gradients that travel unchanged
-        self.left_of_others: list[Tensor] = []
-        lefts = torch.split(self.left, [view.numel() for view in self.views])
-        for view, left in zip(self.views, lefts, strict=True):
-            rows = len(view) if view.dim() > 1 else 0
-            if rows and rank * (rows + view.numel() // rows) < view.numel():
-                self.low_rank.append(view)
-            else:
-                self.others.append(view)
-                self.left_of_others.append(left)
+        self.low_rank = [view for view in self.views if _is_smaller(rank, view)]  # these travel as two matrices
+        self.others = [view for view in self.views if not _is_smaller(rank, view)]  # these travel as they are
         self.restart()
 
     def restart(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
         shapes = [(view.numel() // len(view), self.rank) for view in self.low_rank]
         self.qs = [torch.randn(shape, generator=generator, device="cpu").to(self.flat) for shape in shapes]
-        self.left.zero_()
+        self.lefts = [torch.zeros_like(view) for view in self.low_rank]
 
     def launch(self, op: str) -> list[Handle[Any]]:
-        self.flat += self.left
-        self.left.copy_(self.flat)
+        for view, left in zip(self.low_rank, self.lefts, strict=True):
+            view += left
+            left.copy_(view)
         # The strides of a gradient, such as channels_last, may leave no view as a matrix: then this is a copy.
         self.matrices = [view.flatten(1) for view in self.low_rank]
         products = [matrix @ q for matrix, q in zip(self.matrices, self.qs, strict=True)]
@@ -328,29 +292,19 @@ class _PowerSGD(Compressor):
                 view.copy_(matrix.view(view.shape))
         for view, average in zip(self.others, reduced[len(self.matrices) :], strict=True):
             view.copy_(average.view(view.shape))
-        self._keep_what_is_left(wire)
+        # The part of this rank's gradients that the result lacks. A step that overflowed leaves nothing.
+        for left, view in zip(self.lefts, self.low_rank, strict=True):
+            left -= view
+        if not is_finite(wire):  # the same on all ranks
+            self.restart()
         if op == "sum":
             self.flat *= self.comm.size
 
-    def _keep_what_is_left(self, wire: Tensor) -> None:
-        """Keep the part of this rank's gradients that the result lacks. A step that overflowed leaves nothing."""
-        self.left -= self.flat
-        for left in self.left_of_others:
-            left.zero_()
-        if not is_finite(wire):  # the same on all ranks
-            self.restart()
 
-
-def _checked_ratio(name: str, ratio: float) -> float:
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
-        raise ValueError(f"{name}: ratio={ratio!r}: give a share of the elements, above 0 and at most 1")
-    return float(ratio)
-
-
-def __getattr__(name: str) -> Any:
-    if name == "RandomK":
-        raise AttributeError("compression: RandomK was removed; use TopK(ratio), which sends the largest elements")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def _is_smaller(rank: int, gradient: Tensor) -> bool:
+    """Whether two matrices of a rank have fewer elements than a gradient."""
+    rows = len(gradient) if gradient.dim() > 1 else 0
+    return rows > 0 and rank * (rows + gradient.numel() // rows) < gradient.numel()
 
 
 def check_compression(compression: object) -> None:

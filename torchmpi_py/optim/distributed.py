@@ -11,8 +11,8 @@ Source: Horovod's DistributedOptimizer (Sergeev and Del Balso, 2018) for the nam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,9 +20,8 @@ from torch import Tensor
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core.communicators import Communicator, resolve
-from torchmpi_py.nn.async_backward import AsyncBackward
 from torchmpi_py.nn.compression import Compression
-from torchmpi_py.nn.synchronize import check_module, check_tables, summary, trainable
+from torchmpi_py.nn.synchronize import check_module
 from torchmpi_py.optim.wrapper import ReducingOptimizer
 
 
@@ -66,26 +65,15 @@ class DistributedOptimizer(ReducingOptimizer):
         check_module("DistributedOptimizer", module)
         self.optimizer = optimizer
         self.module = module
-        self.backward_passes_per_step = backward_passes_per_step
         self.comm = resolve(comm)
-        self._options: dict[str, Any] = {
-            "average": average,
-            "compression": compression,
-            "sparse_as_dense": sparse_as_dense,
-        }
-        self._register()
+        self._options: dict[str, Any] = {"average": average, "compression": compression}
+        self._options |= {"frequency": backward_passes_per_step, "sparse_as_dense": sparse_as_dense}
+        self._begin()
 
-    def _register(self) -> None:
+    def _begin(self) -> None:
         _check_parameters(self.optimizer, self.module, self.comm)
-        self.reduction = AsyncBackward(
-            self.module,
-            frequency=self.backward_passes_per_step,
-            comm=self.comm,
-            only={p for group in self.optimizer.param_groups for p in group["params"]},
-            before_pass=self._check_pass,
-            on_reduction=self._wait,
-            **self._options,
-        )
+        only = {p for group in self.optimizer.param_groups for p in group["params"]}
+        self._register(self.module, only=only, **self._options)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters by the averages; first reduce what is not reduced yet. Collective.
@@ -105,17 +93,16 @@ class DistributedOptimizer(ReducingOptimizer):
         finally:
             self._is_reduced = False
 
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
+    def skip_synchronize(self) -> AbstractContextManager[None]:
         """Around ``step()``, after ``synchronize()`` and clipping, in scripts for Horovod. It changes nothing here."""
-        yield
+        return nullcontext()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, for parameters of the module, as when layers are unfrozen. Collective."""
         super().add_param_group(param_group)
         self.remove()
         self._is_checked = False
-        self._register()
+        self._begin()
 
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
         loss = closure()
@@ -125,37 +112,16 @@ class DistributedOptimizer(ReducingOptimizer):
             return verbs.allreduce(loss.detach(), out=torch.empty_like(loss), op="avg", comm=self.comm)
         return loss if loss is None else verbs.allreduce(float(loss), op="avg", comm=self.comm)
 
-    def _wait(self) -> None:
-        """At the end of the backward pass: gradients become averages."""
-        self.reduction.synchronize()
-        self._is_reduced = True
-
-    def _check_pass(self) -> None:
-        if self._is_reduced and self.reduction.buckets.hold_gradients():
-            raise RuntimeError(
-                "backward() ran again before step(): it would add to gradients that are averages already. Accumulate "
-                "with backward_passes_per_step=..., or zero_grad() of this optimizer. Where a pass for another has "
-                "reached these parameters (as a GAN's), set requires_grad_(False) on them for that pass; activation "
-                "checkpointing needs checkpoint(..., use_reentrant=False)"
-            )
-        self._is_reduced = False  # of a step that GradScaler left out, whose gradients the module has dropped
-
 
 def _check_parameters(optimizer: Any, module: torch.nn.Module, comm: Communicator) -> None:
-    """ValueError or RanksDisagree, on all ranks, unless the optimizer's parameters are some of the module's."""
-    known = {p: name for name, p in module.named_parameters()}
-    names = [known.get(p) for group in optimizer.param_groups for p in group["params"]]
-    table = [(name, *summary(p)) for name, p in trainable(module).items()]
-    stands: Sequence[tuple[int, list[Any], list[Any]]] = verbs.allgather_object(
-        (names.count(None), [name for name in names if name is not None], table), comm=comm
-    )
-    unknown = {rank: count for rank, (count, *_) in enumerate(stands) if count}
-    if unknown:
+    """ValueError, on all ranks, unless the optimizer's parameters are the module's."""
+    known = set(module.parameters())
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    counts = verbs.allgather(len([p for p in parameters if p not in known]), comm=comm)
+    if any(counts):
         raise ValueError(
             "the optimizer has parameters that the module has not: "
-            + ", ".join(f"{count} on rank {rank}" for rank, count in unknown.items())
-            + f" (it has {len(names)} on this one). Make it of this module's parameters, before the module is wrapped "
-            "or copied, as torch.optim.SGD(module.parameters(), ...)"
+            + ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts) if count)
+            + f" (it has {len(parameters)} on this one). Make it of this module's parameters, before the module is "
+            "wrapped or copied, as torch.optim.SGD(module.parameters(), ...)"
         )
-    for lists in list(zip(*stands, strict=True))[1:]:
-        check_tables("the ranks do not train the same parameters", lists)

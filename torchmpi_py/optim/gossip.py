@@ -62,19 +62,17 @@ class Gossip(LocalOptimizer):
         loss = evaluated(closure)
         self.take_own_step()
         self.finish()
-        ranks, weight = self._drawn()
-        if ranks:
+        if ranks := self._drawn():
             groups = grouped(p.detach() for p in self.parameters())
-            self._under_way = [_Exchange(tensors, ranks, weight, self.comm) for tensors in groups]
+            self._under_way = [_Exchange(tensors, ranks, self.comm) for tensors in groups]
         if not self.asynchronous:
             self.finish()
         return loss
 
     def finish(self) -> None:
         """Wait for what partners have sent, and take it in."""
-        under_way, self._under_way = self._under_way, []
-        for exchange in under_way:
-            exchange.finish()
+        while self._under_way:
+            self._under_way.pop(0).finish()
 
     def average(self) -> None:
         """Make parameters the average over all ranks. Collective."""
@@ -97,24 +95,24 @@ class Gossip(LocalOptimizer):
         if "gossip" in state_dict:
             self._generator.set_state(state_dict["gossip"]["generator"].cpu())
 
-    def _drawn(self) -> tuple[list[tuple[int, int]], float]:
-        """The partners of this step, as (source, destination), and the weight of each. The same draw on every rank."""
+    def _drawn(self) -> list[tuple[int, int]]:
+        """The partners of this step, as (source, destination). The same draw on every rank."""
         rank, size = self.comm.rank, self.comm.size
         # Neighbours in a permutation that all ranks draw alike are partners. On a ring of two both neighbours are one.
         if self.partners == "random" or size == 2:
             order: list[int] = torch.randperm(size, generator=self._generator, device="cpu").tolist()
             place = order.index(rank)
             partner = order[place ^ 1] if place ^ 1 < size else rank
-            return [(partner, partner)] if partner != rank else [], 0.5
+            return [(partner, partner)] if partner != rank else []
         before, after = (rank - 1) % size, (rank + 1) % size
-        return [(before, after), (after, before)] if size > 1 else [], 1 / 3
+        return [(before, after), (after, before)] if size > 1 else []
 
 
 class _Exchange:
     """The parameters of this rank on their way to its partners, and theirs on their way here."""
 
-    def __init__(self, tensors: list[Tensor], ranks: list[tuple[int, int]], weight: float, comm: Communicator) -> None:
-        self.tensors, self.weight = tensors, weight
+    def __init__(self, tensors: list[Tensor], ranks: list[tuple[int, int]], comm: Communicator) -> None:
+        self.tensors = tensors
         self.given = torch.cat([tensor.reshape(-1) for tensor in tensors])
         self.came = [self.given.clone() for _ in ranks]
         self.handles: list[Handle[Any]] = [
@@ -123,9 +121,9 @@ class _Exchange:
         ]
 
     def finish(self) -> None:
-        """Add the weighted differences."""
+        """Add the differences, with equal weights of this rank and its partners."""
         wait_all(self.handles)
-        difference = torch.stack([x - self.given for x in self.came]).sum(0) * self.weight
+        difference = torch.stack([x - self.given for x in self.came]).sum(0) / (1 + len(self.came))
         changes = torch.split(difference, [tensor.numel() for tensor in self.tensors])
         for tensor, change in zip(self.tensors, changes, strict=True):
             tensor += change.view_as(tensor)

@@ -101,15 +101,11 @@ def join(module_or_optimizer: torch.nn.Module | DistributedOptimizer, *stateful:
         raise TypeError(f"join: give a module or an optim.DistributedOptimizer, not a {type(module).__name__}")
     reduction: Any = registered_with(module) if optimizer is None else optimizer.reduction
     if reduction is None:
-        raise ValueError(
-            "join: nothing reduces the gradients of this module; call register_async_backward(module) first"
-        )
+        raise ValueError("join: expected a module with reduced gradients; call register_async_backward(module) first")
     if optimizer is not None:
         optimizer.check_equal()
-    plain, reduction.__class__ = (
-        reduction.__class__,
-        JoiningBackward,
-    )  # the same hooks, and the same object for the user
+    # The same hooks, and the same object for the user.
+    plain, reduction.__class__ = reduction.__class__, JoiningBackward
     reduction.begin()
     try:
         yield

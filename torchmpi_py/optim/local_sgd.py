@@ -53,10 +53,7 @@ class LocalSGD(LocalOptimizer):
         self.periods = _checked(period, comm)
         check_count("LocalSGD: start", start, 0, "steps")
         if not 0 <= slow_momentum < 1 or not slow_lr > 0:
-            raise ValueError(
-                f"LocalSGD: slow_momentum={slow_momentum!r}, slow_lr={slow_lr!r}: give a share below 1, and a number "
-                "above 0"
-            )
+            raise ValueError(f"LocalSGD: {slow_momentum=}, {slow_lr=}: give a share below 1, and a number above 0")
         self.start, self.slow_momentum, self.slow_lr = start, slow_momentum, slow_lr
         self.num_steps = 0
         self._is_slow = slow_momentum > 0 or slow_lr != 1
@@ -67,19 +64,16 @@ class LocalSGD(LocalOptimizer):
         """The optimizer's step, and an average if one is due. closure: evaluated once, before."""
         loss = evaluated(closure)
         if self._is_slow:
-            self._slow |= {
-                p: (p.detach().clone(), torch.zeros_like(p)) for p in self.parameters() if p not in self._slow
-            }
+            fresh = [p for p in self.parameters() if p not in self._slow]
+            self._slow |= {p: (p.detach().clone(), torch.zeros_like(p)) for p in fresh}
             self._rates.append([float(group["lr"]) for group in self.param_groups])
         self.take_own_step()
         self.num_steps += 1
         everywhere = next(reversed(self.periods))
         due = [comm for comm, period in self.periods.items() if self.num_steps % period == 0]
         if self.num_steps <= self.start:
-            # SlowMo begins behind ``start``, from the last of these averages.
             self.average_over(everywhere)
-            for p, (before, _) in self._slow.items():
-                before.copy_(p.detach())
+            self._slow.clear()  # SlowMo begins behind ``start``, from the last of these averages
             self._rates.clear()
         elif everywhere in due:
             self.average()
@@ -127,20 +121,18 @@ class LocalSGD(LocalOptimizer):
 
 def _checked(period: int | Mapping[Communicator, int], comm: Communicator | None) -> dict[Communicator, int]:
     """The periods, the longest last."""
+    if isinstance(period, Mapping) and (comm is not None or not period):
+        raise ValueError(
+            f"LocalSGD: period={period!r}: give some communicators with a period each, and no comm= beside"
+        )
     periods = dict(period) if isinstance(period, Mapping) else {resolve(comm): period}
-    if not periods or any(isinstance(p, bool) or not isinstance(p, int) or p < 1 for p in periods.values()):
-        raise ValueError(
-            f"LocalSGD: period={period!r}: give a whole number of steps, at least 1, or some by communicator"
-        )
-    if isinstance(period, Mapping) and comm is not None:
-        raise ValueError("LocalSGD: give comm=, or communicators with a period each, not both")
-    in_order = dict(sorted(periods.items(), key=lambda item: item[1]))
-    lengths = list(in_order.values())
-    if any(longer % shorter for shorter, longer in itertools.pairwise(lengths)):
-        raise ValueError(f"LocalSGD: periods {lengths}: give multiples, each of the shorter ones, such as 4 and 32")
-    sizes = [each.size for each in in_order]
-    if sizes != sorted(sizes):
-        raise ValueError(
-            f"LocalSGD: communicators of {sizes} ranks have periods {lengths}: the more ranks, the longer the period"
-        )
-    return in_order
+    for each in periods.values():
+        check_count("LocalSGD: period", each, 1, "steps")
+    in_order = sorted(periods.items(), key=lambda item: item[1])
+    for (inner, shorter), (outer, longer) in itertools.pairwise(in_order):
+        if longer % shorter or inner.size > outer.size:
+            raise ValueError(
+                f"LocalSGD: periods {shorter} of {inner.size} ranks and {longer} of {outer.size}: give multiples, such "
+                "as 4 and 32, and the more ranks, the longer the period"
+            )
+    return dict(in_order)

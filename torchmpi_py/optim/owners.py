@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import zlib
 from collections.abc import Callable
 from typing import Any, Literal
@@ -21,28 +20,24 @@ Placement = Literal["size", "round_robin", "hash"] | Callable[[int, torch.nn.Par
 
 def owners(
     parameters: list[torch.nn.Parameter], placement: Placement, optimizer_class: Any, size: int
-) -> dict[torch.nn.Parameter, int] | None:
-    """The owner of each parameter; None for slices."""
+) -> dict[torch.nn.Parameter, int]:
+    """The owner of each parameter; empty for slices."""
     if placement == "size":
-        return None if optimizer_class in _ELEMENTWISE else _balanced(parameters, size)
-    if placement == "round_robin":
-        return {p: number % size for number, p in enumerate(parameters)}
-    if placement == "hash":
-        return {p: zlib.crc32(str(number).encode()) % size for number, p in enumerate(parameters)}
-    if callable(placement):
-        return {
-            p: check_rank("ShardedOptimizer", f"placement's owner of parameter {number}", placement(number, p), size)
-            for number, p in enumerate(parameters)
-        }
-    raise ValueError(f"placement={placement!r}: give 'size', 'round_robin', 'hash', or a function")
+        return {} if optimizer_class in _ELEMENTWISE else _balanced(parameters, size)
+    rules = {"round_robin": lambda n, p: n % size, "hash": lambda n, p: zlib.crc32(str(n).encode()) % size}
+    rule = placement if callable(placement) else rules.get(placement)
+    if rule is None:
+        raise ValueError(f"placement={placement!r}: give 'size', 'round_robin', 'hash', or a function")
+    return {
+        p: check_rank("ShardedOptimizer", f"placement's owner of parameter {n}", rule(n, p), size)
+        for n, p in enumerate(parameters)
+    }
 
 
 def _balanced(parameters: list[torch.nn.Parameter], size: int) -> dict[torch.nn.Parameter, int]:
     """The largest parameters first, each to the rank that has the fewest elements."""
-    ranks = [(0, rank) for rank in range(size)]
-    owners = {}
+    num_elements, owners = [0] * size, {}
     for p in sorted(parameters, key=lambda p: -p.numel()):
-        elements, rank = heapq.heappop(ranks)
-        owners[p] = rank
-        heapq.heappush(ranks, (elements + p.numel(), rank))
+        owners[p] = num_elements.index(min(num_elements))
+        num_elements[owners[p]] += p.numel()
     return owners

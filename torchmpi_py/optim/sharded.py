@@ -9,25 +9,33 @@ Data on the wire: as much as with plain averaging. State on each rank: 1/P of it
 
 from __future__ import annotations
 
-import copy
+import collections
+import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.errors import RanksDisagree
-from torchmpi_py.nn.async_backward import AsyncBackward
 from torchmpi_py.nn.compression import Compression, check_compression
-from torchmpi_py.nn.gradient_reducer import views_of
+from torchmpi_py.nn.elements import is_finite
 from torchmpi_py.nn.synchronize import check_whole
 from torchmpi_py.optim.owners import Placement, owners
-from torchmpi_py.optim.sharded_buckets import GradientOfOwners, ShardedBuckets, ShardedReducer, slice_of_state
-from torchmpi_py.optim.sharded_gradients import clip, share_overflow
+from torchmpi_py.optim.sharded_buckets import ShardedBuckets
 from torchmpi_py.optim.wrapper import ReducingOptimizer, evaluated
+
+
+class _Options(TypedDict, total=False):
+    placement: Placement
+    comm: Communicator | None
+    average: bool
+    backward_passes_per_step: int
+    compression: Compression | None
 
 
 class ShardedOptimizer(ReducingOptimizer):
@@ -52,11 +60,9 @@ class ShardedOptimizer(ReducingOptimizer):
     compression: of gradients on their way to the owners; updated parameters travel as they are.
 
     Sparse gradients (``Embedding(sparse=True)``) are made dense.
-    The gradient of a parameter that no rank used counts as zero. So weight decay, momentum and the moments of Adam move
-    that parameter, where torch would leave it as it is: freeze it before the optimizer is made.
+    A parameter that no rank has used in a step is left as it is, as by torch.
     ``state_dict`` is that of the plain optimizer, the same on every rank and for any number of ranks; it is collective.
-    ``load_state_dict`` takes it, on every rank. With slices, parameters of one bucket share the number of steps, also
-    one whose state is missing.
+    ``load_state_dict`` takes it, on every rank.
     ``param_groups`` hold what this rank updates; schedulers and GradScaler work with them. ``parameters`` are the whole
     ones. ``from_optimizer`` takes an optimizer that is there already.
 
@@ -66,7 +72,7 @@ class ShardedOptimizer(ReducingOptimizer):
     def __init__(
         self,
         parameters: Iterable[Any],
-        optimizer_class: type[torch.optim.Optimizer],
+        optimizer_class: Callable[..., torch.optim.Optimizer],
         *,
         placement: Placement = "size",
         comm: Communicator | None = None,
@@ -75,31 +81,36 @@ class ShardedOptimizer(ReducingOptimizer):
         compression: Compression | None = None,
         **defaults: Any,
     ) -> None:
-        groups = _groups(parameters)
-        _check_parameters([p for group in groups for p in group["params"]], optimizer_class)
-        how = {"average": average, "frequency": backward_passes_per_step}
-        self._divide(optimizer_class(groups, **defaults), placement, comm, compression, how)
+        super().__init__()
+        self.optimizer = optimizer_class(parameters, **defaults)
+        self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
+        self.parameters = [p for members in self._groups for p in members]
+        _check(self.parameters, self.optimizer)
+        check_compression(compression)
+        self.comm = resolve(comm)
+        self.compression = compression
+        self._num_loads = 0
+        group_of = {p: index for index, members in enumerate(self._groups) for p in members if p.requires_grad}
+        owner_of = owners(self.parameters, placement, type(self.optimizer), self.comm.size)
+        buckets = ShardedBuckets(self.comm, group_of, owner_of, compression)
+        self._buckets = buckets.all
+        self._module = torch.nn.ParameterDict({f"parameter {n}": p for n, p in enumerate(self.parameters)})
+        self._register(self._module, buckets=buckets, frequency=backward_passes_per_step, average=average)
+        # GradScaler wants a gradient on every rank; this one belongs to no bucket, so that no step updates it.
+        self._stand_in = torch.nn.Parameter(torch.zeros(1, device=self.parameters[0].device))
+        self._hold_shards()
 
     @classmethod
-    def from_optimizer(
-        cls,
-        optimizer: torch.optim.Optimizer,
-        *,
-        placement: Placement = "size",
-        comm: Communicator | None = None,
-        average: bool = True,
-        backward_passes_per_step: int = 1,
-        compression: Compression | None = None,
-    ) -> ShardedOptimizer:
+    def from_optimizer(cls, optimizer: torch.optim.Optimizer, **options: Unpack[_Options]) -> ShardedOptimizer:
         """A sharded optimizer that uses ``optimizer``, with its groups and its state, which all ranks have alike.
 
         Schedulers of ``optimizer`` go on working. ``to_optimizer`` gives it its parameters back. Collective.
+
+        Args:
+            optimizer: any optimizer without closures.
+            options: placement, comm, average, backward_passes_per_step and compression, as in the constructor.
         """
-        sharded = cls.__new__(cls)
-        _check_parameters([p for group in optimizer.param_groups for p in group["params"]], type(optimizer))
-        how = {"average": average, "frequency": backward_passes_per_step}
-        sharded._divide(optimizer, placement, comm, compression, how)
-        return sharded
+        return cls(optimizer.param_groups, lambda groups: optimizer, **options)
 
     def to_optimizer(self) -> torch.optim.Optimizer:
         """End the sharding; the plain optimizer, with the whole parameters and the whole state. Collective."""
@@ -109,100 +120,49 @@ class ShardedOptimizer(ReducingOptimizer):
         self.optimizer.load_state_dict(state)
         return self.optimizer
 
-    def _divide(
-        self,
-        optimizer: torch.optim.Optimizer,
-        placement: Placement,
-        comm: Communicator | None,
-        compression: Compression | None,
-        how: dict[str, Any],
-    ) -> None:
-        """Let ``optimizer`` hold this rank's shards in place of its parameters. ``how``: gradients are reduced."""
-        super().__init__()
-        check_compression(compression)
-        self.comm = resolve(comm)
-        self.compression = compression
-        self._num_loads = 0
-        self._state_of_untrained: dict[torch.nn.Parameter, dict[str, Any]] = {}  # frozen: no rank updates them
-        state = optimizer.state_dict()
-        self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        self.parameters = [p for members in self._groups for p in members]
-        group_of = {p: index for index, members in enumerate(self._groups) for p in members}
-        owner_of = owners(self.parameters, placement, type(optimizer), self.comm.size)
-        trained = [p for p in self.parameters if p.requires_grad]
-        buckets = ShardedBuckets(trained, self.comm, group_of, owner_of, compression)
-        self._buckets: list[ShardedReducer] = buckets.all  # type: ignore[assignment]
-        self._module = torch.nn.ParameterList(trained)
-        calls: dict[str, Any] = {"before_pass": self._check_pass, "on_reduction": self._wait}
-        self.reduction = AsyncBackward(self._module, comm=self.comm, buckets=buckets, **calls, **how)
-        for index, group in enumerate(optimizer.param_groups):
-            group["params"] = [shard for bucket in self._buckets if bucket.group == index for shard in bucket.shards]
-        # GradScaler wants a gradient on every rank; this one belongs to no bucket, so that no step updates it.
-        self._stand_in = torch.nn.Parameter(torch.zeros(1, device=self.parameters[0].device))
-        if not any(group["params"] for group in optimizer.param_groups):
-            optimizer.param_groups[0]["params"] = [self._stand_in]
-        self.optimizer = optimizer
-        self.optimizer.state.clear()
-        if state["state"]:
-            try:
-                self.load_state_dict(state)
-            except BaseException:  # leave the optimizer as it was
-                self.remove()
-                self.optimizer.state.clear()
-                self.optimizer.load_state_dict(state)
-                raise
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update what this rank owns, and bring the parameters to all ranks. Collective.
 
         closure: evaluated once, before the update.
         """
         loss = evaluated(closure)
-        self._check_thawed()
-        self._check_frozen()
         self.synchronize()
         self.check_equal()
         # A bucket's parameters travel while the next bucket is updated; every rank starts all of them, in one order.
         handles: list[Handle[Any]] = []
         groups, updated = self.optimizer.param_groups, {}
-        for bucket in self._buckets:
-            if bucket.shards:
-                updated[bucket.group] = self._update(bucket)
-            handles += bucket.spread()
+        try:
+            for bucket in self._buckets:
+                if bucket.shards:
+                    updated[bucket.group] = {**groups[bucket.group], "params": list(bucket.shards)}
+                    self.optimizer.param_groups = [updated[bucket.group]]
+                    self.optimizer.step()
+                handles.append(bucket.spread())
+        finally:
+            self.optimizer.param_groups = groups
         # What an optimizer counts in a group, it counts once a step, not once a bucket.
-        for index, values in updated.items():
-            groups[index].update(values)
+        for index, group in updated.items():
+            groups[index].update({**group, "params": groups[index]["params"]})
         wait_all(handles)
         self._is_reduced = False
         self.reduction.order.num_updates += 1
         return loss
 
-    def synchronize(self) -> None:
-        """Reduce gradients that are not reduced yet, as after no backward pass, or fewer than on other ranks."""
-        if not self._is_reduced:
-            super().synchronize()
-            self._share_overflow()
-
-    def _update(self, bucket: ShardedReducer) -> dict[str, Any]:
-        """The optimizer's step, for one bucket alone; what its group holds then beside the parameters."""
-        groups = self.optimizer.param_groups
-        group = {**groups[bucket.group], "params": bucket.shards}
-        self.optimizer.param_groups = [group]
-        try:
-            self.optimizer.step()
-        finally:
-            self.optimizer.param_groups = groups
-        del group["params"]
-        return group
-
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``; returns the norm. Collective.
 
         As ``torch.nn.utils.clip_grad_norm_``, between the backward pass and ``step``. Gradients that are not reduced
-        yet are reduced first.
+        yet are reduced first. The norm is in float64.
         """
         self.synchronize()
-        return clip(self._gradients_here(), max_norm, norm_type, self.comm)
+        gradients = self._gradients_here()
+        norms = [torch.linalg.vector_norm(x, norm_type).double().cpu() for x in gradients if x.numel()]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.zeros((), dtype=torch.double), *norms]), norm_type)
+        norm = torch.linalg.vector_norm(verbs.allgather(norm.view(1), comm=self.comm), norm_type)
+        factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        for gradient in gradients:
+            gradient *= factor
+        return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. RuntimeError between the backward passes of one step, whose gradients would be lost."""
@@ -218,8 +178,7 @@ class ShardedOptimizer(ReducingOptimizer):
         super().remove()
         for bucket in self._buckets:
             bucket.leave()
-        for group, members in zip(self.optimizer.param_groups, self._groups, strict=True):
-            group["params"] = members
+        self._hold_parameters()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """TypeError: state is divided when the optimizer is made."""
@@ -230,151 +189,75 @@ class ShardedOptimizer(ReducingOptimizer):
 
         RuntimeError between the backward passes of one step: no state has gradients.
         """
+        groups: Any = self.optimizer.param_groups
+        state: Any = self.optimizer.state
         self._check_between_steps("state_dict")
-        if len(set(verbs.allgather(self._num_loads, comm=self.comm))) > 1:
-            raise RanksDisagree(
-                "ShardedOptimizer: load_state_dict was not called on all ranks; every rank loads the same"
-            )
-        number_of = {p: number for number, p in enumerate(self.parameters)}
-        state = {number_of[p]: copy.deepcopy(entries) for p, entries in self._state_of_untrained.items()}
+        # What a group holds beside its parameters is as a rank has it that updates some of them.
+        here = {bucket.group: {**groups[bucket.group], "params": None} for bucket in self._shards.values()}
+        of_ranks = verbs.allgather_object((self._num_loads, here), comm=self.comm)
+        if len({num_loads for num_loads, _ in of_ranks}) > 1:
+            raise RanksDisagree("ShardedOptimizer: only some ranks called load_state_dict; every rank loads the same")
+        updated = collections.ChainMap(*(groups_there for _, groups_there in of_ranks))
+        whole = {key: entries for key, entries in state.items() if key not in self._shards}  # as of frozen parameters
         for bucket in self._buckets:
-            for p, entries in zip(bucket.parameters, self._states_of(bucket), strict=True):
-                if entries:
-                    state[number_of[p]] = entries
-        groups = [
-            {**group, "params": [number_of[p] for p in members]}
-            for group, members in zip(self._values_of_groups(), self._groups, strict=True)
-        ]
-        return {"state": dict(sorted(state.items())), "param_groups": groups}
-
-    def _values_of_groups(self) -> list[dict[str, Any]]:
-        """What the groups hold beside their parameters, each as a rank has it that updates some of them. Collective."""
-        values = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        updaters = {bucket.group: bucket.owner for bucket in self._buckets if bucket.owner is not None}
-        if not updaters:
-            return values
-        of_ranks = verbs.allgather_object(values, comm=self.comm)
-        return [of_ranks[updaters.get(index, self.comm.rank)][index] for index in range(len(values))]
-
-    def _states_of(self, bucket: ShardedReducer) -> list[dict[str, Any]]:
-        """The optimizer's state of each parameter of a bucket. Collective."""
-        # A whole bucket's owner has the whole state.
-        if bucket.owner is not None:
-            here = [self.optimizer.state.get(p, {}) for p in bucket.parameters]
-            states: list[dict[str, Any]] = verbs.broadcast_object(here, bucket.owner, comm=self.comm)
-            return states
-        # Of slices, entries of the slice's shape are joined; others (numbers of steps) are the same for all parameters.
-        (shard,) = bucket.shards
-        states = [{} for _ in bucket.parameters]
-        for name, value in self.optimizer.state.get(shard, {}).items():
-            if isinstance(value, Tensor) and value.shape == shard.shape:
-                whole = verbs.allgather(value, comm=self.comm)
-                values: list[Any] = [view.clone() for view in views_of(whole, bucket.parameters)]
-            else:
-                values = [value.clone() if isinstance(value, Tensor) else value for _ in bucket.parameters]
-            for entries, of_parameter in zip(states, values, strict=True):
-                entries[name] = of_parameter
-        return states
+            whole |= bucket.join(state)
+        try:
+            self.optimizer.state = {p: whole.pop(p) for p in self.parameters if p in whole} | whole  # type: ignore[assignment]
+            self.optimizer.param_groups = [
+                {**group, **updated.get(index, {}), "params": self._groups[index]} for index, group in enumerate(groups)
+            ]
+            return self.optimizer.state_dict()
+        finally:
+            self.optimizer.param_groups, self.optimizer.state = groups, state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state of a plain optimizer of these parameters, or of this class on any number of ranks."""
-        groups, members = state_dict["param_groups"], [len(group) for group in self._groups]
-        if [len(group["params"]) for group in groups] != members:
-            raise ValueError(
-                f"the state has groups of {[len(group['params']) for group in groups]} parameters, this optimizer of "
-                f"{members}"
-            )
-        number_of = dict(zip(self.parameters, (n for group in groups for n in group["params"]), strict=True))
         self._num_loads += 1
-        trained = {p for bucket in self._buckets for p in bucket.parameters}
-        self._state_of_untrained = {
-            p: copy.deepcopy(state_dict["state"][number])
-            for p, number in number_of.items()
-            if p not in trained and number in state_dict["state"]
-        }
-        # A plain state of what this rank updates: its parameters are the shards, numbered in the order of the groups.
-        state: dict[int, dict[str, Any]] = {}
-        shards = [shard for group in self.optimizer.param_groups for shard in group["params"]]
-        bucket_of = {shard: bucket for bucket in self._buckets for shard in bucket.shards}
-        for index, shard in enumerate(shards):
-            if shard is self._stand_in:
-                continue
-            bucket = bucket_of[shard]
-            saved = {p: state_dict["state"].get(number_of[p], {}) for p in bucket.parameters}
-            options = groups[bucket.group]
-            entries = slice_of_state(bucket, list(saved.values()), options) if bucket.owner is None else saved[shard]
-            if entries:
-                state[index] = copy.deepcopy(entries)  # torch would share tensors with it
-        counts = iter(range(len(shards)))
-        own_groups = [
-            {**group, "params": [next(counts) for _ in own["params"]]}
-            for group, own in zip(groups, self.optimizer.param_groups, strict=True)
-        ]
-        super().load_state_dict({"state": state, "param_groups": own_groups})
+        self._hold_parameters()
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            self._hold_shards()
 
-    def _wait(self) -> None:
-        """At the end of the backward pass: each rank has the gradients that it owns."""
-        self.reduction.synchronize()
-        self._is_reduced = True
-        self._share_overflow()
+    def _hold_parameters(self) -> None:
+        """Let the optimizer hold the whole parameters."""
+        for group, members in zip(self.optimizer.param_groups, self._groups, strict=True):
+            group["params"] = members
+
+    def _hold_shards(self) -> None:
+        """Let the optimizer hold what this rank updates, with its part of the state, in place of the parameters."""
+        trained, whole = self.reduction.names, self.optimizer.state
+        state: dict[Any, Any] = {key: entries for key, entries in whole.items() if key not in trained}
+        for bucket in self._buckets:
+            state |= bucket.cut(whole)
+        self.optimizer.state = collections.defaultdict(dict, state)
+        self._shards = {shard: bucket for bucket in self._buckets for shard in bucket.shards}
+        self.optimizer.param_groups = [
+            {**group, "params": [shard for shard, bucket in self._shards.items() if bucket.group == index]}
+            for index, group in enumerate(self.optimizer.param_groups)
+        ]
+        self.optimizer.param_groups[0]["params"].append(self._stand_in)
 
     def _gradients_here(self) -> list[Tensor]:
         """The reduced gradients that this rank owns."""
-        gradients = [shard.grad for bucket in self._buckets for shard in bucket.shards]
-        return [x for x in gradients if x is not None and x.numel()]
+        return [shard.grad for shard in self._shards if shard.grad is not None]
 
-    def _share_overflow(self) -> None:
-        """Let an overflow show on all ranks; a rank that owns nothing has the stand-in for it. Collective."""
-        here = self._gradients_here()
-        self._stand_in.grad = torch.zeros_like(self._stand_in)
-        share_overflow(here, here[0] if here else self._stand_in.grad, self.comm)
-
-    def _check_frozen(self) -> None:
-        """RuntimeError where a parameter was frozen later: slices have no way to leave it out."""
-        trained = self.reduction.names
-        if frozen := [number for number, p in enumerate(self.parameters) if p in trained and not p.requires_grad]:
-            raise RuntimeError(
-                f"parameter {frozen[0]} was frozen after the ShardedOptimizer was made, which would still move it by "
-                "its moments and its weight decay: make another one, with its state_dict() (in the engine: call train "
-                "again)"
-            )
-
-    def _check_thawed(self) -> None:
-        """RuntimeError where a parameter has become trainable later."""
-        trained = self.reduction.names
-        if late := [number for number, p in enumerate(self.parameters) if p.requires_grad and p not in trained]:
-            raise RuntimeError(
-                f"parameter {late[0]} has become trainable since the ShardedOptimizer was made, which would not update "
-                "it: make another one, with its state_dict()"
-            )
+    def _end_reduction(self) -> None:
+        """Let an overflow show on all ranks, so that a GradScaler skips a step on all or on none. Collective."""
+        super()._end_reduction()
+        is_finite_here = all(map(is_finite, self._gradients_here()))
+        is_everywhere = verbs.allreduce(int(is_finite_here), op="min", comm=self.comm)
+        self._stand_in.grad = torch.full_like(self._stand_in, 0.0 if is_everywhere else math.nan)
 
     def _check_pass(self) -> None:
-        if self._is_reduced:
-            raise RuntimeError(GradientOfOwners.why)
-        self._check_thawed()
+        super()._check_pass()
         if not all(bucket.is_in_place() for bucket in self._buckets):
-            raise RuntimeError(
-                "parameters have other memory than when the ShardedOptimizer was made, as after module.to(...): make "
-                "the optimizer after that"
-            )
+            raise RuntimeError("parameters lie in other memory than before: make the optimizer after module.to(...)")
 
 
-def _groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
-    """Groups of parameters, as torch's optimizers take them: copies."""
-    given = list(parameters)
-    groups = [dict(group) for group in given] if given and isinstance(given[0], dict) else [{"params": given}]
-    for group in groups:
-        params = group["params"]
-        group["params"] = [params] if isinstance(params, Tensor) else list(params)
-        group["params"] = [p[1] if isinstance(p, tuple) else p for p in group["params"]]  # named_parameters()
-    return groups
-
-
-def _check_parameters(parameters: list[Any], optimizer_class: type[torch.optim.Optimizer]) -> None:
-    if optimizer_class is torch.optim.LBFGS:
+def _check(parameters: list[Any], optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError("ShardedOptimizer: LBFGS needs closures and all gradients; take optim.DistributedOptimizer")
-    if not parameters:
-        raise ValueError("ShardedOptimizer: no parameters; give module.parameters()")
     for number, p in enumerate(parameters):
         if not isinstance(p, torch.nn.Parameter):
             raise TypeError(f"ShardedOptimizer: parameter {number} is a {type(p).__name__}; give torch.nn.Parameters")

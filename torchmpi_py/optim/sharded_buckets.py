@@ -2,23 +2,29 @@
 
 A bucket holds parameters and their gradients in two flat tensors; ``p.data`` are views of the first. Its parts:
 
-- *slices*: P equal parts, whatever parameter they belong to. reduce_scatter gives a rank the gradients of its slice,
-  allgather brings the updated slices together: S (P-1)/P elements each way, as much as one allreduce. For optimizers
-  that treat every element alike.
+- *slices*: P equal parts. reduce_scatter gives a rank the gradients of its slice, allgather brings the updated slices
+  together: S (P-1)/P elements each way, as much as one allreduce. A slice may begin or end within a parameter, so this
+  is for optimizers that treat every element alike.
 - *whole*: the bucket has one owner, which updates its parameters: reduce, then broadcast.
 
-Compressed gradients of 16 bits travel in the same ways; what TopK and PowerSGD send, all ranks get.
+In both cases a rank has one shard per parameter of its part: the parameter, or the flat piece of it that lies in the
+slice. So the optimizer keeps the state of each parameter apart, as without sharding. Compressed gradients of 16 bits
+travel in the same ways; what TopK and PowerSGD send, all ranks get.
 
 Sources: PaddlePaddle's reduce, update, broadcast; Rajbhandari et al., ZeRO (2020), stage 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import copy
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._pytree import tree_map_only
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core.communicators import Communicator
@@ -26,23 +32,24 @@ from torchmpi_py.core.handles import Handle
 from torchmpi_py.nn.absent_gradients import AbsentGradient
 from torchmpi_py.nn.buckets import Buckets, flat_memory, runs_of
 from torchmpi_py.nn.compressed_reducer import CompressedReducer
-from torchmpi_py.nn.compression import Compression, Destination, Uncompressed
+from torchmpi_py.nn.compression import Compression, Compressor, Destination
+from torchmpi_py.nn.elements import largest_amount
 from torchmpi_py.nn.gradient_reducer import GradientReducer, views_of
 
-_OF_A_PARAMETER = {"step", "eta", "mu", "mu_product"}  # one number, also where the parameter itself is one
-
-_Start = Callable[[Tensor, dict[str, Any]], Any]
-_STARTS_AT: dict[str, _Start] = {  # entries of a new state, of a parameter and its group; the others start at zero
-    "step_size": lambda p, group: group["lr"],  # of Rprop
-    "sum": lambda p, group: group["initial_accumulator_value"],  # of Adagrad
-    "ax": lambda p, group: p,  # of ASGD
-}
+_State = Mapping[Any, dict[str, Any]]
+_Numbers = Mapping[Parameter, int]
 
 
-class Slices(Destination):
-    """Of reduced gradients each rank wants its slice."""
+class _Sharded(Destination):
+    """Each rank wants a part of a bucket."""
 
-    is_everywhere = False
+    def largest(self, part: Tensor) -> float:
+        here = largest_amount(part)
+        return float(verbs.allreduce(math.inf if math.isnan(here) else here, op="max", comm=self.comm))
+
+
+class Slices(_Sharded):
+    """Each rank wants its slice of the reduced gradients."""
 
     def __init__(self, comm: Communicator) -> None:
         super().__init__(comm)
@@ -53,14 +60,17 @@ class Slices(Destination):
             self._reduced[x.dtype] = x.new_empty(x.numel() // self.comm.size)
         return verbs.reduce_scatter_async(x, out=self._reduced[x.dtype], op=op, comm=self.comm)
 
-    def part(self, flat: Tensor) -> Tensor:
-        return flat.chunk(self.comm.size)[self.comm.rank]
+    def bounds(self, count: int) -> tuple[int, int]:
+        length = count // self.comm.size
+        return self.comm.rank * length, (self.comm.rank + 1) * length
+
+    def spread(self, flat: Tensor) -> Handle[Tensor]:
+        """Start to bring the parts of all ranks to all ranks. Collective."""
+        return verbs.allgather_async(self.part(flat), out=flat, comm=self.comm)
 
 
-class Owner(Destination):
+class Owner(_Sharded):
     """One rank wants all the reduced gradients."""
-
-    is_everywhere = False
 
     def __init__(self, owner: int, comm: Communicator) -> None:
         super().__init__(comm)
@@ -72,8 +82,12 @@ class Owner(Destination):
     def result(self, handle: Handle[Tensor]) -> Tensor:
         return self.part(handle.wait())
 
-    def part(self, flat: Tensor) -> Tensor:
-        return flat if self.comm.rank == self.owner else flat[:0]
+    def bounds(self, count: int) -> tuple[int, int]:
+        return 0, count if self.comm.rank == self.owner else 0
+
+    def spread(self, flat: Tensor) -> Handle[Tensor]:
+        """Start to bring the values of the owner to all ranks. Collective."""
+        return verbs.broadcast_async(flat, self.owner, comm=self.comm)
 
 
 class GradientOfOwners(AbsentGradient):
@@ -88,142 +102,138 @@ class GradientOfOwners(AbsentGradient):
     )
 
 
-class ShardedReducer(CompressedReducer):
-    """Parameters of one group of the optimizer, and their memory.
+class Part(NamedTuple):
+    """Where a shard lies."""
 
-    owner: the rank that updates all of it; None: each rank updates its slice. ``shards``: what this rank updates, with
-    gradients once a reduction is finished. ``p.grad`` of the other parameters is absent until ``spread``.
+    parameter: Parameter
+    begin: int  # in the memory of the parameter
+    gradient: Tensor  # in the bucket, of the shard's shape
+
+
+class ShardedReducer(CompressedReducer):
+    """Parameters of one group of the optimizer, number ``group``, and their memory.
+
+    ``shards``: what this rank updates, with gradients once a reduction is finished. ``p.grad`` of the other parameters
+    is absent until ``spread``.
     """
 
     absent_kind = GradientOfOwners
 
-    def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        memory: Tensor,
-        comm: Communicator,
-        *,
-        group: int,
-        owner: int | None,
-        compression: Compression | None,
-    ) -> None:
+    def __init__(self, parameters: Sequence[Parameter], memory: Tensor, buckets: ShardedBuckets) -> None:
+        owner, comm, compression = buckets.owner_of.get(parameters[0]), buckets.comm, buckets.compression
+        self.group = buckets.group_of[parameters[0]]
+        self.destination = Slices(comm) if owner is None else Owner(owner, comm)
         self.values, gradients = memory.chunk(2)  # with padding, so that there are P equal slices
-        self.group = group
-        self.owner = owner
-        destination = Slices(comm) if owner is None else Owner(owner, comm)
         padding = gradients[sum(p.numel() for p in parameters) :]  # perhaps of no element
-        of_bucket = gradients, [*views_of(gradients, parameters), padding], comm, destination
+        of_bucket = gradients, [*views_of(gradients, parameters), padding], comm, self.destination
         compressor = compression.compressor(*of_bucket) if compression is not None and comm.size > 1 else None
         self.has_state = compressor is not None
-        super().__init__(parameters, gradients, comm, compressor or Uncompressed(*of_bucket))
+        super().__init__(parameters, gradients, comm, compressor or Compressor(*of_bucket))
         self.views = list(views_of(self.values, parameters))
         with torch.no_grad():
             for p, view in zip(parameters, self.views, strict=True):
                 view.copy_(p)
                 p.data = view
-        self.shards: list[torch.nn.Parameter] = []
-        if owner is None:
-            self.shards = [torch.nn.Parameter(destination.part(self.values))]
-        elif owner == comm.rank:
-            self.shards = list(parameters)
+        self.shards = dict(self._shards())
+
+    def _shards(self) -> Iterator[tuple[Parameter, Part]]:
+        first, last = self.destination.bounds(self.values.numel())
+        end = 0
+        for p in self.parameters:
+            begin, end = end, end + p.numel()
+            start, stop = max(begin, first), min(end, last)
+            if first <= begin and end <= last:
+                # The gradients of slices stay absent in the parameter, on every rank alike.
+                shard = p if isinstance(self.destination, Owner) else Parameter(p.detach())
+            elif start < stop:
+                shard = Parameter(self.values[start:stop])
+            else:
+                continue
+            (gradient,) = views_of(self.flat[start:], [shard])
+            yield shard, Part(p, start - begin, gradient)
 
     def finish(self, op: str) -> None:
         """Give ``shards`` their gradients."""
         self.compressor.finish(op)
-        if self.owner is None:
-            self.shards[0].grad = self.compressor.result()
-        else:
-            for shard in self.shards:
-                shard.grad = self._views[shard].detach()
+        for shard, part in self.shards.items():
+            shard.grad = part.gradient.detach()
 
-    def spread(self) -> list[Handle[Any]]:
+    def spread(self) -> Handle[Any]:
         """Start to bring the updated parameters to all ranks."""
         for p in (*self.shards, *self.parameters):
             p.grad = None
-        if self.owner is None:
-            return [verbs.allgather_async(self.shards[0].detach(), out=self.values, comm=self.comm)]
-        return [verbs.broadcast_async(self.values, self.owner, comm=self.comm)]
+        return self.destination.spread(self.values)
 
     def leave(self) -> None:
         """Give the parameters memory of their own."""
-        for p, view in zip(self.parameters, self.views, strict=True):
-            if p.data_ptr() == view.data_ptr():
-                p.data = view.clone()
+        for p in self.parameters:
+            p.data = p.detach().clone()
 
     def is_in_place(self) -> bool:
         """Whether the parameters are still the bucket's memory."""
         return all(p.data_ptr() == view.data_ptr() for p, view in zip(self.parameters, self.views, strict=True))
 
+    def cut(self, state: _State) -> dict[Any, dict[str, Any]]:
+        """The state of each shard, copied from ``state`` of whole parameters."""
+        return {
+            shard: {name: _cut(x, shard, part) for name, x in state[part.parameter].items()}
+            for shard, part in self.shards.items()
+            if state.get(part.parameter)
+        }
+
+    def join(self, state: _State) -> dict[Any, dict[str, Any]]:
+        """The state of each whole parameter, from ``state`` of the shards on all ranks. Collective."""
+        number_of = {p: number for number, p in enumerate(self.parameters)}
+        here = {number_of[part.parameter]: state[shard] for shard, part in self.shards.items() if state.get(shard)}
+        of_ranks = verbs.allgather_object(tree_map_only(Tensor, lambda x: x.detach().cpu(), here), comm=self.comm)
+        joined = {}
+        for p, number in number_of.items():
+            if parts := [of_rank[number] for of_rank in of_ranks if number in of_rank]:
+                joined[p] = {name: _joined(p, [part[name] for part in parts]) for name in parts[0]}
+        return joined
+
+
+def _cut(x: Any, shard: Tensor, part: Part) -> Any:
+    if not isinstance(x, Tensor) or x.shape != part.parameter.shape:
+        return copy.deepcopy(x)  # such as a number of steps
+    flat = x.new_empty(x.numel())
+    next(views_of(flat, [part.parameter])).copy_(x)  # in the order of the parameter's memory
+    return next(views_of(flat[part.begin :], [shard])).clone()
+
+
+def _joined(p: Tensor, parts: list[Any]) -> Any:
+    """One value of the state of ``p`` from those of its shards, in rank order."""
+    if not isinstance(parts[0], Tensor) or not parts[0].dim():
+        return parts[0]
+    whole = parts[0] if len(parts) == 1 else next(views_of(torch.cat(parts), [p]))
+    return whole.to(p.device)
+
 
 class ShardedBuckets(Buckets):
     """The buckets of a ShardedOptimizer. Making them is collective over ``comm``.
 
-    group_of: the optimizer's group of each parameter; owner_of: the owner of each; None in place of it: slices.
+    group_of: the optimizer's group of each parameter that is trained; owner_of: the owner of each; empty: slices.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        comm: Communicator,
-        group_of: dict[torch.nn.Parameter, int],
-        owner_of: dict[torch.nn.Parameter, int] | None,
-        compression: Compression | None,
-    ) -> None:
-        self.group_of = group_of
-        self.owner_of = owner_of
-        super().__init__(parameters, comm, compression=compression)
+    all: list[ShardedReducer]  # type: ignore[assignment]
 
-    def reducers(self, groups: Iterable[Sequence[torch.nn.Parameter]]) -> list[GradientReducer]:
+    def __init__(
+        self, comm: Communicator, group_of: _Numbers, owner_of: _Numbers, compression: Compression | None
+    ) -> None:
+        self.group_of, self.owner_of = group_of, owner_of
+        super().__init__(list(group_of), comm, compression=compression)
+
+    def reducers(self, groups: Iterable[Sequence[Parameter]]) -> list[GradientReducer]:
         """Create the reducer of each bucket, which is of one group of the optimizer and one owner."""
-        owners = self.owner_of or {}
-        runs = runs_of(self.parameters, groups, lambda p: (self.group_of[p], owners.get(p)))
-        padding = self.comm.size if self.owner_of is None else 1
+        runs = runs_of(self.parameters, groups, lambda p: (self.group_of[p], self.owner_of.get(p)))
+        padding = 1 if self.owner_of else self.comm.size
         counts = [-(-sum(p.numel() for p in run) // padding) * padding for run in runs]
         memory = flat_memory(runs, self.comm, [2 * count for count in counts])
-        return [
-            ShardedReducer(
-                run,
-                flat,
-                self.comm,
-                group=self.group_of[run[0]],
-                owner=owners.get(run[0]),
-                compression=self.compression,
-            )
-            for run, flat in zip(runs, memory, strict=True)
-        ]
+        return [ShardedReducer(run, flat, self) for run, flat in zip(runs, memory, strict=True)]
 
-    def begin(self) -> None:
-        """Drop what a backward pass that broke off has left in the buckets."""
-        for bucket in self.all:
-            for p, absent in bucket._absent.items():
-                if p.grad is absent:
-                    p.grad = None
-
-    def gradient_flags(self) -> Tensor:
-        """Ones: gradients have left their parameters by now; missing ones are zero."""
-        return torch.ones(len(self.parameters), dtype=torch.uint8, device="cpu")
-
-
-def slice_of_state(bucket: ShardedReducer, saved: list[dict[str, Any]], group: dict[str, Any]) -> dict[str, Any]:
-    """This rank's slice of the state of a bucket's parameters. ``group``: the options of the parameters' group."""
-    entries: dict[str, Any] = {}
-    shard = bucket.shards[0]
-    for name in dict.fromkeys(name for of_parameter in saved for name in of_parameter):
-        values = {p: entry[name] for p, entry in zip(bucket.parameters, saved, strict=True) if name in entry}
-        first = next(iter(values.values()))
-        has_shape = all(isinstance(x, Tensor) and x.shape == p.shape for p, x in values.items())
-        if not has_shape or name in _OF_A_PARAMETER:
-            if others := [x for x in values.values() if x != first]:
-                raise ValueError(
-                    f"the state's {name} is {first} for one parameter and {others[0]} for another, which share a "
-                    "slice: take placement='round_robin', which keeps parameters apart"
-                )
-            entries[name] = first
-            continue
-        whole = torch.zeros(bucket.values.numel(), dtype=first.dtype, device="cpu")
-        start: _Start = _STARTS_AT.get(name, lambda p, group: 0)
-        for view, p in zip(views_of(whole, bucket.parameters), bucket.parameters, strict=True):
-            view[...] = values[p] if p in values else start(p.detach(), group)
-        begin = bucket.comm.rank * shard.numel()
-        entries[name] = whole[begin : begin + shard.numel()].clone()
-    return entries
+    def finish(self, op: str, flags: Tensor) -> None:
+        """Finish what was launched. The shards of a parameter that no rank has used get no gradient. Collective."""
+        super().finish(op, flags)
+        for shard, part in (item for bucket in self.all for item in bucket.shards.items()):
+            if part.parameter.grad is None:
+                shard.grad = None

@@ -72,7 +72,7 @@ class ReducingOptimizer(OptimizerWrapper):
         self._is_checked = False  # whether parameters have been compared
         self._is_reduced = False  # whether there are reduced gradients, which no step has used
 
-    @property
+    @OptimizerWrapper.param_groups.getter  # type: ignore[attr-defined, untyped-decorator]
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of the optimizer. To GradScaler, which unscales gradients there, they are reduced first."""
         # What it unscales before a reduction would meet scaled gradients of other ranks in it.
@@ -80,15 +80,16 @@ class ReducingOptimizer(OptimizerWrapper):
             self.synchronize()
         return self.optimizer.param_groups
 
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
+    def _register(self, module: torch.nn.Module, **options: Any) -> None:
+        """Reduce the gradients of a module in its backward passes. Collective."""
+        calls: dict[str, Any] = {"before_pass": self._check_pass, "on_reduction": self._wait}
+        self.reduction = AsyncBackward(module, comm=self.comm, **calls, **options)
 
     def synchronize(self) -> None:
         """Reduce gradients that are not reduced yet, as after no backward pass, or fewer than on other ranks."""
         if not self._is_reduced:
             self.reduction.reduce_now()
-            self._is_reduced = True
+            self._end_reduction()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. RuntimeError between the backward passes of one step, whose gradients would be lost."""
@@ -105,6 +106,25 @@ class ReducingOptimizer(OptimizerWrapper):
         """As torch's, on every rank. Drops the gradients of a step under way, and what compression has kept."""
         super().load_state_dict(state_dict)
         self.reduction.restart()
+
+    def _wait(self) -> None:
+        """At the end of a backward pass whose gradients are reduced."""
+        self.reduction.synchronize()
+        self._end_reduction()
+
+    def _end_reduction(self) -> None:
+        self._is_reduced = True
+
+    def _check_pass(self) -> None:
+        """At the start of a backward pass."""
+        if self._is_reduced and self.reduction.buckets.hold_gradients():
+            raise RuntimeError(
+                "backward() ran again before step(): it would add to gradients that are reduced already. Accumulate "
+                "with backward_passes_per_step=..., or zero_grad() of this optimizer. Where a pass for another has "
+                "reached these parameters (as a GAN's), set requires_grad_(False) on them for that pass; activation "
+                "checkpointing needs checkpoint(..., use_reentrant=False)"
+            )
+        self._is_reduced = False  # of a step that GradScaler left out, whose gradients the module has dropped
 
     def _check_between_steps(self, call: str) -> None:
         if self.reduction.num_passes:

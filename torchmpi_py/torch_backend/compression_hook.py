@@ -13,7 +13,7 @@ from torch import Tensor
 from torchmpi_py.core import communicators
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.handles import Handle, wait_all
-from torchmpi_py.nn.compression import Compression, Compressor, Uncompressed
+from torchmpi_py.nn.compression import Compression, Compressor
 from torchmpi_py.nn.gradient_reducer import views_of
 from torchmpi_py.torch_backend import torch_internals
 from torchmpi_py.torch_backend.torch_internals import GradBucket
@@ -58,7 +58,7 @@ class CompressedBuckets:
             flat = torch.empty_like(x)  # memory of its own, for DDP may change that of its buckets on some ranks
             views = list(views_of(flat, members))  # as DDP lays gradients out
             made = self.compression.compressor(flat, views, self.comm) if self.comm.size > 1 else None
-            compressor = made or Uncompressed(flat, views, self.comm)
+            compressor = made or Compressor(flat, views, self.comm)
             self._buckets[bucket.index()] = members, compressor
         return compressor
 
