@@ -74,32 +74,15 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module, comm: Communicator | None = None) -> torch.nn.Module:
-        """The module with every BatchNorm layer in it replaced; parameters and buffers are kept.
+        """Make every BatchNorm layer of a module, or the module itself, one of this class, and return the module.
 
-        A module that is such a layer itself is not changed; its successor is returned.
+        Each layer stays the same object, with its parameters, buffers and hooks.
         """
-        return cls._converted(module, comm, {})
-
-    @classmethod
-    def _converted(
-        cls, module: torch.nn.Module, comm: Communicator | None, successors: dict[torch.nn.Module, torch.nn.Module]
-    ) -> torch.nn.Module:
-        """The module, or its successor; a layer that is used in several places has one."""
-        if module in successors:
-            return successors[module]
-        converted = module
-        if isinstance(module, _BatchNorm):
-            converted = cls(
-                module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats, comm
-            )
-            for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
-                setattr(converted, name, getattr(module, name))
-            converted.train(module.training)
-        successors[module] = converted
-        for name, child in module._modules.items():  # named_children names a layer that comes twice once
-            if child is not None:
-                setattr(converted, name, cls._converted(child, comm, successors))
-        return converted
+        for layer in module.modules():
+            if isinstance(layer, _BatchNorm):
+                layer.__class__ = cls
+                vars(layer)["comm"] = comm
+        return module
 
     def _check_input_dim(self, x: Tensor) -> None:
         if x.dim() < 2 or x.shape[1] != self.num_features:
@@ -113,15 +96,13 @@ class SyncBatchNorm(_BatchNorm):
         return None if comm.size == 1 else own_communicator(comm)
 
     def _track(self, mean: Tensor, var: Tensor) -> None:
-        if not self.track_running_stats:
-            return
-        assert self.running_mean is not None, "they are tracked"
-        assert self.running_var is not None, "they are tracked"
-        assert self.num_batches_tracked is not None, "they are tracked"
-        self.num_batches_tracked.add_(1)
-        share = 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_(var.to(self.running_var.dtype), share)
+        """Update the running statistics."""
+        if self.track_running_stats:
+            layer: Any = self  # for mypy each buffer may be None
+            layer.num_batches_tracked.add_(1)
+            share = 1.0 / layer.num_batches_tracked.item() if self.momentum is None else self.momentum
+            layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), share)
+            layer.running_var.lerp_(var.to(layer.running_var.dtype), share)
 
 
 class _Normalize(Function):
