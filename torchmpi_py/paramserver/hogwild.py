@@ -146,7 +146,8 @@ def _flatten(network: torch.nn.Module) -> None:
     """Let blocks be flat now: their first use would move their parameters out of the shared memory."""
     for module in network.modules():
         if isinstance(module, BlockSequential):
-            _ = module.blocks
+            for block in module.blocks:
+                _ = block.weights
 
 
 def _check(parameters: list[torch.nn.Parameter], comm: Communicator) -> None:
