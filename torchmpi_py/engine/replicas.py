@@ -11,10 +11,10 @@ from torchmpi_py.core.communicators import resolve
 from torchmpi_py.engine.same_batches import FirstBatches
 from torchmpi_py.engine.state import State
 from torchmpi_py.errors import RanksDisagree
+from torchmpi_py.nn.async_backward import BucketFactory
 from torchmpi_py.nn.buckets import Buckets
-from torchmpi_py.nn.compression import Compression
 from torchmpi_py.nn.members import ParameterSnapshot
-from torchmpi_py.nn.synchronize import buckets_of, reduced_in_backward
+from torchmpi_py.nn.synchronize import check_unregistered, parameters_to_reduce
 from torchmpi_py.optim.sharded import ShardedOptimizer
 from torchmpi_py.runtime import process
 
@@ -25,10 +25,10 @@ class Replicas:
     A copy is parameters and buffers of network and criterion, and the parameters that only the optimizer holds.
     """
 
-    def __init__(self, state: State, asynchronous: bool, compression: Compression | None) -> None:
+    def __init__(self, state: State, asynchronous: bool, make_buckets: BucketFactory) -> None:
         self.state = state
         self.asynchronous = asynchronous
-        self.compression = compression
+        self.make_buckets = make_buckets
         self.module: torch.nn.Module = torch.nn.ModuleDict()
         self.members: ParameterSnapshot | None = None  # when last broadcast
         self.registration: nn.AsyncBackward | None = None
@@ -67,7 +67,7 @@ class Replicas:
                 raise
         if process.size() == 1:
             return None
-        successor = Replicas(self.state, self.asynchronous, self.compression)
+        successor = Replicas(self.state, self.asynchronous, self.make_buckets)
         if self._trains(self.state.members()):
             successor._register()
         else:
@@ -81,7 +81,7 @@ class Replicas:
     def _register(self) -> None:
         self.module = self.state.as_one_module()
         if self.asynchronous and self.state.parameters():
-            self.registration = nn.register_async_backward(self.module, compression=self.compression)
+            self.registration = nn.AsyncBackward(self.module, make_buckets=self.make_buckets)
         self.members = self.state.members()
 
     def look(self) -> None:
@@ -105,11 +105,13 @@ class Replicas:
 
     def _present_buckets(self) -> Buckets:
         """The buckets of the gradients; without another look at each if nothing has changed since the last step."""
-        members, buckets = self.state.place.members, self.buckets
-        is_same = members is self.bucketed and not reduced_in_backward
-        if buckets is None or not is_same or buckets.comm is not resolve(None) or not buckets.all_fit():
-            buckets = self.buckets = buckets_of(self.module, self.compression)
-            self.bucketed = members
+        check_unregistered("train", self.module.named_parameters())
+        members, buckets, comm = self.state.place.members, self.buckets, resolve(None)
+        is_same = buckets is not None and (members is self.bucketed or buckets.serve(self.module))
+        if buckets is None or not is_same or buckets.comm is not comm or not buckets.all_fit():
+            named = parameters_to_reduce("train", self.module, comm)
+            buckets = self.buckets = self.make_buckets(self.module, list(named.values()), comm)
+        self.bucketed = members
         return buckets
 
     def check(self) -> None:

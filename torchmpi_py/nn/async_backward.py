@@ -24,13 +24,13 @@ from torchmpi_py.core.communicators import Communicator, resolve, stack
 from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.core.tensors import check_count
 from torchmpi_py.nn.absent_gradients import AbsentGradient
-from torchmpi_py.nn.block_sequential import BlockSequential
-from torchmpi_py.nn.buckets import Buckets
-from torchmpi_py.nn.compression import Compression, check_compression
+from torchmpi_py.nn.buckets import Buckets, buckets_of
+from torchmpi_py.nn.compression import Compression
 from torchmpi_py.nn.launch_order import LaunchOrder
 from torchmpi_py.nn.members import parameters_of
-from torchmpi_py.nn.sparse_reducer import sparse_parameters
-from torchmpi_py.nn.synchronize import check_alike, check_unregistered, reduced_in_backward, trainable
+from torchmpi_py.nn.synchronize import parameters_to_reduce, reduced_in_backward
+
+BucketFactory = Callable[[torch.nn.Module, list[torch.nn.Parameter], Communicator], Buckets]
 
 _FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__  # autograd calls Function.backward here
 
@@ -46,8 +46,7 @@ class AsyncBackward:
     Args (beside those of ``register_async_backward``):
         comm: the ranks to average over; default: the current level.
         only: reduce only these parameters of the module.
-        buckets: buckets of these parameters that are there already, such as sharded ones.
-        sparse_as_dense: make sparse gradients dense before they are reduced.
+        make_buckets: creates the buckets of these parameters; called with module, parameters and ``comm``.
         before_pass: a method, called when the first gradient of a backward pass is complete.
         on_reduction: a method, called at the end of a backward pass whose gradients are reduced.
     """
@@ -61,26 +60,18 @@ class AsyncBackward:
         *,
         frequency: int = 1,
         average: bool = True,
-        compression: Compression | None = None,
         comm: Communicator | None = None,
         only: Container[torch.nn.Parameter] | None = None,
-        buckets: Buckets | None = None,
-        sparse_as_dense: bool = False,
+        make_buckets: BucketFactory = buckets_of,
         before_pass: Callable[[], object] | None = None,
         on_reduction: Callable[[], object] | None = None,
     ) -> None:
-        check_compression(compression)
         self.frequency = check_count("frequency", frequency, 1, "backward passes")
         self.op = "avg" if average else "sum"
-        parameters = {name: p for name, p in trainable(module).items() if only is None or p in only}
         _remove_registrations_of_former_sessions()
-        check_unregistered("register_async_backward", parameters)
+        parameters = parameters_to_reduce("register_async_backward", module, resolve(comm), only)
         self.names = {p: name for name, p in parameters.items()}
-        check_alike("register_async_backward", parameters, resolve(comm))
-        if buckets is None:
-            sparse = () if sparse_as_dense else sparse_parameters(module)
-            buckets = Buckets(list(self.names), resolve(comm), _blocks(module, self.names), compression, sparse)
-        self.buckets = buckets
+        self.buckets = make_buckets(module, list(self.names), resolve(comm))
         self._before_pass, self._on_reduction = _while_alive(before_pass), _while_alive(on_reduction)
         self._only = only
         self._lock = threading.Lock()
@@ -213,13 +204,12 @@ class AsyncBackward:
     def _check_parameters(self) -> None:
         """RuntimeError if the module has other parameters than at its registration."""
         module = self._module()
+        reduced = [buckets.index_of for buckets in (self.buckets, *reduced_in_backward)]
         unknown = {
             id(p)
             for p in ([] if module is None else parameters_of(module))
-            if p not in self.names and p.requires_grad and (self._only is None or p in self._only)
+            if p.requires_grad and (self._only is None or p in self._only) and not any(p in each for each in reduced)
         }
-        if unknown:
-            unknown -= {id(p) for several in _registered.values() for other in several for p in other.names}
         if module is not None and unknown:
             names = [name for name, p in module.named_parameters() if id(p) in unknown]
             raise RuntimeError(
@@ -283,7 +273,8 @@ def register_async_backward(
     optimizer call ``restart()``. ValueError for parameters that are registered
     already, with this module or another; RanksDisagree, from ``synchronize``, where that order differs between ranks.
     """
-    return AsyncBackward(module, frequency=frequency, average=average, compression=compression)
+    make_buckets = functools.partial(buckets_of, compression=compression)
+    return AsyncBackward(module, frequency=frequency, average=average, make_buckets=make_buckets)
 
 
 def registered_with(module: torch.nn.Module) -> AsyncBackward | None:
@@ -311,12 +302,6 @@ def _while_alive(method: Callable[..., object] | None) -> Callable[..., None]:
             bound(*args)
 
     return call
-
-
-def _blocks(module: torch.nn.Module, reduced: Container[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    """The parameters of the blocks of all BlockSequentials inside that are reduced as a whole."""
-    blocks = [block.parameters for m in module.modules() if isinstance(m, BlockSequential) for block in m.blocks]
-    return [parameters for parameters in blocks if parameters and all(p in reduced for p in parameters)]
 
 
 def _is_in_function_backward() -> bool:

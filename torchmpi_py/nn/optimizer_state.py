@@ -94,7 +94,7 @@ def _differing(optimizer: Any, comm: Communicator) -> list[int]:
 
 
 def _content(x: Any) -> Any:
-    """What is compared of a state: of tensors their bits, of dicts not the order, of objects that are no data the type."""
+    """The content that is compared: a tensor's bits, a dict's items in any order, the type of an object of no data."""
     if isinstance(x, dict):
         return sorted(((repr(key), _content(value)) for key, value in x.items()), key=itemgetter(0))
     if isinstance(x, (list, tuple)):

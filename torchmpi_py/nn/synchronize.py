@@ -6,8 +6,7 @@ Every function runs on the current level. Small tensors share flat buffers of up
 from __future__ import annotations
 
 import hashlib
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -22,10 +21,7 @@ from torchmpi_py.core import agree
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.tensors import check_tensor
 from torchmpi_py.errors import RanksDisagree
-from torchmpi_py.nn.buckets import Buckets, grouped
-from torchmpi_py.nn.compression import Compression
-from torchmpi_py.nn.members import parameters_of
-from torchmpi_py.nn.sparse_reducer import sparse_parameters
+from torchmpi_py.nn.buckets import Buckets, buckets_of, grouped
 
 _buckets: WeakKeyDictionary[torch.nn.Module, Buckets] = WeakKeyDictionary()  # of synchronize_gradients
 reduced_in_backward: WeakSet[Buckets] = WeakSet()  # of register_async_backward
@@ -118,7 +114,14 @@ def synchronize_gradients(module: torch.nn.Module, average: bool = True) -> None
     save or send. ValueError for parameters that ``register_async_backward`` reduces; RanksDisagree, on all ranks, where
     the first call finds other names, shapes or dtypes on another rank.
     """
-    buckets_of(module).reduce("avg" if average else "sum")
+    call, comm = "synchronize_gradients", resolve(None)
+    check_module(call, module)
+    check_unregistered(call, module.named_parameters())
+    buckets = _buckets.get(module)
+    if buckets is None or buckets.comm is not comm or not buckets.serve(module):
+        named = parameters_to_reduce(call, module, comm)
+        buckets = _buckets[module] = buckets_of(module, list(named.values()), comm)
+    buckets.reduce("avg" if average else "sum")
 
 
 def check_with_allreduce(module: torch.nn.Module) -> None:
@@ -132,32 +135,17 @@ def check_with_allreduce(module: torch.nn.Module) -> None:
     check_all_with_allreduce({**dict(module.named_parameters()), **buffers})
 
 
-def buckets_of(module: torch.nn.Module, compression: Compression | None = None) -> Buckets:
-    """The buckets of a module in ``synchronize_gradients``; collective where they have to be made."""
-    check_module("synchronize_gradients", module)
-    comm, buckets = resolve(None), _buckets.get(module)
-    if buckets is not None and _serve(buckets, module, comm, compression) and not reduced_in_backward:
-        return buckets
-    named = trainable(module)
-    check_unregistered("synchronize_gradients", named)
-    if buckets is None or not _serve(buckets, module, comm, compression):
-        check_alike("synchronize_gradients", named, comm)
-        sparse = sparse_parameters(module)
-        buckets = _buckets[module] = Buckets(list(named.values()), comm, compression=compression, sparse=sparse)
-    return buckets
+def parameters_to_reduce(
+    call: str, module: torch.nn.Module, comm: Communicator, only: Container[torch.nn.Parameter] | None = None
+) -> dict[str, torch.nn.Parameter]:
+    """The parameters that take a gradient (of ``only``), by name, the same on all ranks. Collective.
 
-
-def _serve(buckets: Buckets, module: torch.nn.Module, comm: Communicator, compression: Compression | None) -> bool:
-    """Whether buckets of a module serve it again: in a fraction of the time that a look at each name takes."""
-    if buckets.comm is not comm or buckets.compression is not compression:
-        return False
-    parameters = [p for p in parameters_of(module) if p.requires_grad]
-    return (
-        len(parameters) == len(buckets.parameters)
-        and all(map(operator.is_, parameters, buckets.parameters))
-        and sparse_parameters(module) == buckets.sparse
-        and buckets.all_fit()
-    )
+    Raises ValueError for a parameter whose gradient is reduced already, RanksDisagree where the parameters differ.
+    """
+    named = {name: p for name, p in trainable(module).items() if only is None or p in only}
+    check_unregistered(call, named.items())
+    check_alike(call, named, comm)
+    return named
 
 
 def check_module(what: str, module: object) -> None:
@@ -187,12 +175,13 @@ def check_whole(what: str, named: Mapping[Any, Tensor]) -> None:
             check_tensor(what, f"parameter {name}", x)
 
 
-def check_unregistered(call: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+def check_unregistered(call: str, named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
     """ValueError if ``register_async_backward`` reduces one of these gradients: a second time gives a wrong number."""
-    registrations = list(reduced_in_backward)
-    if not registrations:
+    if not (registrations := list(reduced_in_backward)):
         return
-    registered = [name for name, p in parameters.items() if any(p in buckets.index_of for buckets in registrations)]
+    registered = [
+        name for name, p in named if p.requires_grad and any(p in buckets.index_of for buckets in registrations)
+    ]
     if registered:
         more = f" and {len(registered) - _MOST_NAMES} more" if len(registered) > _MOST_NAMES else ""
         raise ValueError(

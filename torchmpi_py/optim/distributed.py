@@ -11,6 +11,7 @@ Source: Horovod's DistributedOptimizer (Sergeev and Del Balso, 2018) for the nam
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.nn.async_backward import AsyncBackward
+from torchmpi_py.nn.buckets import buckets_of
 from torchmpi_py.nn.compression import Compression
 from torchmpi_py.nn.synchronize import check_module, check_tables, summary, trainable
 from torchmpi_py.optim.wrapper import ReducingOptimizer
@@ -68,11 +70,8 @@ class DistributedOptimizer(ReducingOptimizer):
         self.module = module
         self.backward_passes_per_step = backward_passes_per_step
         self.comm = resolve(comm)
-        self._options: dict[str, Any] = {
-            "average": average,
-            "compression": compression,
-            "sparse_as_dense": sparse_as_dense,
-        }
+        make_buckets = functools.partial(buckets_of, compression=compression, sparse_as_dense=sparse_as_dense)
+        self._options: dict[str, Any] = {"average": average, "make_buckets": make_buckets}
         self._register()
 
     def _register(self) -> None:

@@ -130,11 +130,16 @@ class ShardedOptimizer(ReducingOptimizer):
         group_of = {p: index for index, members in enumerate(self._groups) for p in members}
         owner_of = owners(self.parameters, placement, type(optimizer), self.comm.size)
         trained = [p for p in self.parameters if p.requires_grad]
-        buckets = ShardedBuckets(trained, self.comm, group_of, owner_of, compression)
-        self._buckets: list[ShardedReducer] = buckets.all  # type: ignore[assignment]
         self._module = torch.nn.ParameterList(trained)
-        calls: dict[str, Any] = {"before_pass": self._check_pass, "on_reduction": self._wait}
-        self.reduction = AsyncBackward(self._module, comm=self.comm, buckets=buckets, **calls, **how)
+        self.reduction = AsyncBackward(
+            self._module,
+            comm=self.comm,
+            make_buckets=lambda _, trained, comm: ShardedBuckets(trained, comm, group_of, owner_of, compression),
+            before_pass=self._check_pass,
+            on_reduction=self._wait,
+            **how,
+        )
+        self._buckets: list[ShardedReducer] = self.reduction.buckets.all  # type: ignore[assignment]
         for index, group in enumerate(optimizer.param_groups):
             group["params"] = [shard for bucket in self._buckets if bucket.group == index for shard in bucket.shards]
         # GradScaler wants a gradient on every rank; this one belongs to no bucket, so that no step updates it.

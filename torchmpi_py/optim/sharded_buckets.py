@@ -14,7 +14,7 @@ Sources: PaddlePaddle's reduce, update, broadcast; Rajbhandari et al., ZeRO (202
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torchmpi_py.nn.absent_gradients import AbsentGradient
 from torchmpi_py.nn.buckets import Buckets, flat_memory, runs_of
 from torchmpi_py.nn.compressed_reducer import CompressedReducer
 from torchmpi_py.nn.compression import Compression, Destination, Uncompressed
-from torchmpi_py.nn.gradient_reducer import GradientReducer, views_of
+from torchmpi_py.nn.gradient_reducer import views_of
 
 _OF_A_PARAMETER = {"step", "eta", "mu", "mu_product"}  # one number, also where the parameter itself is one
 
@@ -169,28 +169,16 @@ class ShardedBuckets(Buckets):
         owner_of: dict[torch.nn.Parameter, int] | None,
         compression: Compression | None,
     ) -> None:
-        self.group_of = group_of
-        self.owner_of = owner_of
-        super().__init__(parameters, comm, compression=compression)
-
-    def reducers(self, groups: Iterable[Sequence[torch.nn.Parameter]]) -> list[GradientReducer]:
-        """Create the reducer of each bucket, which is of one group of the optimizer and one owner."""
-        owners = self.owner_of or {}
-        runs = runs_of(self.parameters, groups, lambda p: (self.group_of[p], owners.get(p)))
-        padding = self.comm.size if self.owner_of is None else 1
+        owners = owner_of or {}
+        runs = runs_of(parameters, (), lambda p: (group_of[p], owners.get(p)))
+        padding = comm.size if owner_of is None else 1
         counts = [-(-sum(p.numel() for p in run) // padding) * padding for run in runs]
-        memory = flat_memory(runs, self.comm, [2 * count for count in counts])
-        return [
-            ShardedReducer(
-                run,
-                flat,
-                self.comm,
-                group=self.group_of[run[0]],
-                owner=owners.get(run[0]),
-                compression=self.compression,
-            )
+        memory = flat_memory(runs, comm, [2 * count for count in counts])
+        reducers = [
+            ShardedReducer(run, flat, comm, group=group_of[run[0]], owner=owners.get(run[0]), compression=compression)
             for run, flat in zip(runs, memory, strict=True)
         ]
+        super().__init__(parameters, comm, reducers)
 
     def begin(self) -> None:
         """Drop what a backward pass that broke off has left in the buckets."""
