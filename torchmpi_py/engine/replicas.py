@@ -14,7 +14,7 @@ from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.async_backward import BucketFactory
 from torchmpi_py.nn.buckets import Buckets
 from torchmpi_py.nn.members import ParameterSnapshot
-from torchmpi_py.nn.synchronize import check_unregistered, parameters_to_reduce
+from torchmpi_py.nn.synchronize import check_unregistered, parameters_to_reduce, reduced_in_backward
 from torchmpi_py.optim.sharded import ShardedOptimizer
 from torchmpi_py.runtime import process
 
@@ -105,7 +105,8 @@ class Replicas:
 
     def _present_buckets(self) -> Buckets:
         """The buckets of the gradients; without another look at each if nothing has changed since the last step."""
-        check_unregistered("train", self.module.named_parameters())
+        if reduced_in_backward:
+            check_unregistered("train", self.module.named_parameters())
         members, buckets, comm = self.state.place.members, self.buckets, resolve(None)
         is_same = buckets is not None and (members is self.bucketed or buckets.serve(self.module))
         if buckets is None or not is_same or buckets.comm is not comm or not buckets.all_fit():

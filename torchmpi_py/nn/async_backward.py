@@ -204,18 +204,19 @@ class AsyncBackward:
     def _check_parameters(self) -> None:
         """RuntimeError if the module has other parameters than at its registration."""
         module = self._module()
-        reduced = [buckets.index_of for buckets in (self.buckets, *reduced_in_backward)]
-        unknown = {
-            id(p)
+        new = [
+            p
             for p in ([] if module is None else parameters_of(module))
-            if p.requires_grad and (self._only is None or p in self._only) and not any(p in each for each in reduced)
-        }
-        if module is not None and unknown:
+            if p not in self.names and p.requires_grad and (self._only is None or p in self._only)
+        ]
+        if module is not None and new:
+            unknown = {id(p) for p in new if not any(p in buckets.index_of for buckets in reduced_in_backward)}
             names = [name for name, p in module.named_parameters() if id(p) in unknown]
-            raise RuntimeError(
-                f"{', '.join(names)}: new or trainable only since register_async_backward, so that nobody would "
-                "average it; remove() the registration, or the optimizer that averages, and make another one"
-            )
+            if names:
+                raise RuntimeError(
+                    f"{', '.join(names)}: new or trainable only since register_async_backward, so that no gradient of "
+                    "it is averaged; remove() the registration, or the optimizer that averages, and make another one"
+                )
         if not self.buckets.all_fit():
             raise RuntimeError(
                 "parameters have another shape, dtype or device than at register_async_backward; remove() the "
