@@ -64,13 +64,9 @@ class SyncBatchNorm(_BatchNorm):
         if comm is None:
             return super().forward(x)
         self._check_input_dim(x)
-        mean, var, count = _statistics(x.detach(), comm)
-        self._track(mean, var * (count / (count - 1)))
-        dtype = _dtype_of_statistics(x)
-        normalized: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.bias, mean.to(dtype), var.to(dtype), count, self.eps, comm
-        )
-        return normalized
+        y, mean, var = _Normalize.apply(x, self.weight, self.bias, self.eps, comm)  # type: ignore[no-untyped-call]
+        self._track(mean, var)
+        return y  # type: ignore[no-any-return]
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module, comm: Communicator | None = None) -> torch.nn.Module:
@@ -106,29 +102,26 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalize(Function):
-    """The input normalized by given mean and variance; its backward pass reduces over all ranks."""
+    """The input normalized by the statistics of all ranks; also the mean, and the variance without bias."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        var: Tensor,
-        count: float,
-        eps: float,
-        comm: Communicator,
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, comm: Communicator
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        exact_mean, exact_var, count = _statistics(x, comm)
+        unbiased = exact_var * (count / (count - 1))
+        mean, var = (values.to(_dtype_of_statistics(x)) for values in (exact_mean, exact_var))
         ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt())
         ctx.count, ctx.comm = count, comm
+        ctx.mark_non_differentiable(exact_mean, unbiased)
         if x.dtype != mean.dtype:  # torch normalizes 16-bit floats with float32 parameters only
             weight, bias = (None if p is None else p.to(mean.dtype) for p in (weight, bias))
-        return torch.empty_like(x) if x.numel() == 0 else batch_norm(x, mean, var, weight, bias, eps=eps)
+        y = torch.empty_like(x) if x.numel() == 0 else batch_norm(x, mean, var, weight, bias, eps=eps)
+        return y, exact_mean, unbiased
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
         normalized = (x.to(mean.dtype) - _along(mean, x)) * _along(scale, x)
         dims = _all_but_channels(x)
@@ -142,7 +135,7 @@ class _Normalize(Function):
             dx = ((dy - of_mean - normalized * of_spread) * _along(factor, x)).to(x.dtype)
         dweight = sum_dy_x.to(weight.dtype) if ctx.needs_input_grad[1] else None
         dbias = sum_dy.to(weight.dtype) if ctx.needs_input_grad[2] else None
-        return dx, dweight, dbias, None, None, None, None, None
+        return dx, dweight, dbias, None, None
 
 
 def _statistics(x: Tensor, comm: Communicator) -> tuple[Tensor, Tensor, float]:
