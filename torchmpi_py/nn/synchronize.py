@@ -5,7 +5,6 @@ Every function runs on the current level. Small tensors share flat buffers of up
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
@@ -50,14 +49,9 @@ def check_alike(call: str, named: Mapping[str, Tensor], comm: Communicator, *, s
     Tensors that ranks bring together are paired by their place: in another order they would be mixed up. With
     ``strides`` the strides are compared too, because a bucket holds its gradients in the order of their strides.
     """
-    if comm.size == 1:
-        return
     # torch.compile and DDP put a prefix before names, perhaps on some ranks alone.
     bare = {name.replace("_orig_mod.", "").removeprefix("module."): x for name, x in named.items()}
     table = [(name, *summary(x), *(_strides(x) if strides else ())) for name, x in bare.items()]
-    digest = hashlib.blake2b(repr(table).encode(errors="backslashreplace"), digest_size=7).digest()
-    if len(set(verbs.allgather(int.from_bytes(digest, "little"), comm=comm))) == 1:
-        return
     check_tables(f"{call}: the ranks' modules differ", allgather_object(table, comm=comm))
 
 
@@ -99,8 +93,6 @@ def synchronize_buffers(module: torch.nn.Module, how: Literal["average", "root"]
         raise ValueError(f"how={how!r}: give 'average' or 'root'")
     check_module("synchronize_buffers", module)
     buffers = {name: buffer for name, buffer in module.named_buffers() if not is_lazy(buffer)}
-    if not buffers or resolve(None).size == 1:
-        return
     comm = resolve(None)
     _make_equal([buffers[name].detach() for name in differing(buffers, comm)], how == "average", comm)
 
