@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 
 from torchmpi_py import nn
-from torchmpi_py.collectives.check import check_all_with_allreduce
+from torchmpi_py.collectives.check import check_all_with_allreduce, differing
 from torchmpi_py.core import ulfm
 from torchmpi_py.core.communicators import resolve
 from torchmpi_py.engine.same_batches import FirstBatches
 from torchmpi_py.engine.state import State
-from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.async_backward import BucketFactory
 from torchmpi_py.nn.buckets import Buckets
 from torchmpi_py.nn.members import ParameterSnapshot
@@ -51,11 +50,9 @@ class Replicas:
     def make_equal(self, with_buffers: bool) -> None:
         """Broadcast parameters and buffers where the ranks' differ; buffers alone may, unless ``with_buffers``."""
         module = self.state.as_one_module()
-        try:
-            check_all_with_allreduce(
-                dict([*module.named_parameters(), *(module.named_buffers() if with_buffers else ())])
-            )
-        except RanksDisagree:
+        if differing(
+            dict([*module.named_parameters(), *(module.named_buffers() if with_buffers else ())]), resolve(None)
+        ):
             nn.synchronize_parameters(module)
 
     def successor(self) -> Replicas | None:
