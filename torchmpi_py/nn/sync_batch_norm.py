@@ -60,13 +60,19 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize; in training with the statistics of all ranks' batches, and update the running ones."""
-        comm = self._comm_to_use() if self.training else None
-        if comm is None:
+        comm = communicators.resolve(self.comm) if self.training and communicators.is_started() else None
+        if comm is None or comm.size == 1:
             return super().forward(x)
         self._check_input_dim(x)
-        y, mean, var = _Normalize.apply(x, self.weight, self.bias, self.eps, comm)  # type: ignore[no-untyped-call]
-        self._track(mean, var)
-        return y  # type: ignore[no-any-return]
+        layer: Any = self  # for mypy each buffer may be None
+        y: Tensor
+        y, mean, var = _Normalize.apply(x, self.weight, self.bias, self.eps, own_communicator(comm))  # type: ignore[no-untyped-call]
+        if self.track_running_stats:
+            layer.num_batches_tracked.add_(1)
+            share = 1.0 / layer.num_batches_tracked.item() if self.momentum is None else self.momentum
+            layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), share)
+            layer.running_var.lerp_(var.to(layer.running_var.dtype), share)
+        return y
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module, comm: Communicator | None = None) -> torch.nn.Module:
@@ -83,22 +89,6 @@ class SyncBatchNorm(_BatchNorm):
     def _check_input_dim(self, x: Tensor) -> None:
         if x.dim() < 2 or x.shape[1] != self.num_features:
             raise ValueError(f"SyncBatchNorm: expected (N, {self.num_features}, ...), not {tuple(x.shape)}")
-
-    def _comm_to_use(self) -> Communicator | None:
-        """The communicator of the layers; None where this rank is alone."""
-        if not communicators.is_started():
-            return None
-        comm = communicators.resolve(self.comm)
-        return None if comm.size == 1 else own_communicator(comm)
-
-    def _track(self, mean: Tensor, var: Tensor) -> None:
-        """Update the running statistics."""
-        if self.track_running_stats:
-            layer: Any = self  # for mypy each buffer may be None
-            layer.num_batches_tracked.add_(1)
-            share = 1.0 / layer.num_batches_tracked.item() if self.momentum is None else self.momentum
-            layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), share)
-            layer.running_var.lerp_(var.to(layer.running_var.dtype), share)
 
 
 class _Normalize(Function):
