@@ -24,7 +24,6 @@ from torchmpi_py.nn.buckets import Buckets, buckets_of, grouped
 
 _buckets: WeakKeyDictionary[torch.nn.Module, Buckets] = WeakKeyDictionary()  # of synchronize_gradients
 reduced_in_backward: WeakSet[Buckets] = WeakSet()  # of register_async_backward
-_MOST_NAMES = 3
 
 
 def synchronize_parameters(module: torch.nn.Module, average: bool = False, *, comm: Communicator | None = None) -> None:
@@ -51,7 +50,7 @@ def check_alike(call: str, named: Mapping[str, Tensor], comm: Communicator, *, s
     """
     # torch.compile and DDP put a prefix before names, perhaps on some ranks alone.
     bare = {name.replace("_orig_mod.", "").removeprefix("module."): x for name, x in named.items()}
-    table = [(name, *summary(x), *(_strides(x) if strides else ())) for name, x in bare.items()]
+    table = [(name, *_description(x, strides)) for name, x in bare.items()]
     check_tables(f"{call}: the ranks' modules differ", allgather_object(table, comm=comm))
 
 
@@ -63,15 +62,11 @@ def check_tables(what: str, tables: Sequence[Sequence[Any]]) -> None:
         raise RanksDisagree(f"{what}: rank 0 has {here}, rank {rank} has {there}")
 
 
-def summary(x: Tensor) -> tuple[Any, ...]:
-    """Shape, dtype and type of device."""
-    return tuple(x.shape), str(x.dtype), x.device.type
-
-
-def _strides(x: Tensor) -> list[str]:
-    """The strides of the dimensions whose stride matters, described; nothing for a row-major tensor."""
-    strides = [stride for stride, count in zip(x.stride(), x.shape, strict=True) if count > 1]
-    return [] if x.is_contiguous() else [f"strides {strides}"]
+def _description(x: Tensor, strides: bool) -> tuple[Any, ...]:
+    """Shape, dtype and type of device; with ``strides`` also those that matter, if ``x`` is not row-major."""
+    own = [stride for stride, count in zip(x.stride(), x.shape, strict=True) if count > 1]
+    more = [f"strides {own}"] if strides and not x.is_contiguous() else []
+    return tuple(x.shape), str(x.dtype), x.device.type, *more
 
 
 def _make_equal(tensors: Sequence[Tensor], average: bool, comm: Communicator) -> None:
@@ -132,9 +127,12 @@ def parameters_to_reduce(
 ) -> dict[str, torch.nn.Parameter]:
     """The parameters that take a gradient (of ``only``), by name, the same on all ranks. Collective.
 
-    Raises ValueError for a parameter whose gradient is reduced already, RanksDisagree where the parameters differ.
+    Raises TypeError for what is no module and for a DTensor, ValueError for a parameter whose gradient is reduced
+    already, RanksDisagree where the parameters differ.
     """
-    named = {name: p for name, p in trainable(module).items() if only is None or p in only}
+    check_module(call, module)
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad and (only is None or p in only)}
+    check_whole(call, named)
     check_unregistered(call, named.items())
     check_alike(call, named, comm)
     return named
@@ -144,14 +142,6 @@ def check_module(what: str, module: object) -> None:
     """TypeError for parameters, or a state_dict, in place of a module."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"{what}: give the module itself, not its parameters or state: {type(module).__name__} is none")
-
-
-def trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters that take a gradient, by name; a TypeError for a DTensor."""
-    check_module("reducing gradients", module)
-    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    check_whole("reducing gradients", parameters)
-    return parameters
 
 
 def check_whole(what: str, named: Mapping[Any, Tensor]) -> None:
@@ -175,10 +165,9 @@ def check_unregistered(call: str, named: Iterable[tuple[str, torch.nn.Parameter]
         name for name, p in named if p.requires_grad and any(p in buckets.index_of for buckets in registrations)
     ]
     if registered:
-        more = f" and {len(registered) - _MOST_NAMES} more" if len(registered) > _MOST_NAMES else ""
         raise ValueError(
-            f"{call}: a register_async_backward reduces the gradients of {', '.join(registered[:_MOST_NAMES])}{more} "
-            "already, and reduced twice they would be wrong; call remove() on that registration first"
+            f"{call}: a register_async_backward reduces the gradients of {', '.join(registered[:3])} already "
+            f"({len(registered)} in all), and reduced twice they would be wrong; call remove() on it first"
         )
 
 

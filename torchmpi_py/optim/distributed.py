@@ -24,7 +24,7 @@ from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.nn.async_backward import AsyncBackward
 from torchmpi_py.nn.buckets import buckets_of
 from torchmpi_py.nn.compression import Compression
-from torchmpi_py.nn.synchronize import check_module, check_tables, summary, trainable
+from torchmpi_py.nn.synchronize import check_module, check_tables
 from torchmpi_py.optim.wrapper import ReducingOptimizer
 
 
@@ -141,14 +141,13 @@ class DistributedOptimizer(ReducingOptimizer):
 
 
 def _check_parameters(optimizer: Any, module: torch.nn.Module, comm: Communicator) -> None:
-    """ValueError or RanksDisagree, on all ranks, unless the optimizer's parameters are some of the module's."""
+    """ValueError or RanksDisagree, on all ranks, unless the optimizers have the same parameters of the module."""
     known = {p: name for name, p in module.named_parameters()}
     names = [known.get(p) for group in optimizer.param_groups for p in group["params"]]
-    table = [(name, *summary(p)) for name, p in trainable(module).items()]
-    stands: Sequence[tuple[int, list[Any], list[Any]]] = verbs.allgather_object(
-        (names.count(None), [name for name in names if name is not None], table), comm=comm
+    stands: Sequence[tuple[int, list[Any]]] = verbs.allgather_object(
+        (names.count(None), [name for name in names if name is not None]), comm=comm
     )
-    unknown = {rank: count for rank, (count, *_) in enumerate(stands) if count}
+    unknown = {rank: count for rank, (count, _) in enumerate(stands) if count}
     if unknown:
         raise ValueError(
             "the optimizer has parameters that the module has not: "
@@ -156,5 +155,4 @@ def _check_parameters(optimizer: Any, module: torch.nn.Module, comm: Communicato
             + f" (it has {len(names)} on this one). Make it of this module's parameters, before the module is wrapped "
             "or copied, as torch.optim.SGD(module.parameters(), ...)"
         )
-    for lists in list(zip(*stands, strict=True))[1:]:
-        check_tables("the ranks do not train the same parameters", lists)
+    check_tables("the ranks do not train the same parameters", [own for _, own in stands])
