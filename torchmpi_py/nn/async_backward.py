@@ -68,10 +68,12 @@ class AsyncBackward:
     ) -> None:
         self.frequency = check_count("frequency", frequency, 1, "backward passes")
         self.op = "avg" if average else "sum"
-        _remove_registrations_of_former_sessions()
+        for former in [each for several in _registered.values() for each in several]:
+            if former.buckets.comm.is_free:  # by mpi.stop()
+                former.remove()
         parameters = parameters_to_reduce("register_async_backward", module, resolve(comm), only)
         self.names = {p: name for name, p in parameters.items()}
-        self.buckets = make_buckets(module, list(self.names), resolve(comm))
+        self.buckets: Buckets = make_buckets(module, list(self.names), resolve(comm))
         self._before_pass, self._on_reduction = _while_alive(before_pass), _while_alive(on_reduction)
         self._only = only
         self._lock = threading.Lock()
@@ -139,7 +141,7 @@ class AsyncBackward:
             for parameter in self.names:
                 parameter.grad = None
         if any(bucket.has_state for bucket in self.buckets.all):
-            self.order.restart()
+            self.order.age = 0
         for bucket in self.buckets.all:
             bucket.restart()
 
@@ -282,13 +284,6 @@ def registered_with(module: torch.nn.Module) -> AsyncBackward | None:
     """The registration of a module."""
     registrations = _registered.get(module, [])
     return registrations[-1] if registrations else None
-
-
-def _remove_registrations_of_former_sessions() -> None:
-    """Remove the registrations whose communicator ``mpi.stop`` has freed."""
-    for registered in [each for several in _registered.values() for each in several]:
-        if registered.buckets.comm.is_free:
-            registered.remove()
 
 
 def _while_alive(method: Callable[..., object] | None) -> Callable[..., None]:

@@ -11,7 +11,7 @@ reduction, of a byte per parameter, finds these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set as AbstractSet
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -38,16 +38,11 @@ class Buckets:
     """The buckets of some parameters, in the order of their reduction."""
 
     def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        comm: Communicator,
-        reducers: Sequence[GradientReducer],
-        sparse: AbstractSet[torch.nn.Parameter] = frozenset(),
+        self, parameters: Sequence[torch.nn.Parameter], comm: Communicator, reducers: Sequence[GradientReducer]
     ) -> None:
         self.parameters = list(parameters)
         self.comm = comm
         self.all = list(reducers)
-        self.sparse = sparse  # whose gradients are sparse, and stay so
         self.index_of = {p: index for index, bucket in enumerate(self.all) for p in bucket.parameters}
 
     def all_fit(self) -> bool:
@@ -58,7 +53,8 @@ class Buckets:
         """Whether these are buckets of a module as it is: the same parameters in the same order, and as sparse."""
         trained = [p for p in parameters_of(module) if p.requires_grad]
         is_same = list(map(id, trained)) == list(map(id, self.parameters))
-        return is_same and sparse_parameters(module).intersection(trained) == self.sparse and self.all_fit()
+        sparse = {p for bucket in self.all if isinstance(bucket, SparseReducer) for p in bucket.parameters}
+        return is_same and sparse_parameters(module).intersection(trained) == sparse and self.all_fit()
 
     def hold_gradients(self) -> bool:
         """Whether a parameter's gradient lies in its bucket."""
@@ -114,7 +110,7 @@ def buckets_of(
         _dense_reducer(run, next(memory), comm, compression) if run[0] in dense else SparseReducer(run[0], comm)
         for run in runs
     ]
-    return Buckets(parameters, comm, reducers, sparse)
+    return Buckets(parameters, comm, reducers)
 
 
 def _dense_reducer(
@@ -176,9 +172,8 @@ def flat_memory(
     num_bytes = [
         -(-count * run[0].itemsize // _ALIGNMENT) * _ALIGNMENT for count, run in zip(counts, runs, strict=True)
     ]
-    devices = {run[0].device for run in runs}
-    kinds = {device.type for device in devices}
-    if comm.size > 1 and len(devices) == 1 and (kinds == {"cpu"} or (kinds == {"cuda"} and not gpus.why_no_ipc())):
+    kinds = [device.type for device in {run[0].device for run in runs}]
+    if comm.size > 1 and (kinds == ["cpu"] or (kinds == ["cuda"] and not gpus.why_no_ipc())):
         try:
             pool = symmetric_empty(sum(num_bytes), dtype=torch.uint8, device=runs[0][0].device, comm=comm).zero_()
             parts = zip(torch.split(pool, num_bytes), counts, runs, strict=True)

@@ -206,10 +206,6 @@ def _adjoint_of_gather(dy: Tensor, comm: Communicator, num_rows: int, root: int)
     return _share(_apply("broadcast", whole, comm, root=root), counts, comm)
 
 
-def _adjoint_of_scatter(dy: Tensor, comm: Communicator, num_rows: int, root: int) -> Tensor:
-    return _filled(_apply("gather", dy, comm, root=root), num_rows)
-
-
 def _divided(dx: Tensor, comm: Communicator, op: str) -> Tensor:
     return dx / comm.size if op == "avg" else dx
 
@@ -233,7 +229,7 @@ _ADJOINTS: dict[str, Callable[..., Tensor]] = {
     "reduce_scatter": lambda dy, comm, _, op: _divided(_apply("allgather", dy, comm), comm, op),
     "allgather": _adjoint_of_allgather,
     "gather": _adjoint_of_gather,
-    "scatter": _adjoint_of_scatter,
+    "scatter": lambda dy, comm, num_rows, root: _filled(_apply("gather", dy, comm, root=root), num_rows),
     "alltoall": lambda dy, comm, _: _apply("alltoall", dy, comm),
     "sendreceive": lambda dy, comm, _, source, destination: _apply(
         "sendreceive", dy, comm, source=destination, destination=source

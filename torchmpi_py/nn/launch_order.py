@@ -41,15 +41,11 @@ class LaunchOrder:
         self._places = _counts.setdefault(comm, itertools.count())
         self._number = next(self._places)
         self._digest = 0
-        self._age = 0  # reductions since the last restart
+        self.age = 0  # reductions since compression has dropped what it kept, in the same reduction on all ranks
         self.num_steps = 0  # complete reductions
         self.num_updates = 0  # by the optimizer, since the last reduction
         self.has_loaded = False  # a state since then, so that the number says nothing of the parameters
         self._updates_here = 0  # the same, of the reduction under way
-
-    def restart(self) -> None:
-        """What compression has kept is dropped, before a reduction that is the same one on all ranks."""
-        self._age = 0
 
     def begin(self) -> None:
         """Begin a reduction."""
@@ -61,8 +57,8 @@ class LaunchOrder:
 
     def append_numbers(self, flags: Tensor, *, compares_steps: bool) -> Tensor:
         """The flags, with digest and updates behind them, to be reduced by ``max``. The updates start again."""
-        digest = list(zlib.crc32(self._age.to_bytes(8, "little"), self._digest).to_bytes(_BYTES, "little"))
-        self._age += 1
+        digest = list(zlib.crc32(self.age.to_bytes(8, "little"), self._digest).to_bytes(_BYTES, "little"))
+        self.age += 1
         self._updates_here = min(self.num_updates, 255)
         numbers = [*digest, self._updates_here]
         both = [*numbers, *(255 - number for number in numbers)]

@@ -110,9 +110,7 @@ def _content(x: Any) -> Any:
 
 def _broadcast(optimizer: Any, root: int, comm: Communicator) -> Any:
     """Root's state, its tensors on this rank's devices. Collective."""
-    state = optimizer.state_dict()
-    if comm.rank != root:
-        state = None
+    state = optimizer.state_dict() if comm.rank == root else None
     # The structure travels by pickle, with a description in the place of each dense tensor; the values follow, fused.
     bare = tree_map_only(Tensor, lambda x: x if x.is_sparse else _Missing(x.shape, x.dtype, x.device.type), state)
     bare = verbs.broadcast_object(bare, root, comm=comm)
