@@ -50,9 +50,8 @@ class Replicas:
     def make_equal(self, with_buffers: bool) -> None:
         """Broadcast parameters and buffers where the ranks' differ; buffers alone may, unless ``with_buffers``."""
         module = self.state.as_one_module()
-        if differing(
-            dict([*module.named_parameters(), *(module.named_buffers() if with_buffers else ())]), resolve(None)
-        ):
+        named = dict(module.named_parameters()) | (dict(module.named_buffers()) if with_buffers else {})
+        if differing(named, resolve(None)):
             nn.synchronize_parameters(module)
 
     def successor(self) -> Replicas | None:

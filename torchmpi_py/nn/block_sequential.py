@@ -92,15 +92,10 @@ class BlockSequential(torch.nn.Sequential):
         """The blocks of the present children, first to last."""
         children = list(self)  # not children(), which leaves out a module that comes again
         atoms = inseparable([list(child.parameters()) for child in children])
-        owned = [list(dict.fromkeys(p for index in atom for p in children[index].parameters())) for atom in atoms]
-        runs = partition([sum(p.numel() for p in parameters) for parameters in owned], self.partitions)
-        return [
-            Block(
-                tuple(children[index] for atom in run for index in atoms[atom]),
-                [p for atom in run for p in owned[atom]],
-            )
-            for run in runs
-        ]
+        sizes = [sum(p.numel() for p in _parameters(children[atom.start : atom.stop])) for atom in atoms]
+        runs = partition(sizes, self.partitions)
+        members = [children[atoms[run[0]].start : atoms[run[-1]].stop] for run in runs]
+        return [Block(tuple(modules), _parameters(modules)) for modules in members]
 
     def __getitem__(self, index: Any) -> Any:
         """A child, or for a slice a plain Sequential."""
@@ -153,6 +148,10 @@ def inseparable(parameters: Sequence[Sequence[Hashable]]) -> list[range]:
             runs.append(range(begin, index + 1))
             begin = end = index + 1
     return runs
+
+
+def _parameters(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    return list(dict.fromkeys(p for module in modules for p in module.parameters()))
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
