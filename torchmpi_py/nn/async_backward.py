@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Container
-from types import FrameType
 from typing import Any
 
 import torch
@@ -302,7 +302,4 @@ def _while_alive(method: Callable[..., object] | None) -> Callable[..., None]:
 
 def _is_in_function_backward() -> bool:
     """Whether a ``torch.autograd.Function`` runs the backward pass under way, in the backward pass of its own."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not _FUNCTION_BACKWARD:
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code is _FUNCTION_BACKWARD for frame, _ in traceback.walk_stack(sys._getframe()))
