@@ -38,14 +38,11 @@ class Replicas:
     def follow(self) -> None:
         """Broadcast and register, if the set of trained parameters is not the one of the last time."""
         members = self.state.members()
-        if members is self.members:
-            return
-        if self._trains(members):
-            self.members = members
-            return
-        self.close()
-        nn.synchronize_parameters(self.state.as_one_module())
-        self._register()
+        if members is not self.members and not self._trains(members):
+            self.close()
+            nn.synchronize_parameters(self.state.as_one_module())
+            self._register()
+        self.members = members
 
     def make_equal(self, with_buffers: bool) -> None:
         """Broadcast parameters and buffers where the ranks' differ; buffers alone may, unless ``with_buffers``."""
