@@ -78,11 +78,11 @@ class Replicas:
         self.members = self.state.members()
 
     def look(self) -> None:
-        """Before the forward pass: look whether other ranks train on the same batches."""
+        """Look, before the forward pass, whether other ranks train on the same batches."""
         self._first_batches.look(self.state.sample)
 
     def average_gradients(self) -> None:
-        """Every gradient becomes its mean over the ranks; a ShardedOptimizer's are by the end of a backward pass.
+        """Make every gradient its mean over the ranks; a ShardedOptimizer's are by the end of a backward pass.
 
         In a step without samples there was no pass, and the gradients of this rank count as zero.
         """

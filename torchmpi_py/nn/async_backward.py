@@ -83,7 +83,7 @@ class AsyncBackward:
         self._num_ready = [0] * len(self.buckets.all)  # complete gradients of each bucket
         self._num_launched = 0  # buckets, in their order
         self.order = LaunchOrder(self.buckets.comm)
-        self._handles: list[Handle[Any]] = []  # of what was launched
+        self._handles: list[Handle[Any]] = []  # of the launched reductions
         self._flags: Handle[Tensor] | None = None  # of the gradients; from the end of a pass to synchronize
         self._module = weakref.ref(module)
         hook = _while_alive(self._on_gradient)
@@ -121,7 +121,7 @@ class AsyncBackward:
     def reduce_now(self) -> None:
         """Reduce the gradients as they are, after no backward pass or fewer than ``frequency``. Collective.
 
-        It takes part in the reduction that a backward pass of another rank has begun.
+        The call takes part in the reduction that a backward pass of another rank has begun.
         """
         self._check_parameters()
         self._start_reduction()
@@ -159,7 +159,7 @@ class AsyncBackward:
                 _registered[module].remove(self)
 
     def _on_gradient(self, parameter: Any) -> None:
-        """The hook: a gradient is complete. Insert it into its bucket, and launch the buckets that are complete."""
+        """Insert a complete gradient into its bucket, and launch the buckets that are complete. The hook."""
         if mpi_api.is_forked():
             stack()  # NotStarted: the bucket is the parent's
         with self._lock:  # autograd has a thread per device
@@ -179,7 +179,7 @@ class AsyncBackward:
             self._launch(only_ready=True)
 
     def _begin_pass(self) -> None:
-        """The first gradient of a backward pass is complete: check, and have autograd call ``_end_pass``."""
+        """Check a backward pass at its first complete gradient, and have autograd call ``_end_pass``."""
         self._check_order()
         self._before_pass()
         self._check_parameters()
@@ -226,7 +226,7 @@ class AsyncBackward:
             )
 
     def _end_pass(self) -> None:
-        """All gradients of a pass are complete: launch the remaining buckets, and the reduction of the flags."""
+        """Launch the remaining buckets and the reduction of the flags: all gradients of a pass are complete."""
         self._pass_id = -1
         self.num_passes += 1
         if self.num_passes == self.frequency:
@@ -234,7 +234,7 @@ class AsyncBackward:
             self._on_reduction()
 
     def _start_reduction(self) -> None:
-        """Nothing is launched yet."""
+        """Begin a reduction of which nothing is launched yet."""
         self._num_launched, self._num_ready, self._handles = 0, [0] * len(self.buckets.all), []
         self.order.begin()
         self.buckets.begin()

@@ -102,7 +102,7 @@ class BlockSequential(torch.nn.Sequential):
         return torch.nn.Sequential(*list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As Sequential; remembers what passes between the blocks until ``backward_blocks`` or the next forward."""
+        """Compute what Sequential computes; keep what passes between the blocks for ``backward_blocks``."""
         self._passed = []
         for block in self.blocks:  # wherever their parameters are: an optimizer may have moved them
             before = x
@@ -112,7 +112,7 @@ class BlockSequential(torch.nn.Sequential):
         return x
 
     def backward_blocks(self, gradient: Tensor) -> Iterator[Block]:
-        """Backward from ``gradient`` (of the last forward's output), a block at a time from the last to the first.
+        """Run backward from ``gradient`` (of the last forward's output), a block at a time from the last to the first.
 
         Yields a block when its ``gradients`` hold what was accumulated so far plus this pass. The gradient of the
         input, if it requires one, is added to its ``grad`` at the end.

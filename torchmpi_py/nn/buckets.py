@@ -76,7 +76,7 @@ class Buckets:
         self.finish(op, verbs.allreduce(flags, op="max", comm=self.comm))
 
     def finish(self, op: str, flags: Tensor) -> None:
-        """Finish what was launched: the reduced gradients are there, those of unused parameters are None. Collective.
+        """Finish the launched reductions: gradients are the reduced ones, None for unused parameters. Collective.
 
         flags: the reduced ``gradient_flags``.
         """

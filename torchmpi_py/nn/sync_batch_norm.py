@@ -59,7 +59,7 @@ class SyncBatchNorm(_BatchNorm):
         self.comm = comm
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize; in training with the statistics of all ranks' batches, and update the running ones."""
+        """Normalize, in training with the statistics of all ranks' batches; then update the running ones."""
         comm = communicators.resolve(self.comm) if self.training and communicators.is_started() else None
         if comm is None or comm.size == 1:
             return super().forward(x)
