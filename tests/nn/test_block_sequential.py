@@ -51,7 +51,7 @@ def test_it_computes_what_sequential_computes(partitions):
         (gradient,) = torch.autograd.grad(output.square().sum(), output)
         complete = []
         for block, expected in zip(blocks.backward_blocks(gradient), blocks.blocks[::-1], strict=True):
-            assert block is expected
+            assert block.children == expected.children
             complete = [block.gradients.clone(), *complete]
         torch.testing.assert_close(torch.cat(complete), networks.flat_gradients(plain))
         assert_same_gradients(plain, blocks)
@@ -106,9 +106,7 @@ def test_shared_and_frozen_parameters():
     x = torch.randn(2, 3)
     reference(x).sum().backward()
     output = net(x)
-    assert [block.collect().numel() for block in net.backward_blocks(torch.ones_like(output))] == [
-        24
-    ]  # zeros for the frozen one
+    assert [block.gradients.numel() for block in net.backward_blocks(torch.ones_like(output))] == [21]
     assert net[1].bias.grad is None
     assert_same_gradients(reference, net)
 

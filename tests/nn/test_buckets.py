@@ -11,7 +11,7 @@ from torchmpi_py.core import config
 from torchmpi_py.errors import Unavailable
 from torchmpi_py.memory import symmetric
 from torchmpi_py.nn import buckets, synchronize
-from torchmpi_py.nn.buckets import Buckets, grouped
+from torchmpi_py.nn.buckets import buckets_of, grouped
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
@@ -65,7 +65,7 @@ def check(mpi, net, average=True):
         if right is not None:
             assert p.grad.dtype == p.dtype
             assert torch.equal(p.grad, right)
-    return synchronize.buckets_of(net)
+    return synchronize._buckets[net]
 
 
 def network(dtype=torch.float32):
@@ -81,9 +81,10 @@ def test_grouping(mpi, tune):
     assert [[x.numel() for x in group] for group in grouped(tensors)] == [[25], [10, 10, 20], [300], [9, 24, 1]]
     mixed = [torch.empty(10), torch.empty(10).double(), torch.empty(10), torch.empty(5).double()]
     assert [[x.dtype for x in group] for group in grouped(mixed)] == [[torch.float32] * 2, [torch.float64] * 2]
-    parameters = list(network().parameters())  # weights of 144 bytes, biases of 24: the last ones come first
+    net = network()
+    parameters = list(net.parameters())  # weights of 144 bytes, biases of 24: the last ones come first
     tune(alone_bytes=144, fuse_bytes=50)
-    made = Buckets(parameters, mpi.communicator(0))
+    made = buckets_of(net, parameters, mpi.communicator(0))
     assert [made.index_of[p] for p in parameters] == [5, 4, 3, 4, 2, 1, 0, 1]
 
 
@@ -113,7 +114,7 @@ def test_gradients_are_views_of_the_average(mpi, tune, ordinary, dtype, sizes, a
             for p in bucket.parameters:
                 assert p.grad.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr()
                 assert p.grad.is_contiguous()
-    assert synchronize.buckets_of(net) is made
+    assert synchronize._buckets[net] is made
 
 
 @pytest.mark.parametrize(("ordinary", "alone_bytes"), [(False, 1), (False, 1 << 20), (True, 1 << 20)])
@@ -238,7 +239,7 @@ def test_gradients_with_a_history(mpi, tune):
             net.zero_grad()
             net(torch.full((2, 6), mpi.rank() + 1.0)).square().sum().backward(create_graph=True)
             mpi.nn.synchronize_gradients(net)
-            assert not any(bucket.flat.requires_grad for bucket in synchronize.buckets_of(net).all)
+            assert not any(bucket.flat.requires_grad for bucket in synchronize._buckets[net].all)
             assert not any(p.grad.requires_grad for p in net.parameters())
     net = network()
     mpi.nn.register_async_backward(net)

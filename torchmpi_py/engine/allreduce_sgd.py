@@ -19,6 +19,7 @@ synchronizes the ranks in every step, and a barrier before it only adds its own 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -35,6 +36,7 @@ from torchmpi_py.engine.replicas import Replicas
 from torchmpi_py.engine.sgd import OptimizerLike, SGDEngine
 from torchmpi_py.engine.state import State
 from torchmpi_py.errors import NotStarted
+from torchmpi_py.nn.buckets import buckets_of
 from torchmpi_py.nn.compression import Compression, check_compression
 from torchmpi_py.nn.members import modules_of
 from torchmpi_py.nn.optimizer_state import broadcast_optimizer_state
@@ -148,7 +150,8 @@ class AllReduceSGDEngine(SGDEngine):
         self._replicas, self._sharded = None, None
         try:
             if process.size() > 1:
-                self._replicas = Replicas(state, self.asynchronous and not self.sharded, self.compression)
+                make_buckets = functools.partial(buckets_of, compression=self.compression)
+                self._replicas = Replicas(state, self.asynchronous and not self.sharded, make_buckets)
                 self._replicas.follow()
             yield
         finally:

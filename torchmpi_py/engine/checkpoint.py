@@ -23,7 +23,7 @@ from torchmpi_py.engine.end_requests import EndRequests
 from torchmpi_py.engine.extensions import Extension, Stateful
 from torchmpi_py.engine.state import State
 from torchmpi_py.errors import EndRequested
-from torchmpi_py.nn.optimizer_state import OptimizerKind, load_saved_state, name_of_class
+from torchmpi_py.nn.optimizer_state import OptimizerKind, name_of_class
 from torchmpi_py.optim.wrapper import LocalOptimizer, ReducingOptimizer
 
 logger = logging.getLogger("torchmpi_py")
@@ -209,14 +209,14 @@ def _restore_optimizer(state: State, trained: dict[str, Any]) -> None:
     outside = state.parameters_of_optimizer_alone()
     for number, (tensor, content) in enumerate(zip(outside, trained["outside"], strict=True)):
         _copy(f"parameter {number} of those that only the optimizer holds", tensor, content)
-    saved = OptimizerKind(**trained["optimizer_kind"])
-    load_saved_state(state.optimizer, trained["optimizer"], _kind(state), saved)
+    _kind(state).check_saved(OptimizerKind(**trained["optimizer_kind"]))
+    state.optimizer.load_state_dict(trained["optimizer"])
 
 
 def _kind(state: State) -> OptimizerKind:
     """What the optimizer's state belongs to, on whatever ranks, and however they reduce gradients."""
     name = name_of_class(state.optimizer, transparent=(ReducingOptimizer, LocalOptimizer))
-    return OptimizerKind.of(name, [p for group in state.parameter_groups() for p in group])
+    return OptimizerKind(name, [tuple(p.shape) for group in state.parameter_groups() for p in group])
 
 
 @torch.no_grad()

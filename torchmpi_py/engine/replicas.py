@@ -5,16 +5,15 @@ from __future__ import annotations
 import torch
 
 from torchmpi_py import nn
-from torchmpi_py.collectives.check import check_all_with_allreduce
+from torchmpi_py.collectives.check import check_all_with_allreduce, differing
 from torchmpi_py.core import ulfm
 from torchmpi_py.core.communicators import resolve
 from torchmpi_py.engine.same_batches import FirstBatches
 from torchmpi_py.engine.state import State
-from torchmpi_py.errors import RanksDisagree
+from torchmpi_py.nn.async_backward import BucketFactory
 from torchmpi_py.nn.buckets import Buckets
-from torchmpi_py.nn.compression import Compression
 from torchmpi_py.nn.members import ParameterSnapshot
-from torchmpi_py.nn.synchronize import buckets_of, reduced_in_backward
+from torchmpi_py.nn.synchronize import check_unregistered, parameters_to_reduce, reduced_in_backward
 from torchmpi_py.optim.sharded import ShardedOptimizer
 from torchmpi_py.runtime import process
 
@@ -25,10 +24,10 @@ class Replicas:
     A copy is parameters and buffers of network and criterion, and the parameters that only the optimizer holds.
     """
 
-    def __init__(self, state: State, asynchronous: bool, compression: Compression | None) -> None:
+    def __init__(self, state: State, asynchronous: bool, make_buckets: BucketFactory) -> None:
         self.state = state
         self.asynchronous = asynchronous
-        self.compression = compression
+        self.make_buckets = make_buckets
         self.module: torch.nn.Module = torch.nn.ModuleDict()
         self.members: ParameterSnapshot | None = None  # when last broadcast
         self.registration: nn.AsyncBackward | None = None
@@ -39,23 +38,17 @@ class Replicas:
     def follow(self) -> None:
         """Broadcast and register, if the set of trained parameters is not the one of the last time."""
         members = self.state.members()
-        if members is self.members:
-            return
-        if self._trains(members):
-            self.members = members
-            return
-        self.close()
-        nn.synchronize_parameters(self.state.as_one_module())
-        self._register()
+        if members is not self.members and not self._trains(members):
+            self.close()
+            nn.synchronize_parameters(self.state.as_one_module())
+            self._register()
+        self.members = members
 
     def make_equal(self, with_buffers: bool) -> None:
         """Broadcast parameters and buffers where the ranks' differ; buffers alone may, unless ``with_buffers``."""
         module = self.state.as_one_module()
-        try:
-            check_all_with_allreduce(
-                dict([*module.named_parameters(), *(module.named_buffers() if with_buffers else ())])
-            )
-        except RanksDisagree:
+        named = dict(module.named_parameters()) | (dict(module.named_buffers()) if with_buffers else {})
+        if differing(named, resolve(None)):
             nn.synchronize_parameters(module)
 
     def successor(self) -> Replicas | None:
@@ -67,7 +60,7 @@ class Replicas:
                 raise
         if process.size() == 1:
             return None
-        successor = Replicas(self.state, self.asynchronous, self.compression)
+        successor = Replicas(self.state, self.asynchronous, self.make_buckets)
         if self._trains(self.state.members()):
             successor._register()
         else:
@@ -81,15 +74,15 @@ class Replicas:
     def _register(self) -> None:
         self.module = self.state.as_one_module()
         if self.asynchronous and self.state.parameters():
-            self.registration = nn.register_async_backward(self.module, compression=self.compression)
+            self.registration = nn.AsyncBackward(self.module, make_buckets=self.make_buckets)
         self.members = self.state.members()
 
     def look(self) -> None:
-        """Before the forward pass: look whether other ranks train on the same batches."""
+        """Look, before the forward pass, whether other ranks train on the same batches."""
         self._first_batches.look(self.state.sample)
 
     def average_gradients(self) -> None:
-        """Every gradient becomes its mean over the ranks; a ShardedOptimizer's are by the end of a backward pass.
+        """Make every gradient its mean over the ranks; a ShardedOptimizer's are by the end of a backward pass.
 
         In a step without samples there was no pass, and the gradients of this rank count as zero.
         """
@@ -105,11 +98,14 @@ class Replicas:
 
     def _present_buckets(self) -> Buckets:
         """The buckets of the gradients; without another look at each if nothing has changed since the last step."""
-        members, buckets = self.state.place.members, self.buckets
-        is_same = members is self.bucketed and not reduced_in_backward
-        if buckets is None or not is_same or buckets.comm is not resolve(None) or not buckets.all_fit():
-            buckets = self.buckets = buckets_of(self.module, self.compression)
-            self.bucketed = members
+        if reduced_in_backward:
+            check_unregistered("train", self.module.named_parameters())
+        members, buckets, comm = self.state.place.members, self.buckets, resolve(None)
+        is_same = buckets is not None and (members is self.bucketed or buckets.serve(self.module))
+        if buckets is None or not is_same or buckets.comm is not comm or not buckets.all_fit():
+            named = parameters_to_reduce("train", self.module, comm)
+            buckets = self.buckets = self.make_buckets(self.module, list(named.values()), comm)
+        self.bucketed = members
         return buckets
 
     def check(self) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Container
-from types import FrameType
 from typing import Any
 
 import torch
@@ -24,13 +24,13 @@ from torchmpi_py.core.communicators import Communicator, resolve, stack
 from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.core.tensors import check_count
 from torchmpi_py.nn.absent_gradients import AbsentGradient
-from torchmpi_py.nn.block_sequential import BlockSequential
-from torchmpi_py.nn.buckets import Buckets
-from torchmpi_py.nn.compression import Compression, check_compression
+from torchmpi_py.nn.buckets import Buckets, buckets_of
+from torchmpi_py.nn.compression import Compression
 from torchmpi_py.nn.launch_order import LaunchOrder
 from torchmpi_py.nn.members import parameters_of
-from torchmpi_py.nn.sparse_reducer import sparse_parameters
-from torchmpi_py.nn.synchronize import check_alike, check_unregistered, reduced_in_backward, trainable
+from torchmpi_py.nn.synchronize import parameters_to_reduce, reduced_in_backward
+
+BucketFactory = Callable[[torch.nn.Module, list[torch.nn.Parameter], Communicator], Buckets]
 
 _FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__  # autograd calls Function.backward here
 
@@ -46,8 +46,7 @@ class AsyncBackward:
     Args (beside those of ``register_async_backward``):
         comm: the ranks to average over; default: the current level.
         only: reduce only these parameters of the module.
-        buckets: buckets of these parameters that are there already, such as sharded ones.
-        sparse_as_dense: make sparse gradients dense before they are reduced.
+        make_buckets: creates the buckets of these parameters; called with module, parameters and ``comm``.
         before_pass: a method, called when the first gradient of a backward pass is complete.
         on_reduction: a method, called at the end of a backward pass whose gradients are reduced.
     """
@@ -61,26 +60,20 @@ class AsyncBackward:
         *,
         frequency: int = 1,
         average: bool = True,
-        compression: Compression | None = None,
         comm: Communicator | None = None,
         only: Container[torch.nn.Parameter] | None = None,
-        buckets: Buckets | None = None,
-        sparse_as_dense: bool = False,
+        make_buckets: BucketFactory = buckets_of,
         before_pass: Callable[[], object] | None = None,
         on_reduction: Callable[[], object] | None = None,
     ) -> None:
-        check_compression(compression)
         self.frequency = check_count("frequency", frequency, 1, "backward passes")
         self.op = "avg" if average else "sum"
-        parameters = {name: p for name, p in trainable(module).items() if only is None or p in only}
-        _remove_registrations_of_former_sessions()
-        check_unregistered("register_async_backward", parameters)
+        for former in [each for several in _registered.values() for each in several]:
+            if former.buckets.comm.is_free:  # by mpi.stop()
+                former.remove()
+        parameters = parameters_to_reduce("register_async_backward", module, resolve(comm), only)
         self.names = {p: name for name, p in parameters.items()}
-        check_alike("register_async_backward", parameters, resolve(comm))
-        if buckets is None:
-            sparse = () if sparse_as_dense else sparse_parameters(module)
-            buckets = Buckets(list(self.names), resolve(comm), _blocks(module, self.names), compression, sparse)
-        self.buckets = buckets
+        self.buckets: Buckets = make_buckets(module, list(self.names), resolve(comm))
         self._before_pass, self._on_reduction = _while_alive(before_pass), _while_alive(on_reduction)
         self._only = only
         self._lock = threading.Lock()
@@ -90,7 +83,7 @@ class AsyncBackward:
         self._num_ready = [0] * len(self.buckets.all)  # complete gradients of each bucket
         self._num_launched = 0  # buckets, in their order
         self.order = LaunchOrder(self.buckets.comm)
-        self._handles: list[Handle[Any]] = []  # of what was launched
+        self._handles: list[Handle[Any]] = []  # of the launched reductions
         self._flags: Handle[Tensor] | None = None  # of the gradients; from the end of a pass to synchronize
         self._module = weakref.ref(module)
         hook = _while_alive(self._on_gradient)
@@ -128,7 +121,7 @@ class AsyncBackward:
     def reduce_now(self) -> None:
         """Reduce the gradients as they are, after no backward pass or fewer than ``frequency``. Collective.
 
-        It takes part in the reduction that a backward pass of another rank has begun.
+        The call takes part in the reduction that a backward pass of another rank has begun.
         """
         self._check_parameters()
         self._start_reduction()
@@ -148,7 +141,7 @@ class AsyncBackward:
             for parameter in self.names:
                 parameter.grad = None
         if any(bucket.has_state for bucket in self.buckets.all):
-            self.order.restart()
+            self.order.age = 0
         for bucket in self.buckets.all:
             bucket.restart()
 
@@ -166,7 +159,7 @@ class AsyncBackward:
                 _registered[module].remove(self)
 
     def _on_gradient(self, parameter: Any) -> None:
-        """The hook: a gradient is complete. Insert it into its bucket, and launch the buckets that are complete."""
+        """Insert a complete gradient into its bucket, and launch the buckets that are complete. The hook."""
         if mpi_api.is_forked():
             stack()  # NotStarted: the bucket is the parent's
         with self._lock:  # autograd has a thread per device
@@ -186,7 +179,7 @@ class AsyncBackward:
             self._launch(only_ready=True)
 
     def _begin_pass(self) -> None:
-        """The first gradient of a backward pass is complete: check, and have autograd call ``_end_pass``."""
+        """Check a backward pass at its first complete gradient, and have autograd call ``_end_pass``."""
         self._check_order()
         self._before_pass()
         self._check_parameters()
@@ -213,19 +206,19 @@ class AsyncBackward:
     def _check_parameters(self) -> None:
         """RuntimeError if the module has other parameters than at its registration."""
         module = self._module()
-        unknown = {
-            id(p)
+        new = [
+            p
             for p in ([] if module is None else parameters_of(module))
             if p not in self.names and p.requires_grad and (self._only is None or p in self._only)
-        }
-        if unknown:
-            unknown -= {id(p) for several in _registered.values() for other in several for p in other.names}
-        if module is not None and unknown:
+        ]
+        if module is not None and new:
+            unknown = {id(p) for p in new if not any(p in buckets.index_of for buckets in reduced_in_backward)}
             names = [name for name, p in module.named_parameters() if id(p) in unknown]
-            raise RuntimeError(
-                f"{', '.join(names)}: new or trainable only since register_async_backward, so that nobody would "
-                "average it; remove() the registration, or the optimizer that averages, and make another one"
-            )
+            if names:
+                raise RuntimeError(
+                    f"{', '.join(names)}: new or trainable only since register_async_backward, so that no gradient of "
+                    "it is averaged; remove() the registration, or the optimizer that averages, and make another one"
+                )
         if not self.buckets.all_fit():
             raise RuntimeError(
                 "parameters have another shape, dtype or device than at register_async_backward; remove() the "
@@ -233,7 +226,7 @@ class AsyncBackward:
             )
 
     def _end_pass(self) -> None:
-        """All gradients of a pass are complete: launch the remaining buckets, and the reduction of the flags."""
+        """Launch the remaining buckets and the reduction of the flags: all gradients of a pass are complete."""
         self._pass_id = -1
         self.num_passes += 1
         if self.num_passes == self.frequency:
@@ -241,10 +234,9 @@ class AsyncBackward:
             self._on_reduction()
 
     def _start_reduction(self) -> None:
-        """Nothing is launched yet."""
+        """Begin a reduction of which nothing is launched yet."""
         self._num_launched, self._num_ready, self._handles = 0, [0] * len(self.buckets.all), []
         self.order.begin()
-        self.buckets.begin()
 
     def _end_reduction(self) -> None:
         """Launch the buckets that are not launched yet, and the reduction of the flags."""
@@ -283,20 +275,14 @@ def register_async_backward(
     optimizer call ``restart()``. ValueError for parameters that are registered
     already, with this module or another; RanksDisagree, from ``synchronize``, where that order differs between ranks.
     """
-    return AsyncBackward(module, frequency=frequency, average=average, compression=compression)
+    make_buckets = functools.partial(buckets_of, compression=compression)
+    return AsyncBackward(module, frequency=frequency, average=average, make_buckets=make_buckets)
 
 
 def registered_with(module: torch.nn.Module) -> AsyncBackward | None:
     """The registration of a module."""
     registrations = _registered.get(module, [])
     return registrations[-1] if registrations else None
-
-
-def _remove_registrations_of_former_sessions() -> None:
-    """Remove the registrations whose communicator ``mpi.stop`` has freed."""
-    for registered in [each for several in _registered.values() for each in several]:
-        if registered.buckets.comm.is_free:
-            registered.remove()
 
 
 def _while_alive(method: Callable[..., object] | None) -> Callable[..., None]:
@@ -313,15 +299,6 @@ def _while_alive(method: Callable[..., object] | None) -> Callable[..., None]:
     return call
 
 
-def _blocks(module: torch.nn.Module, reduced: Container[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    """The parameters of the blocks of all BlockSequentials inside that are reduced as a whole."""
-    blocks = [block.parameters for m in module.modules() if isinstance(m, BlockSequential) for block in m.blocks]
-    return [parameters for parameters in blocks if parameters and all(p in reduced for p in parameters)]
-
-
 def _is_in_function_backward() -> bool:
     """Whether a ``torch.autograd.Function`` runs the backward pass under way, in the backward pass of its own."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not _FUNCTION_BACKWARD:
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code is _FUNCTION_BACKWARD for frame, _ in traceback.walk_stack(sys._getframe()))

@@ -7,40 +7,44 @@ Source: TorchMPI's class of that name, without its empty first block.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Block:
-    """Neighbouring children; their parameters are views into ``weights``, and ``gradients`` holds their gradients."""
+    """Neighbouring children, and their parameters.
+
+    ``weights`` and ``gradients`` have memory of their own only where the parameters or gradients lie apart. So both
+    follow whatever is done to the parameters, and blocks of one BlockSequential need not be kept.
+    """
 
     children: tuple[torch.nn.Module, ...]
     parameters: list[torch.nn.Parameter]
-    weights: Tensor
-    gradients: Tensor
 
-    def flatten(self) -> None:
-        """Make the parameters views of ``weights`` again, with their values, where they have other memory now."""
-        views = _views(self.weights, self.parameters)
-        if all(p.data_ptr() == view.data_ptr() for p, view in zip(self.parameters, views, strict=True)):
-            return
-        self.weights = _flattened(self.parameters)
+    @property
+    def weights(self) -> Tensor:
+        """The parameters as one flat tensor. They become views of it, if they are not."""
+        flat = _flat(self.parameters)
+        for parameter, view in zip(self.parameters, _views(flat, self.parameters), strict=True):
+            parameter.data = view
+        return flat
 
-    def collect(self) -> Tensor:
-        """Make every ``p.grad`` a view of ``gradients``, with its values (zero for None), and return ``gradients``."""
-        for parameter, view in zip(self.parameters, _views(self.gradients, self.parameters), strict=True):
-            if not parameter.requires_grad:
-                continue
-            if parameter.grad is None:
-                view.zero_()
-            elif parameter.grad.data_ptr() != view.data_ptr():
-                view.copy_(parameter.grad)
+    @property
+    def trained(self) -> list[torch.nn.Parameter]:
+        """The parameters that take a gradient."""
+        return [p for p in self.parameters if p.requires_grad]
+
+    @property
+    def gradients(self) -> Tensor:
+        """The gradients of ``trained`` as one flat tensor, zero for None. They become views of it, if they are not."""
+        flat = _flat([torch.zeros_like(p) if p.grad is None else p.grad for p in self.trained])
+        for parameter, view in zip(self.trained, _views(flat, self.trained), strict=True):
             parameter.grad = view
-        return self.gradients
+        return flat
 
 
 def partition(sizes: Sequence[int], partitions: int) -> list[range]:
@@ -70,7 +74,8 @@ class BlockSequential(torch.nn.Sequential):
             handles.append(mpi.allreduce_async(block.gradients, op="avg"))
 
     ``register_async_backward`` does that inside ``loss.backward()``. Children that share parameters, and those between
-    them, stay in one block. All parameters of a block share a dtype and device.
+    them, stay in one block. All parameters of a block share a dtype and device. A frozen parameter has no place in
+    ``block.gradients``.
     """
 
     def __init__(self, partitions: int, *modules: torch.nn.Module) -> None:
@@ -78,83 +83,59 @@ class BlockSequential(torch.nn.Sequential):
             raise ValueError(f"BlockSequential: partitions={partitions} must be at least 1")
         super().__init__(*modules)
         self.partitions = partitions
-        self._boundaries: list[Tensor] = []
-        self._blocks: list[Block] = []
-        self._cut()
+        self._passed: list[tuple[Block, Tensor, Tensor]] = []  # with input and output in the last forward pass
+        for block in self.blocks:
+            _ = block.weights  # flat from the start; ValueError if they cannot be
 
     @property
     def blocks(self) -> list[Block]:
-        """The blocks, first to last; cut again when children or parameters were exchanged."""
-        self._cut()
-        for block in self._blocks:
-            block.flatten()
-        return self._blocks
+        """The blocks of the present children, first to last."""
+        children = list(self)  # not children(), which leaves out a module that comes again
+        atoms = inseparable([list(child.parameters()) for child in children])
+        sizes = [sum(p.numel() for p in _parameters(children[atom.start : atom.stop])) for atom in atoms]
+        runs = partition(sizes, self.partitions)
+        members = [children[atoms[run[0]].start : atoms[run[-1]].stop] for run in runs]
+        return [Block(tuple(modules), _parameters(modules)) for modules in members]
 
     def __getitem__(self, index: Any) -> Any:
         """A child, or for a slice a plain Sequential."""
         return torch.nn.Sequential(*list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As Sequential; remembers what passes between the blocks until ``backward_blocks`` or the next forward."""
-        self._cut()
-        self._boundaries = [x]
-        for block in self._blocks:  # wherever their parameters are: an optimizer may have moved them
+        """Compute what Sequential computes; keep what passes between the blocks for ``backward_blocks``."""
+        self._passed = []
+        for block in self.blocks:  # wherever their parameters are: an optimizer may have moved them
+            before = x
             for child in block.children:
                 x = child(x)
-            self._boundaries.append(x)
+            self._passed.append((block, before, x))
         return x
 
     def backward_blocks(self, gradient: Tensor) -> Iterator[Block]:
-        """Backward from ``gradient`` (of the last forward's output), a block at a time from the last to the first.
+        """Run backward from ``gradient`` (of the last forward's output), a block at a time from the last to the first.
 
         Yields a block when its ``gradients`` hold what was accumulated so far plus this pass. The gradient of the
         input, if it requires one, is added to its ``grad`` at the end.
         """
-        if not self._boundaries:
+        if not self._passed:
             raise RuntimeError("backward_blocks: call forward first; each forward serves one backward")
-        boundaries, self._boundaries = self._boundaries, []
-        for index in reversed(range(len(self._blocks))):
-            block, before, after = self._blocks[index], boundaries[index], boundaries[index + 1]
-            wanted: list[Tensor] = [p for p in block.parameters if p.requires_grad]
-            wanted += [before] * before.requires_grad
+        passed, self._passed = self._passed, []
+        for block, before, after in reversed(passed):
+            wanted = [*block.trained, *([before] if before.requires_grad else [])]
             # Through this block alone: its input's gradient is where the block before goes on.
-            found = torch.autograd.grad(after, wanted, gradient, allow_unused=True) if wanted else ()
-            block.flatten()
-            block.collect()
-            for tensor, part in zip(wanted, found, strict=True):
-                if tensor is not before and part is not None:
-                    assert tensor.grad is not None, "collect() gave every parameter a view"
-                    tensor.grad.add_(part)
+            parts = torch.autograd.grad(after, wanted, gradient, allow_unused=True) if wanted else ()
+            for view, part in zip(_views(block.gradients, block.trained), parts, strict=False):
+                if part is not None:
+                    view.add_(part)
             yield block
             if before.requires_grad:
-                gradient = found[-1]
-        if boundaries[0].requires_grad and boundaries[0].is_leaf:
-            boundaries[0].grad = gradient if boundaries[0].grad is None else boundaries[0].grad + gradient
+                gradient = parts[-1]
+        x = passed[0][1]
+        if x.requires_grad and x.is_leaf:
+            x.grad = gradient if x.grad is None else x.grad + gradient
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_boundaries": []}  # the tensors of a forward pass cannot be copied
-
-    def _is_current(self) -> bool:
-        """Whether the blocks still hold this module's children and parameters, of the same dtypes and devices."""
-        children = [child for block in self._blocks for child in block.children]
-        parameters = [p for block in self._blocks for p in block.parameters]
-        if list(map(id, (*self, *_parameters(self)))) != list(map(id, (*children, *parameters))):
-            return False
-        return all(_kinds(block.parameters) <= _kinds([block.weights]) for block in self._blocks)
-
-    def _cut(self) -> None:
-        """Cut the module into blocks, with flat memory, unless the present ones are current."""
-        if self._is_current():
-            return
-        children = list(self)  # not children(), which leaves out a module that comes again
-        atoms = inseparable([list(child.parameters()) for child in children])
-        owned = [_parameters(children[index] for index in atom) for atom in atoms]
-        self._blocks = []
-        for run in partition([sum(p.numel() for p in parameters) for parameters in owned], self.partitions):
-            parameters = [p for atom in run for p in owned[atom]]
-            members = tuple(children[index] for atom in run for index in atoms[atom])
-            weights = _flattened(parameters)
-            self._blocks.append(Block(members, parameters, weights, torch.zeros_like(weights)))
+        return {**self.__dict__, "_passed": []}  # the tensors of a forward pass cannot be copied
 
 
 def inseparable(parameters: Sequence[Sequence[Hashable]]) -> list[range]:
@@ -169,36 +150,28 @@ def inseparable(parameters: Sequence[Sequence[Hashable]]) -> list[range]:
     return runs
 
 
-def _parameters(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
+def _parameters(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
     return list(dict.fromkeys(p for module in modules for p in module.parameters()))
 
 
-def _kinds(tensors: Iterable[Tensor]) -> set[tuple[torch.dtype, torch.device]]:
-    return {(x.dtype, x.device) for x in tensors}
-
-
-def _flattened(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
-    """Flat memory, of which the parameters have become views."""
-    kinds = _kinds(parameters)
-    if len(kinds) > 1:
-        raise ValueError(f"BlockSequential: the parameters of a block have several dtypes or devices: {kinds}")
-    if not parameters:
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """One flat tensor with the values of all: their memory, if they lie one after another in it, else a copy."""
+    if not tensors:
         return torch.empty(0)
-    if _follow_each_other(parameters):  # they are flat already, perhaps where Hogwild has moved all of their memory
-        return parameters[0].data.as_strided((sum(p.numel() for p in parameters),), (1,))
-    flat = torch.cat([p.detach().reshape(-1) for p in parameters])
-    for parameter, view in zip(parameters, _views(flat, parameters), strict=True):
-        parameter.data = view
-    return flat
+    if len(kinds := {(x.dtype, x.device) for x in tensors}) > 1:
+        raise ValueError(f"BlockSequential: the parameters of a block have several dtypes or devices: {kinds}")
+    if _follow_each_other(tensors):  # perhaps where Hogwild has moved all of their memory
+        return tensors[0].data.as_strided((sum(x.numel() for x in tensors),), (1,))
+    return torch.cat([x.detach().reshape(-1) for x in tensors])
 
 
-def _follow_each_other(parameters: Sequence[torch.nn.Parameter]) -> bool:
-    """Whether the parameters lie one after another in one memory, without gaps."""
-    memory, end = parameters[0].untyped_storage().data_ptr(), parameters[0].storage_offset()
-    for p in parameters:
-        if not p.is_contiguous() or p.untyped_storage().data_ptr() != memory or p.storage_offset() != end:
+def _follow_each_other(tensors: Sequence[Tensor]) -> bool:
+    """Whether the tensors lie one after another in one memory, without gaps."""
+    memory, end = tensors[0].untyped_storage().data_ptr(), tensors[0].storage_offset()
+    for x in tensors:
+        if not x.is_contiguous() or x.untyped_storage().data_ptr() != memory or x.storage_offset() != end:
             return False
-        end += p.numel()
+        end += x.numel()
     return True
 
 

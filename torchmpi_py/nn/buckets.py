@@ -11,7 +11,7 @@ reduction, of a byte per parameter, finds these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -23,65 +23,42 @@ from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.errors import Unavailable
 from torchmpi_py.memory import gpus
 from torchmpi_py.memory.symmetric import symmetric_empty
+from torchmpi_py.nn.block_sequential import BlockSequential
 from torchmpi_py.nn.compressed_reducer import CompressedReducer
-from torchmpi_py.nn.compression import Compression
+from torchmpi_py.nn.compression import Compression, check_compression
 from torchmpi_py.nn.gradient_reducer import GradientReducer, views_of
-from torchmpi_py.nn.sparse_reducer import SparseReducer
+from torchmpi_py.nn.members import parameters_of
+from torchmpi_py.nn.sparse_reducer import SparseReducer, sparse_parameters
 
 T = TypeVar("T", bound=Tensor)
 _ALIGNMENT = 512  # bytes: no two buckets share a cache line; as torch aligns memory on GPUs
 
 
 class Buckets:
-    """The buckets of some parameters, in the order of their reduction. The constructor is collective over ``comm``.
-
-    groups: parameters that share a bucket whatever their size; the parameters in no group are grouped by size.
-    sparse: parameters whose gradients are sparse, and stay so.
-    """
+    """The buckets of some parameters, in the order of their reduction."""
 
     def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        comm: Communicator,
-        groups: Iterable[Sequence[torch.nn.Parameter]] = (),
-        compression: Compression | None = None,
-        sparse: Container[torch.nn.Parameter] = (),
+        self, parameters: Sequence[torch.nn.Parameter], comm: Communicator, reducers: Sequence[GradientReducer]
     ) -> None:
         self.parameters = list(parameters)
         self.comm = comm
-        self.compression = compression
-        self.sparse = {p for p in parameters if p in sparse}
-        self.all = self.reducers(groups)
+        self.all = list(reducers)
         self.index_of = {p: index for index, bucket in enumerate(self.all) for p in bucket.parameters}
-
-    def reducers(self, groups: Iterable[Sequence[torch.nn.Parameter]]) -> list[GradientReducer]:
-        """Create the reducer of each bucket, in their order: the one place that chooses its class."""
-        groups = [group for group in groups if self.sparse.isdisjoint(group)]
-        runs = runs_of(self.parameters, groups, lambda p: p if p in self.sparse else None)
-        dense = [run for run in runs if run[0] not in self.sparse]
-        memory = iter(flat_memory(dense, self.comm))
-        return [
-            SparseReducer(run[0], self.comm) if run[0] in self.sparse else self._dense_reducer(run, next(memory))
-            for run in runs
-        ]
-
-    def _dense_reducer(self, run: list[torch.nn.Parameter], flat: Tensor) -> GradientReducer:
-        if self.compression is not None and self.comm.size > 1:
-            compressor = self.compression.compressor(flat, list(views_of(flat, run)), self.comm)
-            if compressor is not None:
-                return CompressedReducer(run, flat, self.comm, compressor)
-        return GradientReducer(run, flat, self.comm)
 
     def all_fit(self) -> bool:
         """Whether the parameters still have the shapes, dtypes and devices for which the buckets were made."""
         return all(bucket.fits() for bucket in self.all)
 
+    def serve(self, module: torch.nn.Module) -> bool:
+        """Whether these are buckets of a module as it is: the same parameters in the same order, and as sparse."""
+        trained = [p for p in parameters_of(module) if p.requires_grad]
+        is_same = list(map(id, trained)) == list(map(id, self.parameters))
+        sparse = {p for bucket in self.all if isinstance(bucket, SparseReducer) for p in bucket.parameters}
+        return is_same and sparse_parameters(module).intersection(trained) == sparse and self.all_fit()
+
     def hold_gradients(self) -> bool:
         """Whether a parameter's gradient lies in its bucket."""
         return any(bucket.holds(p) for bucket in self.all for p in bucket.parameters)
-
-    def begin(self) -> None:
-        """Begin a reduction."""
 
     def gradient_flags(self) -> Tensor:
         """A byte per parameter: whether it has a gradient on this rank. Reduced by ``max``: on any rank."""
@@ -89,14 +66,13 @@ class Buckets:
 
     def reduce(self, op: str = "avg") -> None:
         """Reduce all gradients on the calling thread. Collective."""
-        self.begin()
         flags = self.gradient_flags()  # before the buckets give every parameter a gradient
         for bucket in self.all:
             bucket.reduce(op)
         self.finish(op, verbs.allreduce(flags, op="max", comm=self.comm))
 
     def finish(self, op: str, flags: Tensor) -> None:
-        """Finish what was launched: the reduced gradients are there, those of unused parameters are None. Collective.
+        """Finish the launched reductions: gradients are the reduced ones, None for unused parameters. Collective.
 
         flags: the reduced ``gradient_flags``.
         """
@@ -105,6 +81,42 @@ class Buckets:
         for parameter, has_gradient in zip(self.parameters, flags.tolist(), strict=True):
             if not has_gradient and not self.all[self.index_of[parameter]].owes(parameter):
                 parameter.grad = None
+
+
+def buckets_of(
+    module: torch.nn.Module,
+    parameters: Sequence[torch.nn.Parameter],
+    comm: Communicator,
+    *,
+    compression: Compression | None = None,
+    sparse_as_dense: bool = False,
+) -> Buckets:
+    """Create the buckets of some parameters of a module: the one place that chooses the class of a reducer. Collective.
+
+    A block of a BlockSequential is one bucket, whatever its size; other parameters are grouped by size.
+    """
+    check_compression(compression)
+    sparse = set() if sparse_as_dense else sparse_parameters(module).intersection(parameters)
+    dense = set(parameters) - sparse
+    blocks = [block.parameters for m in module.modules() if isinstance(m, BlockSequential) for block in m.blocks]
+    blocks = [block for block in blocks if dense.issuperset(block) and len({(p.dtype, p.device) for p in block}) == 1]
+    runs = runs_of(parameters, blocks, lambda p: p if p in sparse else None)
+    memory = iter(flat_memory([run for run in runs if run[0] in dense], comm))
+    reducers = [
+        _dense_reducer(run, next(memory), comm, compression) if run[0] in dense else SparseReducer(run[0], comm)
+        for run in runs
+    ]
+    return Buckets(parameters, comm, reducers)
+
+
+def _dense_reducer(
+    run: list[torch.nn.Parameter], flat: Tensor, comm: Communicator, compression: Compression | None
+) -> GradientReducer:
+    if compression is not None and comm.size > 1:
+        compressor = compression.compressor(flat, list(views_of(flat, run)), comm)
+        if compressor is not None:
+            return CompressedReducer(run, flat, comm, compressor)
+    return GradientReducer(run, flat, comm)
 
 
 def grouped(tensors: Iterable[T], key: Callable[[T], Hashable] = lambda x: None) -> Iterator[list[T]]:
@@ -156,9 +168,8 @@ def flat_memory(
     num_bytes = [
         -(-count * run[0].itemsize // _ALIGNMENT) * _ALIGNMENT for count, run in zip(counts, runs, strict=True)
     ]
-    devices = {run[0].device for run in runs}
-    kinds = {device.type for device in devices}
-    if comm.size > 1 and len(devices) == 1 and (kinds == {"cpu"} or (kinds == {"cuda"} and not gpus.why_no_ipc())):
+    kinds = [device.type for device in {run[0].device for run in runs}]
+    if comm.size > 1 and (kinds == ["cpu"] or (kinds == ["cuda"] and not gpus.why_no_ipc())):
         try:
             pool = symmetric_empty(sum(num_bytes), dtype=torch.uint8, device=runs[0][0].device, comm=comm).zero_()
             parts = zip(torch.split(pool, num_bytes), counts, runs, strict=True)

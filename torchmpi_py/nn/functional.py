@@ -36,13 +36,12 @@ from torch.autograd import Function
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core import communicators, compiling
+from torchmpi_py.core.collective import COLLECTIVES, Writes
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.tensors import NO_TRANSFORM, check_divisible, check_rank, check_tensor
 from torchmpi_py.errors import RanksDisagree
 
 LINEAR_OPS = ("sum", "avg")
-
-_Map = Callable[[Tensor], Tensor]
 
 
 def own_communicator(comm: Communicator | None) -> Communicator:
@@ -55,15 +54,7 @@ def allreduce(x: Tensor, op: str = "sum", *, comm: Communicator | None = None) -
 
     Adjoint: dx_r = sum_s dy_s, an allreduce; with "avg" both are divided by P.
     """
-    _check_op("allreduce", op)
-    return _allreduce(x, op, _checked("allreduce", x, comm))
-
-
-def _allreduce(x: Tensor, op: str, comm: Communicator) -> Tensor:
-    def to_all(x: Tensor) -> Tensor:
-        return verbs.allreduce(x, out=torch.empty_like(x), op=op, comm=comm)
-
-    return _apply(x, comm, to_all, lambda dy: _allreduce(dy, op, comm))
+    return _call("allreduce", x, comm, op=op)
 
 
 def broadcast(x: Tensor, root: int = 0, *, comm: Communicator | None = None) -> Tensor:
@@ -71,14 +62,7 @@ def broadcast(x: Tensor, root: int = 0, *, comm: Communicator | None = None) -> 
 
     Adjoint: dx_root = sum_s dy_s, a reduce; zero on the other ranks.
     """
-    return _broadcast(x, root, _checked("broadcast", x, comm, root=root))
-
-
-def _broadcast(x: Tensor, root: int, comm: Communicator) -> Tensor:
-    def from_root(x: Tensor) -> Tensor:
-        return verbs.broadcast(x.clone(), root, comm=comm)
-
-    return _apply(x, comm, from_root, lambda dy: _reduce(dy, root, "sum", comm))
+    return _call("broadcast", x, comm, root=root)
 
 
 def reduce(x: Tensor, root: int = 0, op: str = "sum", *, comm: Communicator | None = None) -> Tensor:
@@ -86,19 +70,7 @@ def reduce(x: Tensor, root: int = 0, op: str = "sum", *, comm: Communicator | No
 
     Adjoint: dx_r = dy_root, a broadcast; with "avg" both are divided by P.
     """
-    _check_op("reduce", op)
-    return _reduce(x, root, op, _checked("reduce", x, comm, root=root))
-
-
-def _reduce(x: Tensor, root: int, op: str, comm: Communicator) -> Tensor:
-    def on_root(x: Tensor) -> Tensor:
-        return verbs.reduce(x, root, out=torch.zeros_like(x), op=op, comm=comm)  # not written on the others
-
-    def to_all(dy: Tensor) -> Tensor:
-        dx = _broadcast(dy, root, comm)
-        return dx / comm.size if op == "avg" else dx
-
-    return _apply(x, comm, on_root, to_all)
+    return _call("reduce", x, comm, root=root, op=op)
 
 
 def reduce_scatter(x: Tensor, op: str = "sum", *, comm: Communicator | None = None) -> Tensor:
@@ -107,16 +79,7 @@ def reduce_scatter(x: Tensor, op: str = "sum", *, comm: Communicator | None = No
     There are P equal slices along dim 0. Adjoint: dx_s = (dy_0, dy_1, ...), an allgather; with "avg" both are divided
     by P.
     """
-    _check_op("reduce_scatter", op)
-    return _reduce_scatter(x, op, _checked("reduce_scatter", x, comm, splits=True))
-
-
-def _reduce_scatter(x: Tensor, op: str, comm: Communicator) -> Tensor:
-    def to_all(dy: Tensor) -> Tensor:
-        dx = _allgather(dy, [dy.shape[0]] * comm.size, comm)
-        return dx / comm.size if op == "avg" else dx
-
-    return _apply(x, comm, lambda x: verbs.reduce_scatter(x, op=op, comm=comm), to_all)
+    return _call("reduce_scatter", x, comm, op=op)
 
 
 def allgather(x: Tensor, *, comm: Communicator | None = None) -> Tensor:
@@ -124,17 +87,7 @@ def allgather(x: Tensor, *, comm: Communicator | None = None) -> Tensor:
 
     Adjoint: dx_r = sum_s dy_s[rows of rank r], a reduce_scatter where all bring as many rows, else an allreduce.
     """
-    comm = _checked("allgather", x, comm)
-    return _allgather(_rows(x), _all_counts(x, comm), comm)
-
-
-def _allgather(x: Tensor, counts: list[int], comm: Communicator) -> Tensor:
-    def shares(dy: Tensor) -> Tensor:
-        if len(set(counts)) == 1:
-            return _reduce_scatter(dy, "sum", comm)
-        return _share(_allreduce(dy, "sum", comm), counts, comm)
-
-    return _apply(x, comm, lambda x: verbs.allgather(x, comm=comm), shares)
+    return _call("allgather", x, comm)
 
 
 def gather(x: Tensor, root: int = 0, *, comm: Communicator | None = None) -> Tensor:
@@ -143,22 +96,7 @@ def gather(x: Tensor, root: int = 0, *, comm: Communicator | None = None) -> Ten
     Their dim-0 sizes may differ. Adjoint: dx_r = dy_root[rows of rank r], a scatter where all bring as many rows, else
     a broadcast.
     """
-    comm = _checked("gather", x, comm, root=root)
-    return _gather(_rows(x), root, _all_counts(x, comm), comm)
-
-
-def _gather(x: Tensor, root: int, counts: list[int], comm: Communicator) -> Tensor:
-    def on_root(x: Tensor) -> Tensor:
-        whole = verbs.gather(x, root, comm=comm)
-        return x.new_empty((0, *x.shape[1:])) if whole is None else whole
-
-    def shares(dy: Tensor) -> Tensor:
-        whole = _filled(dy, sum(counts))
-        if len(set(counts)) == 1:
-            return _scatter(whole, root, comm)
-        return _share(_broadcast(whole, root, comm), counts, comm)
-
-    return _apply(x, comm, on_root, shares)
+    return _call("gather", x, comm, root=root)
 
 
 def scatter(x: Tensor, root: int = 0, *, comm: Communicator | None = None) -> Tensor:
@@ -166,15 +104,7 @@ def scatter(x: Tensor, root: int = 0, *, comm: Communicator | None = None) -> Te
 
     The others' ``x`` has the same shape and dtype. Adjoint: dx_root = (dy_0, dy_1, ...), a gather; zero on the others.
     """
-    return _scatter(x, root, _checked("scatter", x, comm, splits=True, root=root))
-
-
-def _scatter(x: Tensor, root: int, comm: Communicator) -> Tensor:
-    def on_root(dy: Tensor) -> Tensor:
-        counts = [dy.shape[0]] * comm.size
-        return _filled(_gather(dy, root, counts, comm), sum(counts))
-
-    return _apply(x, comm, lambda x: verbs.scatter(x, root, comm=comm), on_root)
+    return _call("scatter", x, comm, root=root)
 
 
 def alltoall(x: Tensor, *, comm: Communicator | None = None) -> Tensor:
@@ -182,14 +112,7 @@ def alltoall(x: Tensor, *, comm: Communicator | None = None) -> Tensor:
 
     Adjoint: dx_s[r] = dy_r[s], an alltoall.
     """
-    return _alltoall(x, _checked("alltoall", x, comm, splits=True))
-
-
-def _alltoall(x: Tensor, comm: Communicator) -> Tensor:
-    def exchanged(x: Tensor) -> Tensor:
-        return verbs.alltoall(x, out=torch.empty_like(x), comm=comm)
-
-    return _apply(x, comm, exchanged, lambda dy: _alltoall(dy, comm))
+    return _call("alltoall", x, comm)
 
 
 def sendreceive(x: Tensor, source: int, destination: int, *, comm: Communicator | None = None) -> Tensor:
@@ -197,30 +120,65 @@ def sendreceive(x: Tensor, source: int, destination: int, *, comm: Communicator 
 
     Every rank is the source of one rank and the destination of one. Adjoint: dx_r = dy_destination, the other way.
     """
-    return _sendreceive(
-        x, source, destination, _checked("sendreceive", x, comm, source=source, destination=destination)
-    )
+    return _call("sendreceive", x, comm, source=source, destination=destination)
 
 
-def _sendreceive(x: Tensor, source: int, destination: int, comm: Communicator) -> Tensor:
-    return _apply(
-        x,
-        comm,
-        lambda x: verbs.sendreceive(x.clone(), source, destination, comm=comm),
-        lambda dy: _sendreceive(dy, destination, source, comm),
-    )
+def _call(verb: str, x: Tensor, comm: Communicator | None, **arguments: Any) -> Tensor:
+    """Check what the verb is given, before anything is sent, and apply it. TypeError or ValueError with the remedy."""
+    given = communicators.resolve(comm)
+    if torch._C._are_functorch_transforms_active():
+        raise TypeError(f"nn.functional.{verb}: {NO_TRANSFORM}")
+    check_tensor(f"nn.functional.{verb}", "x", x)
+    for name, value in arguments.items():
+        if name != "op":
+            check_rank(verb, name, value, given.size)
+        elif value not in LINEAR_OPS:
+            raise ValueError(
+                f"nn.functional.{verb}: op {value!r} has no gradient here; {' and '.join(LINEAR_OPS)} have, "
+                f"mpi.{verb} takes all"
+            )
+    if verb in ("reduce_scatter", "scatter", "alltoall"):
+        check_divisible(verb, x, given.size)
+    elif verb in ("allgather", "gather") and x.dim() == 0:
+        x = x.reshape(1)  # it counts as one row
+    return _apply(verb, x, own_communicator(given), **arguments)
+
+
+def _apply(verb: str, x: Tensor, comm: Communicator, **arguments: Any) -> Tensor:
+    """Apply a verb to ``x``, in the graph of autograd if any rank's ``x`` is in it. Collective."""
+    # Backward is collective: a rank whose x needs no gradient has to take part where another rank's does.
+    num_tracked = verbs.allreduce(int(x.requires_grad), comm=comm) if torch.is_grad_enabled() else 0
+    if not num_tracked:
+        return _value(verb, x.detach(), comm, arguments)
+    link = torch.empty(0, requires_grad=True)
+    y: Tensor = _Linear.apply(x, link, verb, comm, arguments, num_tracked)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _value(verb: str, x: Tensor, comm: Communicator, arguments: dict[str, Any]) -> Tensor:
+    """The result of a verb, in a new tensor."""
+    writes = COLLECTIVES[verb].writes
+    if writes is Writes.X:
+        x = x.clone()
+    elif writes is Writes.X_WITHOUT_OUT:  # which reduce does not write on other ranks than root
+        arguments = {**arguments, "out": torch.zeros_like(x) if verb == "reduce" else torch.empty_like(x)}
+    y: Tensor | None = getattr(verbs, verb)(x, comm=comm, **arguments)
+    return x.new_empty((0, *x.shape[1:])) if y is None else y
 
 
 class _Linear(Function):
     """A linear map of what all ranks bring. ``link`` requires a gradient where ``x`` does so on another rank alone."""
 
     @staticmethod
-    def forward(x: Tensor, link: Tensor, value: _Map, adjoint: _Map, num_tracked: int, comm: Communicator) -> Tensor:
-        return value(x)
+    def forward(
+        x: Tensor, link: Tensor, verb: str, comm: Communicator, arguments: dict[str, Any], num_tracked: int
+    ) -> Tensor:
+        return _value(verb, x, comm, arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *_, ctx.adjoint, ctx.num_tracked, ctx.comm = inputs
+        x, _, ctx.verb, ctx.comm, ctx.arguments, ctx.num_tracked = inputs
+        ctx.num_rows = len(x) if x.dim() else 1
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -229,54 +187,27 @@ class _Linear(Function):
                 f"nn.functional: x requires a gradient on {ctx.num_tracked} of {ctx.comm.size} ranks; for derivatives "
                 "of derivatives (create_graph=True) it has to on all: x.requires_grad_()"
             )
-        dx = ctx.adjoint(dy)  # on all ranks, wanted here or not
+        dx = _ADJOINTS[ctx.verb](dy, ctx.comm, ctx.num_rows, **ctx.arguments)  # on all ranks, wanted here or not
         return dx if ctx.needs_input_grad[0] else None, None, None, None, None, None
 
 
-def _apply(x: Tensor, comm: Communicator, value: _Map, adjoint: _Map) -> Tensor:
-    """``value(x)``, in the graph of autograd if any rank's ``x`` is. Collective."""
-    # Backward is collective: a rank whose x needs no gradient has to take part where another rank's does.
-    num_tracked = verbs.allreduce(int(x.requires_grad), comm=comm) if torch.is_grad_enabled() else 0
-    if not num_tracked:
-        return value(x.detach())
-    link = torch.empty(0, requires_grad=True)
-    y: Tensor = _Linear.apply(x, link, value, adjoint, num_tracked, comm)  # type: ignore[no-untyped-call]
-    return y
+def _adjoint_of_allgather(dy: Tensor, comm: Communicator, num_rows: int) -> Tensor:
+    counts = verbs.allgather(num_rows, comm=comm)
+    if len(set(counts)) == 1:
+        return _apply("reduce_scatter", dy, comm, op="sum")
+    return _share(_apply("allreduce", dy, comm, op="sum"), counts, comm)
 
 
-def _checked(verb: str, x: Tensor, comm: Communicator | None, *, splits: bool = False, **ranks: int) -> Communicator:
-    """The communicator to use. TypeError or ValueError, before it is made, for what the verb cannot take.
-
-    ``splits``: the verb cuts ``x`` into equal slices.
-    """
-    given = communicators.resolve(comm)
-    if torch._C._are_functorch_transforms_active():
-        raise TypeError(f"nn.functional.{verb}: {NO_TRANSFORM}")
-    check_tensor(f"nn.functional.{verb}", "x", x)
-    for name, rank in ranks.items():
-        check_rank(verb, name, rank, given.size)
-    if splits:
-        check_divisible(verb, x, given.size)
-    return own_communicator(given)
+def _adjoint_of_gather(dy: Tensor, comm: Communicator, num_rows: int, root: int) -> Tensor:
+    counts = verbs.allgather(num_rows, comm=comm)
+    whole = _filled(dy, sum(counts))
+    if len(set(counts)) == 1:
+        return _apply("scatter", whole, comm, root=root)
+    return _share(_apply("broadcast", whole, comm, root=root), counts, comm)
 
 
-def _check_op(verb: str, op: str) -> None:
-    if op not in LINEAR_OPS:
-        raise ValueError(
-            f"nn.functional.{verb}: op {op!r} has no gradient here; {' and '.join(LINEAR_OPS)} have, "
-            f"mpi.{verb} takes all"
-        )
-
-
-def _rows(x: Tensor) -> Tensor:
-    """A tensor without dimensions counts as one row."""
-    return x.reshape(1) if x.dim() == 0 else x
-
-
-def _all_counts(x: Tensor, comm: Communicator) -> list[int]:
-    """The number of rows that each rank brings. Collective."""
-    counts: list[int] = verbs.allgather(_rows(x).shape[0], comm=comm)
-    return counts
+def _divided(dx: Tensor, comm: Communicator, op: str) -> Tensor:
+    return dx / comm.size if op == "avg" else dx
 
 
 def _share(whole: Tensor, counts: list[int], comm: Communicator) -> Tensor:
@@ -289,5 +220,20 @@ def _filled(rows: Tensor, count: int) -> Tensor:
     missing = count - rows.shape[0]
     return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))]) if missing else rows
 
+
+# Each takes dy, the communicator, the number of rows of this rank's x, and the arguments of the verb.
+_ADJOINTS: dict[str, Callable[..., Tensor]] = {
+    "allreduce": lambda dy, comm, _, op: _apply("allreduce", dy, comm, op=op),
+    "broadcast": lambda dy, comm, _, root: _apply("reduce", dy, comm, root=root, op="sum"),
+    "reduce": lambda dy, comm, _, root, op: _divided(_apply("broadcast", dy, comm, root=root), comm, op),
+    "reduce_scatter": lambda dy, comm, _, op: _divided(_apply("allgather", dy, comm), comm, op),
+    "allgather": _adjoint_of_allgather,
+    "gather": _adjoint_of_gather,
+    "scatter": lambda dy, comm, num_rows, root: _filled(_apply("gather", dy, comm, root=root), num_rows),
+    "alltoall": lambda dy, comm, _: _apply("alltoall", dy, comm),
+    "sendreceive": lambda dy, comm, _, source, destination: _apply(
+        "sendreceive", dy, comm, source=destination, destination=source
+    ),
+}
 
 compiling.leave_alone(allreduce, broadcast, reduce, reduce_scatter, allgather, gather, scatter, alltoall, sendreceive)

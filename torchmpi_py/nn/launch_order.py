@@ -30,26 +30,22 @@ from torchmpi_py.errors import RanksDisagree
 
 _BYTES = 4  # of a digest
 
-_counts: WeakKeyDictionary[Communicator, tuple[Iterator[int], Iterator[int]]] = WeakKeyDictionary()
-"""Of each communicator the numbers of registrations, and of launches of all of them."""
+_counts: WeakKeyDictionary[Communicator, Iterator[int]] = WeakKeyDictionary()
+"""Counts the registrations and the launches of each communicator."""
 
 
 class LaunchOrder:
     """The places of one registration's launches in its present reduction. All ranks make registrations alike."""
 
     def __init__(self, comm: Communicator) -> None:
-        numbers, self._places = _counts.setdefault(comm, (itertools.count(), itertools.count()))
-        self._number = next(numbers)
+        self._places = _counts.setdefault(comm, itertools.count())
+        self._number = next(self._places)
         self._digest = 0
-        self._age = 0  # reductions since the last restart
+        self.age = 0  # reductions since compression has dropped what it kept, in the same reduction on all ranks
         self.num_steps = 0  # complete reductions
         self.num_updates = 0  # by the optimizer, since the last reduction
         self.has_loaded = False  # a state since then, so that the number says nothing of the parameters
         self._updates_here = 0  # the same, of the reduction under way
-
-    def restart(self) -> None:
-        """What compression has kept is dropped, before a reduction that is the same one on all ranks."""
-        self._age = 0
 
     def begin(self) -> None:
         """Begin a reduction."""
@@ -61,8 +57,8 @@ class LaunchOrder:
 
     def append_numbers(self, flags: Tensor, *, compares_steps: bool) -> Tensor:
         """The flags, with digest and updates behind them, to be reduced by ``max``. The updates start again."""
-        digest = list(zlib.crc32(self._age.to_bytes(8, "little"), self._digest).to_bytes(_BYTES, "little"))
-        self._age += 1
+        digest = list(zlib.crc32(self.age.to_bytes(8, "little"), self._digest).to_bytes(_BYTES, "little"))
+        self.age += 1
         self._updates_here = min(self.num_updates, 255)
         numbers = [*digest, self._updates_here]
         both = [*numbers, *(255 - number for number in numbers)]
@@ -74,8 +70,16 @@ class LaunchOrder:
     def checked(self, reduced: Tensor) -> Tensor:
         """The reduced flags without the numbers. RanksDisagree, on all ranks, if these differ."""
         flags, numbers = reduced.tensor_split([reduced.numel() - 2 * (_BYTES + 1)])
-        *digest, updates = [(most, 255 - rest) for most, rest in numbers.view(2, -1).T.tolist()]
-        self._check_updates(*updates)
+        *digest, (most, least) = [(most, 255 - rest) for most, rest in numbers.view(2, -1).T.tolist()]
+        if most > least:
+            base, here = self.num_steps + 1 - most, self._updates_here
+            raise RanksDisagree(
+                f"the ranks are in different steps: a rank is in its step {base + most}, another in its step "
+                f"{base + least}, this one in its step {base + here}, because they have called step() {most}, {least} "
+                f"and {here} times since the last reduction. A rank has left out step(), as after an error, and its "
+                "parameters differ from then on. Leave it out on all ranks (decide by mpi.allreduce), and load "
+                "a state on all of them where parameters differ"
+            )
         if any(most != least for most, least in digest):
             raise RanksDisagree(
                 "the backward passes of the ranks reach modules with registrations of their own "
@@ -87,15 +91,3 @@ class LaunchOrder:
             )
         self.num_steps += 1
         return flags
-
-    def _check_updates(self, most: int, least: int) -> None:
-        """RanksDisagree if a rank has updated its parameters ``most`` times, and another ``least`` times."""
-        if most > least:
-            base, here = self.num_steps + 1 - most, self._updates_here
-            raise RanksDisagree(
-                f"the ranks are in different steps: a rank is in its step {base + most}, another in its step "
-                f"{base + least}, this one in its step {base + here}, because they have called step() {most}, {least} "
-                f"and {here} times since the last reduction. A rank has left out step(), as after an error, and its "
-                "parameters differ from then on. Leave it out on all ranks (decide by mpi.allreduce), and load "
-                "a state on all of them where parameters differ"
-            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -61,20 +61,13 @@ class ParameterSnapshot:
         self.parameters = list({id(p): p for p in held}.values())
         self.trained = [p for p in self.parameters if p.requires_grad]
         self.with_own_zero_grad = [m for m in modules if type(m).zero_grad is not torch.nn.Module.zero_grad]
-        self.found: list[int] = []
+        self.found: list[Any] = []
         self.are_current(network, criterion, optimizer)
-        # An id is of one object as long as that lives.
-        self.kept = (
-            network,
-            criterion,
-            optimizer,
-            [*map(list, map(_PARAMETERS, getattr(optimizer, "param_groups", ())))],
-        )
 
     def are_current(self, network: Any, criterion: Any, optimizer: Any) -> bool:
         """Whether another look would find the same as the last one; False where that is not certain."""
         contents = map(dict.values, chain.from_iterable(map(_HELD, self.parts)))
         in_groups = map(_PARAMETERS, getattr(optimizer, "param_groups", ()))
         objects = chain((network, criterion, optimizer), chain.from_iterable(contents), chain.from_iterable(in_groups))
-        last, self.found = self.found, [*map(id, objects), *map(_TAKES_GRADIENT, self.parameters)]
-        return self.is_sure and self.found == last
+        last, self.found = self.found, [*objects, *map(_TAKES_GRADIENT, self.parameters)]
+        return self.is_sure and len(self.found) == len(last) and all(map(is_, self.found, last))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,11 +53,6 @@ class OptimizerKind(NamedTuple):
     name: str  # of the class
     shapes: list[tuple[int, ...]]  # of the parameters, in the order of the groups
 
-    @classmethod
-    def of(cls, name: str, parameters: Iterable[Tensor]) -> OptimizerKind:
-        """The kind of an optimizer with these parameters."""
-        return cls(name, [tuple(p.shape) for p in parameters])
-
     def check_saved(self, saved: OptimizerKind) -> None:
         """ValueError, with both, unless a state that was saved of the kind ``saved`` is one of this kind."""
         if saved.name != self.name:
@@ -76,33 +71,6 @@ def name_of_class(optimizer: Any, transparent: tuple[type, ...] = ()) -> str:
     return of_inner if isinstance(optimizer, transparent) else f"{name}({of_inner})"
 
 
-def load_saved_state(optimizer: Any, state: Any, kind: OptimizerKind, saved: OptimizerKind | None) -> None:
-    """Load a state that was saved of the kind ``saved`` (None: not known) into an optimizer of this ``kind``.
-
-    ValueError if the kinds differ.
-    """
-    if saved is not None:
-        kind.check_saved(saved)
-    optimizer.load_state_dict(state)
-    if saved is None:
-        _check_options(optimizer)
-
-
-def _check_options(optimizer: Any) -> None:
-    """ValueError if groups lack options of the optimizer's class, as after loading the state of another class."""
-    for group in _groups(optimizer):
-        if lacking := sorted(getattr(optimizer, "defaults", {}).keys() - group.keys()):
-            raise ValueError(f"it holds no {', '.join(lacking)} of the optimizer {type(optimizer).__qualname__}")
-
-
-class _Stand(NamedTuple):
-    """A summary of an optimizer on a rank."""
-
-    kind: str
-    num_parameters: list[int]  # of each group
-    digest: bytes
-
-
 @dataclass(frozen=True)
 class _Missing:
     """A tensor, in a state that travels without its tensors."""
@@ -117,48 +85,38 @@ def _differing(optimizer: Any, comm: Communicator) -> list[int]:
     state = optimizer.state_dict()
     # Not the groups of the optimizer: those of a ShardedOptimizer hold what the rank updates.
     sizes = [len(group["params"]) for group in (state.get("param_groups", []) if isinstance(state, dict) else [])]
-    content = repr([(name, _content(leaf)) for name, leaf in _entries(state, "")])
-    digest = hashlib.blake2b(content.encode(), digest_size=16).digest()
-    stands = verbs.allgather_object(_Stand(name_of_class(optimizer), sizes, digest), comm=comm)
-    if any(stand[:2] != stands[0][:2] for stand in stands):
-        named = "; ".join(f"rank {rank}: {stand.kind} of {stand.num_parameters}" for rank, stand in enumerate(stands))
+    digest = hashlib.blake2b(repr(_content(state)).encode(), digest_size=16).digest()
+    kinds = verbs.allgather_object((name_of_class(optimizer), sizes, digest), comm=comm)
+    if any(kind[:2] != kinds[0][:2] for kind in kinds):
+        named = "; ".join(f"rank {rank}: {name} of {sizes}" for rank, (name, sizes, _) in enumerate(kinds))
         raise RanksDisagree(f"the ranks' optimizers differ in kind, or in the parameters of their groups: {named}")
-    return [rank for rank, stand in enumerate(stands) if stand != stands[0]]
+    return [rank for rank, kind in enumerate(kinds) if kind != kinds[0]]
 
 
-def _entries(content: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """The leaves of a state, each with its path; the order in which its dicts were filled does not count."""
-    if isinstance(content, dict):
-        for key in sorted(content, key=repr):
-            yield from _entries(content[key], f"{name}.{key!r}")
-    elif isinstance(content, (list, tuple)):
-        for index, value in enumerate(content):
-            yield from _entries(value, f"{name}[{index}]")
-    else:
-        yield name, content
-
-
-def _content(leaf: Any) -> Any:
-    """The content of a leaf that is compared: its bits; of an object that is no data, its type."""
-    if isinstance(leaf, Tensor) and leaf.is_sparse:  # momentum of sparse gradients
-        return [digest_of(part) for part in (leaf.coalesce().indices(), leaf.coalesce().values())]
-    if isinstance(leaf, Tensor):
-        return digest_of(leaf.detach())
-    if isinstance(leaf, np.ndarray):
-        return leaf.tobytes()
-    return leaf if isinstance(leaf, _PLAIN) else type(leaf).__qualname__
+def _content(x: Any) -> Any:
+    """The content that is compared: a tensor's bits, a dict's items in any order, the type of an object of no data."""
+    if isinstance(x, dict):
+        return sorted(((repr(key), _content(value)) for key, value in x.items()), key=itemgetter(0))
+    if isinstance(x, (list, tuple)):
+        return [_content(value) for value in x]
+    if isinstance(x, Tensor) and x.is_sparse:  # momentum of sparse gradients
+        return [digest_of(part) for part in (x.coalesce().indices(), x.coalesce().values())]
+    if isinstance(x, Tensor):
+        return digest_of(x.detach())
+    if isinstance(x, np.ndarray):
+        return x.tobytes()
+    return x if isinstance(x, _PLAIN) else type(x).__qualname__
 
 
 def _broadcast(optimizer: Any, root: int, comm: Communicator) -> Any:
     """Root's state, its tensors on this rank's devices. Collective."""
-    state = optimizer.state_dict()
-    if comm.rank != root:
-        state = None
+    state = optimizer.state_dict() if comm.rank == root else None
     # The structure travels by pickle, with a description in the place of each dense tensor; the values follow, fused.
     bare = tree_map_only(Tensor, lambda x: x if x.is_sparse else _Missing(x.shape, x.dtype, x.device.type), state)
     bare = verbs.broadcast_object(bare, root, comm=comm)
     if comm.rank != root:
-        device_of = {p.device.type: p.device for group in _groups(optimizer) for p in group["params"]}
+        groups = getattr(optimizer, "param_groups", ())
+        device_of = {p.device.type: p.device for group in groups for p in group["params"]}
         state = tree_map_only(
             _Missing,
             lambda x: torch.empty(x.shape, dtype=x.dtype, device=device_of.get(x.device_type, x.device_type)),
@@ -167,7 +125,3 @@ def _broadcast(optimizer: Any, root: int, comm: Communicator) -> Any:
     tensors = [leaf.detach() for leaf in tree_leaves(state) if isinstance(leaf, Tensor) and not leaf.is_sparse]
     fused(tensors, lambda flat: verbs.broadcast(flat, root, comm=comm))
     return state
-
-
-def _groups(optimizer: Any) -> list[dict[str, Any]]:
-    return getattr(optimizer, "param_groups", [])

@@ -23,10 +23,8 @@ class SparseReducer(GradientReducer):
     """Gathers rows and values; ``flat`` holds the reduced values."""
 
     def __init__(self, parameter: torch.nn.Parameter, comm: Communicator) -> None:
-        super().__init__([], torch.empty(0, dtype=parameter.dtype, device=parameter.device), comm)
-        self.parameters = [parameter]
-        self._kinds = [(parameter.shape, parameter.dtype, parameter.device)]
-        self._absent = {parameter: self.absent_kind(parameter)}
+        super().__init__([parameter], torch.empty(parameter.numel(), device="meta"), comm)  # views without memory
+        self.flat = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         self._is_dense = False
         self._result: Tensor | None = None
         self._handles: list[Handle[Any]] = []

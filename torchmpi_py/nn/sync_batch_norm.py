@@ -59,95 +59,59 @@ class SyncBatchNorm(_BatchNorm):
         self.comm = comm
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize; in training with the statistics of all ranks' batches, and update the running ones."""
-        comm = self._comm_to_use() if self.training else None
-        if comm is None:
+        """Normalize, in training with the statistics of all ranks' batches; then update the running ones."""
+        comm = communicators.resolve(self.comm) if self.training and communicators.is_started() else None
+        if comm is None or comm.size == 1:
             return super().forward(x)
         self._check_input_dim(x)
-        mean, var, count = _statistics(x.detach(), comm)
-        self._track(mean, var * (count / (count - 1)))
-        dtype = _dtype_of_statistics(x)
-        normalized: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.bias, mean.to(dtype), var.to(dtype), count, self.eps, comm
-        )
-        return normalized
+        layer: Any = self  # for mypy each buffer may be None
+        y: Tensor
+        y, mean, var = _Normalize.apply(x, self.weight, self.bias, self.eps, own_communicator(comm))  # type: ignore[no-untyped-call]
+        if self.track_running_stats:
+            layer.num_batches_tracked.add_(1)
+            share = 1.0 / layer.num_batches_tracked.item() if self.momentum is None else self.momentum
+            layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), share)
+            layer.running_var.lerp_(var.to(layer.running_var.dtype), share)
+        return y
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module, comm: Communicator | None = None) -> torch.nn.Module:
-        """The module with every BatchNorm layer in it replaced; parameters and buffers are kept.
+        """Make every BatchNorm layer of a module, or the module itself, one of this class, and return the module.
 
-        A module that is such a layer itself is not changed; its successor is returned.
+        Each layer stays the same object, with its parameters, buffers and hooks.
         """
-        return cls._converted(module, comm, {})
-
-    @classmethod
-    def _converted(
-        cls, module: torch.nn.Module, comm: Communicator | None, successors: dict[torch.nn.Module, torch.nn.Module]
-    ) -> torch.nn.Module:
-        """The module, or its successor; a layer that is used in several places has one."""
-        if module in successors:
-            return successors[module]
-        converted = module
-        if isinstance(module, _BatchNorm):
-            converted = cls(
-                module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats, comm
-            )
-            for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
-                setattr(converted, name, getattr(module, name))
-            converted.train(module.training)
-        successors[module] = converted
-        for name, child in module._modules.items():  # named_children names a layer that comes twice once
-            if child is not None:
-                setattr(converted, name, cls._converted(child, comm, successors))
-        return converted
+        for layer in module.modules():
+            if isinstance(layer, _BatchNorm):
+                layer.__class__ = cls
+                vars(layer)["comm"] = comm
+        return module
 
     def _check_input_dim(self, x: Tensor) -> None:
         if x.dim() < 2 or x.shape[1] != self.num_features:
             raise ValueError(f"SyncBatchNorm: expected (N, {self.num_features}, ...), not {tuple(x.shape)}")
 
-    def _comm_to_use(self) -> Communicator | None:
-        """The communicator of the layers; None where this rank is alone."""
-        if not communicators.is_started():
-            return None
-        comm = communicators.resolve(self.comm)
-        return None if comm.size == 1 else own_communicator(comm)
-
-    def _track(self, mean: Tensor, var: Tensor) -> None:
-        if not self.track_running_stats:
-            return
-        assert self.running_mean is not None, "they are tracked"
-        assert self.running_var is not None, "they are tracked"
-        assert self.num_batches_tracked is not None, "they are tracked"
-        self.num_batches_tracked.add_(1)
-        share = 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_(var.to(self.running_var.dtype), share)
-
 
 class _Normalize(Function):
-    """The input normalized by given mean and variance; its backward pass reduces over all ranks."""
+    """The input normalized by the statistics of all ranks; also the mean, and the variance without bias."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        var: Tensor,
-        count: float,
-        eps: float,
-        comm: Communicator,
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, comm: Communicator
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        exact_mean, exact_var, count = _statistics(x, comm)
+        unbiased = exact_var * (count / (count - 1))
+        mean, var = (values.to(_dtype_of_statistics(x)) for values in (exact_mean, exact_var))
         ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt())
         ctx.count, ctx.comm = count, comm
+        ctx.mark_non_differentiable(exact_mean, unbiased)
         if x.dtype != mean.dtype:  # torch normalizes 16-bit floats with float32 parameters only
             weight, bias = (None if p is None else p.to(mean.dtype) for p in (weight, bias))
-        return torch.empty_like(x) if x.numel() == 0 else batch_norm(x, mean, var, weight, bias, eps=eps)
+        y = torch.empty_like(x) if x.numel() == 0 else batch_norm(x, mean, var, weight, bias, eps=eps)
+        return y, exact_mean, unbiased
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
         normalized = (x.to(mean.dtype) - _along(mean, x)) * _along(scale, x)
         dims = _all_but_channels(x)
@@ -161,7 +125,7 @@ class _Normalize(Function):
             dx = ((dy - of_mean - normalized * of_spread) * _along(factor, x)).to(x.dtype)
         dweight = sum_dy_x.to(weight.dtype) if ctx.needs_input_grad[1] else None
         dbias = sum_dy.to(weight.dtype) if ctx.needs_input_grad[2] else None
-        return dx, dweight, dbias, None, None, None, None, None
+        return dx, dweight, dbias, None, None
 
 
 def _statistics(x: Tensor, comm: Communicator) -> tuple[Tensor, Tensor, float]:

@@ -5,9 +5,7 @@ Every function runs on the current level. Small tensors share flat buffers of up
 
 from __future__ import annotations
 
-import hashlib
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -22,14 +20,10 @@ from torchmpi_py.core import agree
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.tensors import check_tensor
 from torchmpi_py.errors import RanksDisagree
-from torchmpi_py.nn.buckets import Buckets, grouped
-from torchmpi_py.nn.compression import Compression
-from torchmpi_py.nn.members import parameters_of
-from torchmpi_py.nn.sparse_reducer import sparse_parameters
+from torchmpi_py.nn.buckets import Buckets, buckets_of, grouped
 
 _buckets: WeakKeyDictionary[torch.nn.Module, Buckets] = WeakKeyDictionary()  # of synchronize_gradients
 reduced_in_backward: WeakSet[Buckets] = WeakSet()  # of register_async_backward
-_MOST_NAMES = 3
 
 
 def synchronize_parameters(module: torch.nn.Module, average: bool = False, *, comm: Communicator | None = None) -> None:
@@ -54,14 +48,9 @@ def check_alike(call: str, named: Mapping[str, Tensor], comm: Communicator, *, s
     Tensors that ranks bring together are paired by their place: in another order they would be mixed up. With
     ``strides`` the strides are compared too, because a bucket holds its gradients in the order of their strides.
     """
-    if comm.size == 1:
-        return
     # torch.compile and DDP put a prefix before names, perhaps on some ranks alone.
     bare = {name.replace("_orig_mod.", "").removeprefix("module."): x for name, x in named.items()}
-    table = [(name, *summary(x), *(_strides(x) if strides else ())) for name, x in bare.items()]
-    digest = hashlib.blake2b(repr(table).encode(errors="backslashreplace"), digest_size=7).digest()
-    if len(set(verbs.allgather(int.from_bytes(digest, "little"), comm=comm))) == 1:
-        return
+    table = [(name, *_description(x, strides)) for name, x in bare.items()]
     check_tables(f"{call}: the ranks' modules differ", allgather_object(table, comm=comm))
 
 
@@ -73,15 +62,11 @@ def check_tables(what: str, tables: Sequence[Sequence[Any]]) -> None:
         raise RanksDisagree(f"{what}: rank 0 has {here}, rank {rank} has {there}")
 
 
-def summary(x: Tensor) -> tuple[Any, ...]:
-    """Shape, dtype and type of device."""
-    return tuple(x.shape), str(x.dtype), x.device.type
-
-
-def _strides(x: Tensor) -> list[str]:
-    """The strides of the dimensions whose stride matters, described; nothing for a row-major tensor."""
-    strides = [stride for stride, count in zip(x.stride(), x.shape, strict=True) if count > 1]
-    return [] if x.is_contiguous() else [f"strides {strides}"]
+def _description(x: Tensor, strides: bool) -> tuple[Any, ...]:
+    """Shape, dtype and type of device; with ``strides`` also those that matter, if ``x`` is not row-major."""
+    own = [stride for stride, count in zip(x.stride(), x.shape, strict=True) if count > 1]
+    more = [f"strides {own}"] if strides and not x.is_contiguous() else []
+    return tuple(x.shape), str(x.dtype), x.device.type, *more
 
 
 def _make_equal(tensors: Sequence[Tensor], average: bool, comm: Communicator) -> None:
@@ -103,8 +88,6 @@ def synchronize_buffers(module: torch.nn.Module, how: Literal["average", "root"]
         raise ValueError(f"how={how!r}: give 'average' or 'root'")
     check_module("synchronize_buffers", module)
     buffers = {name: buffer for name, buffer in module.named_buffers() if not is_lazy(buffer)}
-    if not buffers or resolve(None).size == 1:
-        return
     comm = resolve(None)
     _make_equal([buffers[name].detach() for name in differing(buffers, comm)], how == "average", comm)
 
@@ -118,7 +101,14 @@ def synchronize_gradients(module: torch.nn.Module, average: bool = True) -> None
     save or send. ValueError for parameters that ``register_async_backward`` reduces; RanksDisagree, on all ranks, where
     the first call finds other names, shapes or dtypes on another rank.
     """
-    buckets_of(module).reduce("avg" if average else "sum")
+    call, comm = "synchronize_gradients", resolve(None)
+    check_module(call, module)
+    check_unregistered(call, module.named_parameters())
+    buckets = _buckets.get(module)
+    if buckets is None or buckets.comm is not comm or not buckets.serve(module):
+        named = parameters_to_reduce(call, module, comm)
+        buckets = _buckets[module] = buckets_of(module, list(named.values()), comm)
+    buckets.reduce("avg" if average else "sum")
 
 
 def check_with_allreduce(module: torch.nn.Module) -> None:
@@ -132,46 +122,26 @@ def check_with_allreduce(module: torch.nn.Module) -> None:
     check_all_with_allreduce({**dict(module.named_parameters()), **buffers})
 
 
-def buckets_of(module: torch.nn.Module, compression: Compression | None = None) -> Buckets:
-    """The buckets of a module in ``synchronize_gradients``; collective where they have to be made."""
-    check_module("synchronize_gradients", module)
-    comm, buckets = resolve(None), _buckets.get(module)
-    if buckets is not None and _serve(buckets, module, comm, compression) and not reduced_in_backward:
-        return buckets
-    named = trainable(module)
-    check_unregistered("synchronize_gradients", named)
-    if buckets is None or not _serve(buckets, module, comm, compression):
-        check_alike("synchronize_gradients", named, comm)
-        sparse = sparse_parameters(module)
-        buckets = _buckets[module] = Buckets(list(named.values()), comm, compression=compression, sparse=sparse)
-    return buckets
+def parameters_to_reduce(
+    call: str, module: torch.nn.Module, comm: Communicator, only: Container[torch.nn.Parameter] | None = None
+) -> dict[str, torch.nn.Parameter]:
+    """The parameters that take a gradient (of ``only``), by name, the same on all ranks. Collective.
 
-
-def _serve(buckets: Buckets, module: torch.nn.Module, comm: Communicator, compression: Compression | None) -> bool:
-    """Whether buckets of a module serve it again: in a fraction of the time that a look at each name takes."""
-    if buckets.comm is not comm or buckets.compression is not compression:
-        return False
-    parameters = [p for p in parameters_of(module) if p.requires_grad]
-    return (
-        len(parameters) == len(buckets.parameters)
-        and all(map(operator.is_, parameters, buckets.parameters))
-        and sparse_parameters(module) == buckets.sparse
-        and buckets.all_fit()
-    )
+    Raises TypeError for what is no module and for a DTensor, ValueError for a parameter whose gradient is reduced
+    already, RanksDisagree where the parameters differ.
+    """
+    check_module(call, module)
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad and (only is None or p in only)}
+    check_whole(call, named)
+    check_unregistered(call, named.items())
+    check_alike(call, named, comm)
+    return named
 
 
 def check_module(what: str, module: object) -> None:
     """TypeError for parameters, or a state_dict, in place of a module."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"{what}: give the module itself, not its parameters or state: {type(module).__name__} is none")
-
-
-def trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters that take a gradient, by name; a TypeError for a DTensor."""
-    check_module("reducing gradients", module)
-    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    check_whole("reducing gradients", parameters)
-    return parameters
 
 
 def check_whole(what: str, named: Mapping[Any, Tensor]) -> None:
@@ -187,17 +157,17 @@ def check_whole(what: str, named: Mapping[Any, Tensor]) -> None:
             check_tensor(what, f"parameter {name}", x)
 
 
-def check_unregistered(call: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+def check_unregistered(call: str, named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
     """ValueError if ``register_async_backward`` reduces one of these gradients: a second time gives a wrong number."""
-    registrations = list(reduced_in_backward)
-    if not registrations:
+    if not (registrations := list(reduced_in_backward)):
         return
-    registered = [name for name, p in parameters.items() if any(p in buckets.index_of for buckets in registrations)]
+    registered = [
+        name for name, p in named if p.requires_grad and any(p in buckets.index_of for buckets in registrations)
+    ]
     if registered:
-        more = f" and {len(registered) - _MOST_NAMES} more" if len(registered) > _MOST_NAMES else ""
         raise ValueError(
-            f"{call}: a register_async_backward reduces the gradients of {', '.join(registered[:_MOST_NAMES])}{more} "
-            "already, and reduced twice they would be wrong; call remove() on that registration first"
+            f"{call}: a register_async_backward reduces the gradients of {', '.join(registered[:3])} already "
+            f"({len(registered)} in all), and reduced twice they would be wrong; call remove() on it first"
         )
 
 

@@ -11,6 +11,7 @@ Source: Horovod's DistributedOptimizer (Sergeev and Del Balso, 2018) for the nam
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core.communicators import Communicator, resolve
+from torchmpi_py.nn.buckets import buckets_of
 from torchmpi_py.nn.compression import Compression
 from torchmpi_py.nn.synchronize import check_module
 from torchmpi_py.optim.wrapper import ReducingOptimizer
@@ -66,8 +68,9 @@ class DistributedOptimizer(ReducingOptimizer):
         self.optimizer = optimizer
         self.module = module
         self.comm = resolve(comm)
-        self._options: dict[str, Any] = {"average": average, "compression": compression}
-        self._options |= {"frequency": backward_passes_per_step, "sparse_as_dense": sparse_as_dense}
+        make_buckets = functools.partial(buckets_of, compression=compression, sparse_as_dense=sparse_as_dense)
+        self._options: dict[str, Any] = {"average": average, "frequency": backward_passes_per_step}
+        self._options["make_buckets"] = make_buckets
         self._begin()
 
     def _begin(self) -> None:

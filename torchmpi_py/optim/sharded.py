@@ -26,7 +26,7 @@ from torchmpi_py.nn.compression import Compression, check_compression
 from torchmpi_py.nn.elements import is_finite
 from torchmpi_py.nn.synchronize import check_whole
 from torchmpi_py.optim.owners import Placement, owners
-from torchmpi_py.optim.sharded_buckets import ShardedBuckets
+from torchmpi_py.optim.sharded_buckets import ShardedBuckets, ShardedReducer
 from torchmpi_py.optim.wrapper import ReducingOptimizer, evaluated
 
 
@@ -92,10 +92,14 @@ class ShardedOptimizer(ReducingOptimizer):
         self._num_loads = 0
         group_of = {p: index for index, members in enumerate(self._groups) for p in members if p.requires_grad}
         owner_of = owners(self.parameters, placement, type(self.optimizer), self.comm.size)
-        buckets = ShardedBuckets(self.comm, group_of, owner_of, compression)
-        self._buckets = buckets.all
         self._module = torch.nn.ParameterDict({f"parameter {n}": p for n, p in enumerate(self.parameters)})
-        self._register(self._module, buckets=buckets, frequency=backward_passes_per_step, average=average)
+        self._register(
+            self._module,
+            make_buckets=lambda module, trained, comm: ShardedBuckets(comm, group_of, owner_of, compression),
+            frequency=backward_passes_per_step,
+            average=average,
+        )
+        self._buckets: list[ShardedReducer] = self.reduction.buckets.all  # type: ignore[assignment]
         # GradScaler wants a gradient on every rank; this one belongs to no bucket, so that no step updates it.
         self._stand_in = torch.nn.Parameter(torch.zeros(1, device=self.parameters[0].device))
         self._hold_shards()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ from torchmpi_py.nn.buckets import Buckets, flat_memory, runs_of
 from torchmpi_py.nn.compressed_reducer import CompressedReducer
 from torchmpi_py.nn.compression import Compression, Compressor, Destination
 from torchmpi_py.nn.elements import largest_amount
-from torchmpi_py.nn.gradient_reducer import GradientReducer, views_of
+from torchmpi_py.nn.gradient_reducer import views_of
 
 _State = Mapping[Any, dict[str, Any]]
 _Numbers = Mapping[Parameter, int]
@@ -220,16 +220,13 @@ class ShardedBuckets(Buckets):
     def __init__(
         self, comm: Communicator, group_of: _Numbers, owner_of: _Numbers, compression: Compression | None
     ) -> None:
-        self.group_of, self.owner_of = group_of, owner_of
-        super().__init__(list(group_of), comm, compression=compression)
-
-    def reducers(self, groups: Iterable[Sequence[Parameter]]) -> list[GradientReducer]:
-        """Create the reducer of each bucket, which is of one group of the optimizer and one owner."""
-        runs = runs_of(self.parameters, groups, lambda p: (self.group_of[p], self.owner_of.get(p)))
-        padding = 1 if self.owner_of else self.comm.size
+        self.comm, self.group_of, self.owner_of, self.compression = comm, group_of, owner_of, compression
+        runs = runs_of(list(group_of), (), lambda p: (group_of[p], owner_of.get(p)))
+        padding = 1 if owner_of else comm.size
         counts = [-(-sum(p.numel() for p in run) // padding) * padding for run in runs]
-        memory = flat_memory(runs, self.comm, [2 * count for count in counts])
-        return [ShardedReducer(run, flat, self) for run, flat in zip(runs, memory, strict=True)]
+        memory = flat_memory(runs, comm, [2 * count for count in counts])
+        reducers = [ShardedReducer(run, flat, self) for run, flat in zip(runs, memory, strict=True)]
+        super().__init__(list(group_of), comm, reducers)
 
     def finish(self, op: str, flags: Tensor) -> None:
         """Finish what was launched. The shards of a parameter that no rank has used get no gradient. Collective."""

@@ -145,8 +145,8 @@ def _why(name: str) -> str:
 def _flatten(network: torch.nn.Module) -> None:
     """Let blocks be flat now: their first use would move their parameters out of the shared memory."""
     for module in network.modules():
-        if isinstance(module, BlockSequential):
-            _ = module.blocks
+        for block in module.blocks if isinstance(module, BlockSequential) else ():
+            _ = block.weights
 
 
 def _check(parameters: list[torch.nn.Parameter], comm: Communicator) -> None:
