@@ -148,6 +148,8 @@ def test_convert(mpi):
     assert before.keys() == after.keys()
     assert all(before[name] is after[name] for name in before)
     assert type(SyncBatchNorm.convert_sync_batchnorm(torch.nn.BatchNorm2d(2))) is SyncBatchNorm
+    with pytest.raises(ValueError, match="a LazyBatchNorm1d has no features yet"):
+        SyncBatchNorm.convert_sync_batchnorm(torch.nn.LazyBatchNorm1d())
 
 
 def test_without_a_session_it_is_batch_norm(mpi, monkeypatch):

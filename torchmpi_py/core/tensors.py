@@ -241,7 +241,7 @@ class _Overwritten(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> NoReturn:
         raise RuntimeError(
             f"backward() through a tensor that {ctx.verb} has overwritten, which has no gradient: take "
-            f"torchmpi_py.nn.{'recv' if ctx.verb == 'recv' else f'functional.{ctx.verb}'}, or pass x.detach()"
+            f"torchmpi_py.nn.functional.{'sendreceive' if ctx.verb == 'recv' else ctx.verb}, or pass x.detach()"
         )
 
 

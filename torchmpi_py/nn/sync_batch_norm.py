@@ -26,6 +26,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core import communicators
@@ -78,9 +79,13 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(cls, module: torch.nn.Module, comm: Communicator | None = None) -> torch.nn.Module:
         """Make every BatchNorm layer of a module, or the module itself, one of this class, and return the module.
 
-        Each layer stays the same object, with its parameters, buffers and hooks.
+        Each layer stays the same object, with its parameters, buffers and hooks. ValueError for a lazy layer that was
+        not called yet.
         """
         for layer in module.modules():
+            if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
+                name = type(layer).__name__
+                raise ValueError(f"convert_sync_batchnorm: a {name} has no features yet; call the network once before")
             if isinstance(layer, _BatchNorm):
                 layer.__class__ = cls
                 vars(layer)["comm"] = comm
