@@ -1,7 +1,9 @@
 """Training with checkpoints in a world of one: what goes on from one ends as if it had not been interrupted."""
 
 import logging
+import os
 import random
+import signal
 
 import pytest
 import torch
@@ -273,6 +275,13 @@ def test_one_that_ends_it_within_an_epoch_means_its_end(tmp_path):
     assert training(tmp_path, 5, every=1, killed_at=12, **hooks) is None
     training(tmp_path, 5, every=1, **hooks)
     assert ended == [1, 2]
+
+
+def test_a_request_in_the_last_epoch_ends_the_program_when_all_is_saved(tmp_path):
+    hooks = {"on_end_epoch": lambda state: os.kill(os.getpid(), signal.SIGTERM)}
+    with pytest.raises(errors.EndRequested):
+        train(torch.nn.Linear(6, 3), loader(), engine=SGDEngine(), checkpoint=tmp_path, **hooks)
+    assert listed(tmp_path) == ["step-000007.pt"]
 
 
 def test_another_network_in_the_same_folder_is_refused(tmp_path):

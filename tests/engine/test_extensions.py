@@ -7,7 +7,16 @@ import pytest
 import torch
 from runs import listed, loss_of, train
 
-from torchmpi_py.engine import Checkpoints, Evaluate, Extension, SGDEngine, TensorBoard
+from torchmpi_py.engine import (
+    Checkpoint,
+    Checkpoints,
+    EpochLines,
+    Evaluate,
+    Extension,
+    SGDEngine,
+    TensorBoard,
+    checkpoint,
+)
 
 
 def samples():
@@ -62,6 +71,39 @@ def test_a_class_with_a_misspelt_moment_is_refused():
         type("Mine", (Extension,), {"on_updates": print})
     with pytest.raises(TypeError, match="derive its class"):
         trained(extensions=[print])
+
+
+class Count(Extension):
+    """Count epochs; a meter that a checkpoint keeps."""
+
+    def __init__(self):
+        self.epochs = 0
+
+    def on_end_epoch(self, state):
+        self.epochs += 1
+        state.maxepoch = min(state.maxepoch, 3)
+
+    def state_dict(self):
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state_dict):
+        self.epochs = state_dict["epochs"]
+
+
+def test_checkpoints_are_saved_after_what_the_others_do(tmp_path):
+    """Wherever they stand in the list: also a stop by another extension, which ends training for good."""
+    for maxepoch, expected in ((2, 2), (5, 3), (5, 3)):
+        count, network = Count(), torch.nn.Linear(3, 2)
+        extensions = [Checkpoint(tmp_path, every=100, stateful={"count": count}), count]
+        checkpoint.completed.clear()
+        options = {"network": network, "criterion": loss_of, "iterator": samples(), "lr": 0.1}
+        assert SGDEngine().train(maxepoch=maxepoch, extensions=extensions, **options).epoch == expected
+        assert count.epochs == expected
+
+
+def test_extensions_of_training_alone_are_refused_in_a_test(tmp_path):
+    with pytest.raises(TypeError, match="EpochLines takes part in training only"):
+        SGDEngine().test(network=torch.nn.Linear(3, 2), criterion=loss_of, iterator=[], extensions=[EpochLines()])
 
 
 def test_former_keywords_build_the_extension_and_name_it(tmp_path, capsys):

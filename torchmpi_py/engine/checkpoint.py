@@ -39,10 +39,11 @@ class Checkpoint(Extension):
     has all ranks save and raise EndRequested, which ends the program with exit code 143: after the step where steps
     are collective (``AllReduceSGDEngine``, or a world of one), otherwise at the next save. See docs/checkpoints.md.
 
-    Equal on all ranks, and rank 0's in the file: network, criterion, optimizer, ``maxepoch``. Each rank's own: buffers
-    of the modules (batch statistics), random generators, counters, the place in the epoch, the last loss, the objects
-    in ``stateful``. Where ranks take steps of their own (``SGDEngine``, without an optimizer that reduces gradients),
-    network, criterion and optimizer are each rank's own as well.
+    It is called after all other extensions, wherever it stands in the list. Equal on all ranks, and rank 0's in the
+    file: network, criterion, optimizer, ``maxepoch``. Each rank's own: buffers of the modules (batch statistics, before
+    the engine averages them at the end), random generators, counters, the place in the epoch, the last loss, the
+    objects in ``stateful``. Where ranks take steps of their own (``SGDEngine``, without an optimizer that reduces
+    gradients), network, criterion and optimizer are each rank's own as well.
 
     Args:
         folder: Where rank 0 writes the files; it is made.
@@ -88,12 +89,14 @@ class Checkpoint(Extension):
         """Go on from the last complete checkpoint, if there is one."""
         self.asked = state.maxepoch
         # An error that the first save would have is raised now, and not when the first epoch is done.
-        outcomes.of_all(lambda: self._check_begin(state), "training cannot begin", (TypeError, ValueError))
+        begun = "training cannot begin"
+        outcomes.of_all(lambda: check_collected(*self._collected(state)), begun, (TypeError, ValueError))
         self.checkpoints.hold()
         saved = self.checkpoints.load()
         if saved is None:
             return
         parts, misfit = saved.parts, f"step {saved.step} of {self.folder} does not fit what is trained now"
+        outcomes.of_all(lambda: self._check_network(state), begun, (ValueError,))
         outcomes.of_all(lambda: self._restore(state, parts), misfit)
         self.saved = _standing(state)
         if outcomes.rank() == 0:
@@ -119,22 +122,22 @@ class Checkpoint(Extension):
             self._end_if_requested(state)
 
     def on_end(self, state: State) -> None:
-        """Remember what this process has trained."""
+        """Remember what this process has trained. EndRequested if a rank was asked to end meanwhile."""
         completed[self.folder] = weakref.ref(state.network)
+        self._end_if_requested(state, now=True)
 
-    def _check_begin(self, state: State) -> None:
-        """Each rank: errors of the folder and of what is saved."""
+    def _check_network(self, state: State) -> None:
+        """Each rank: ValueError if this process has trained another network into the folder."""
         before = completed.get(self.folder)
         if before is not None and before() is not state.network:
             raise ValueError(
                 f"this process has trained another network with Checkpoint({str(self.folder)!r}): give "
                 "each a folder of its own, or start the program again to go on with that one"
             )
-        check_collected(*self._collected(state))
 
-    def _end_if_requested(self, state: State) -> None:
+    def _end_if_requested(self, state: State, *, now: bool = False) -> None:
         """Every rank calls it: after each step if steps are collective, otherwise after a save."""
-        if not self.end_requests.requested():
+        if not self.end_requests.requested(now=now):
             return
         self._save(state)
         if outcomes.rank() == 0:
@@ -149,10 +152,12 @@ class Checkpoint(Extension):
 
     def _collected(self, state: State) -> Collected:
         modules, optimizer, rank = state.named_modules(), state.optimizer, outcomes.rank()
+        # First, because it is collective with a sharded optimizer: what follows may fail on one rank.
+        optimizer_state = None if optimizer is None else optimizer.state_dict()
         trained = {
             "modules": {name: module.state_dict() for name, module in modules.items()},
             "outside": [tensor.detach() for tensor in state.parameters_of_optimizer_alone()],
-            "optimizer": None if optimizer is None else optimizer.state_dict(),
+            "optimizer": optimizer_state,
             "optimizer_kind": _kind(state)._asdict(),
         }
         place = samples.place_of(state.iterator)
@@ -181,7 +186,7 @@ class Checkpoint(Extension):
         _check_experiment(parts["experiment"])
         modules, trained = state.named_modules(), parts["trained_alone"] or parts["trained"]
         for name, module in modules.items():
-            module.load_state_dict(trained["modules"][name])
+            module.load_state_dict(trained["modules"].get(name, {}))
         for name, buffers in parts["buffers"].items():
             kept = _kept_buffers(modules[name])
             for key, content in buffers.items():

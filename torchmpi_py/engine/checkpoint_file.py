@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import io
 import os
 import pathlib
@@ -41,6 +42,8 @@ from torchmpi_py.errors import CheckpointError
 FORMAT = 2  # 1: a folder for each step, until torchmpi_py 0.1
 TRAILER = struct.Struct("<8sIIQ")
 _MARK = b"torchmpi"
+_MAY_PASS = {errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOENT, errno.ENOMEM, errno.EPERM, errno.ESTALE}
+"""Errors of reading that do not mean damage: the file may be read at another time, or by another user."""
 _NAME = re.compile(r"step-(\d+)\.pt")
 _FORMER_NAME = re.compile(r"step-\d+")
 
@@ -71,8 +74,10 @@ def plain(content: Any, where: str) -> Any:
         return kind(plain(value, f"{where}[{index}]") for index, value in enumerate(content))
     if isinstance(content, (np.number, np.bool_)) and type(content.item()) in _LEAVES:
         return content.item()
-    if kind in (torch.Tensor, torch.nn.Parameter) and vars(content):
-        return content.detach()
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        is_part = content.layout is torch.strided and content.untyped_storage().nbytes() > content.nbytes
+        # torch.save would write all of the memory that a view lies in.
+        return content.detach().clone() if is_part else content.detach() if vars(content) else content
     is_long = kind is int and content.bit_length() > _INT_BITS
     if kind in _LEAVES and not is_long:
         return content
@@ -101,7 +106,8 @@ def write(path: pathlib.Path, content: Any) -> None:
         os.rename(partial, path)
     except OSError as error:
         error.filename = str(path)  # an error of write does not know it
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise
     _sync(path.parent)
 
@@ -116,9 +122,9 @@ def read(path: pathlib.Path) -> io.BytesIO:
                 raise Damaged("its last bytes are missing: it was cut off, or torchmpi_py has not written it")
             file.seek(0)
             stream = io.BytesIO(file.read())
-    except (PermissionError, FileNotFoundError):
-        raise  # that is no damage
     except OSError as error:
+        if error.errno in _MAY_PASS:
+            raise
         raise Damaged(error.strerror) from error
     content, (_, written, crc32, num_bytes) = stream.getbuffer(), TRAILER.unpack(trailer)
     if written > FORMAT:

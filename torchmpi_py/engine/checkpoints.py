@@ -17,6 +17,7 @@ is complete only when all are.
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import operator
@@ -151,6 +152,8 @@ class Checkpoints:
     def _hold(self) -> None:
         """Rank 0: make the folder, and take the lock."""
         files.make_folder(self.directory)
+        if not os.access(self.directory, os.W_OK):
+            raise PermissionError(errno.EACCES, "this user cannot write into it", str(self.directory))
         self._lock = folder_lock.take(self.directory)
 
     def _write(self, step: int, parts: Mapping[str, Any], own: Sequence[torch.Tensor]) -> pathlib.Path:

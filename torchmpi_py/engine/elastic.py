@@ -84,7 +84,7 @@ class Elastic(Extension):
 
     def _schedules(self) -> list[torch.optim.lr_scheduler.LRScheduler]:
         """Torch's schedules among the objects that the extensions keep the state of."""
-        parts = [part for each in self.engine.extensions for part in each.stateful.values()]
+        parts = [part for each in self.engine.extensions for part in getattr(each, "stateful", {}).values()]
         return [part for part in parts if isinstance(part, torch.optim.lr_scheduler.LRScheduler)]
 
 

@@ -72,15 +72,15 @@ class EndRequests:
                 logger.error("SIGTERM came before this error, and has its usual effect now", exc_info=error)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def requested(self) -> bool:
-        """Whether a rank was asked to end: True on all ranks, or on none.
+    def requested(self, *, now: bool = False) -> bool:
+        """Whether a rank was asked to end: True on all ranks, or on none. ``now``: exchange it in this call.
 
         Every rank of the current level calls it once a step. Some of the calls, four a second at most if steps are not
         very short, exchange what the ranks know; the others return False at once.
         """
         size = outcomes.size()
         self._steps_left -= 1
-        if self._steps_left > 0 and size == self._size:
+        if self._steps_left > 0 and size == self._size and not now:
             return False
         step_seconds = (time.monotonic() - self._when) / self._num_steps
         known = torch.tensor([float(self._has_come), step_seconds], dtype=torch.float64, device="cpu")

@@ -34,6 +34,10 @@ class Evaluate(Extension):
         self.every = every
         self.results: dict[int, Any] = {}  # what the function returned on this rank, by epochs completed
 
+    def on_start(self, state: State) -> None:
+        """Forget the results of a former run."""
+        self.results.clear()
+
     def on_end_epoch(self, state: State) -> None:
         """Evaluate if it is time."""
         if state.epoch % self.every == 0:

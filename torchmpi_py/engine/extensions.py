@@ -6,7 +6,7 @@ run, so a moment at which nothing happens costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -28,17 +28,18 @@ class Extension:
 
     A subclass defines the moments that it needs, as methods with the names of the hooks: on_start, on_start_epoch,
     on_sample, on_forward, on_forward_criterion, on_backward, on_update, on_end_epoch, on_end, on_recovery. Each gets
-    the ``State``. TypeError, when the class is made, for another name that begins with ``on_``.
+    the ``State``. In a step in which this rank has no samples only on_backward and on_update are called, and
+    ``state.sample`` is None. TypeError, when the class is made, for another name that begins with ``on_``.
 
     Example:
         >>> class StopAtNaN(Extension):
         ...     def on_update(self, state):
-        ...         if state.loss.isnan():
+        ...         if state.sample is not None and state.loss.isnan():
         ...             raise ValueError(f"the loss is not a number after step {state.t}")
     """
 
-    stateful: Mapping[str, Stateful] = {}
-    """Objects whose state belongs to the run: in an elastic job the ranks make torch's schedules in it equal."""
+    serves_tests = False
+    """Whether ``engine.test(extensions=...)`` takes the extension."""
 
     def __init_subclass__(cls) -> None:
         for name in vars(cls):

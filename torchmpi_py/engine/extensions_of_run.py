@@ -32,7 +32,8 @@ def extensions_of_run(engine: Any, chosen: Sequence[Extension] | None, former: d
         extensions.append(EpochLines())
     if engine.steps_together and ulfm.is_elastic() and not any(isinstance(each, Elastic) for each in extensions):
         extensions.insert(0, Elastic())
-    return extensions
+    # What the others have done at a moment is saved, and nothing is drawn from random generators after a save.
+    return sorted(extensions, key=lambda each: isinstance(each, Checkpoint))
 
 
 def _of_former_keywords(former: dict[str, Any]) -> list[Extension]:
@@ -45,10 +46,10 @@ def _of_former_keywords(former: dict[str, Any]) -> list[Extension]:
     if former.get("checkpoint") is not None:
         options = {name: former[name] for name in ("every", "keep", "stateful") if name in former}
         built.append(Checkpoint(former["checkpoint"], **options))
-    elif former.get("stateful"):
+    elif lone := [name for name in ("every", "keep", "stateful") if former.get(name)]:
         raise ValueError(
-            "train(stateful=...): expected a folder of checkpoints too; give "
-            "extensions=[Checkpoint(folder, stateful=...)]"
+            f"train({lone[0]}=...): expected a folder of checkpoints too; give "
+            f"extensions=[Checkpoint(folder, {lone[0]}=...)]"
         )
     if former.get("evaluator") is not None:
         built.append(Evaluate(former["evaluator"]))

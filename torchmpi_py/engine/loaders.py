@@ -79,7 +79,8 @@ def divided(iterator: Any) -> Any:
     if len(set(descriptions)) > 1:
         raise ValueError(
             "the ranks' DataLoaders have datasets that differ, or cannot be compared, so that it is not clear whether "
-            f"to divide them: {descriptions}. Give the DataLoader sampler=mpi.shard(dataset) to divide one dataset, or "
+            f"to divide them: {descriptions}. Give random_split a generator with the same seed on every rank; give the "
+            "DataLoader sampler=mpi.shard(dataset) to divide one dataset, or "
             "sampler=SubsetRandomSampler(range(len(dataset))) to let each rank use all of its own"
         )
     seed, *_ = [each.pop("seed") for each in facts]  # rank 0's counts
@@ -128,8 +129,9 @@ def _described(dataset: Any) -> str:
     """Class, length and attributes of a dataset; a text of this rank alone where they cannot be compared."""
     text = f"{type(dataset).__name__} of {len(dataset)} samples"
     try:
-        attributes = _attributes[dataset] if dataset in _attributes else digest(dataset)
-        if isinstance(dataset, Dataset):  # others, such as lists, have no weak references
+        can_be_key = isinstance(dataset, Dataset) and dataset.__hash__ is not None  # others have no weak references
+        attributes = _attributes[dataset] if can_be_key and dataset in _attributes else digest(dataset)
+        if can_be_key:
             _attributes[dataset] = attributes
         return f"{text}, attributes {attributes}"
     except Exception as error:

@@ -141,6 +141,11 @@ class SGDEngine:
         Its loss is that of the last batch: for the mean add each to an ``Average`` in ``hooks.on_forward_criterion``.
         The hooks are those of training (``state.training`` tells them apart); each module's mode is restored.
         """
+        for each in extensions:
+            if not getattr(each, "serves_tests", True):
+                raise TypeError(
+                    f"test(extensions=...): {type(each).__name__} takes part in training only; leave it out"
+                )
         state = State(network, criterion, iterator)
         with self.session(state), self._taking_part(state, extensions) as hooks, torch.no_grad(), modes_restored(state):
             self.set_mode(state)
@@ -261,7 +266,7 @@ class SGDEngine:
         state.loss = state.criterion(state.output, samples.split(state.sample)[1])
 
     def zero_gradients(self, state: State) -> None:
-        """Forget the gradients of the previous sample."""
+        """Forget the gradients of the previous sample, whatever ``optimizer.zero_grad`` keeps of them."""
         if state.optimizer is not None:
             state.optimizer.zero_grad()
         members = state.members()

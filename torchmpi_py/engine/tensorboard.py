@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from torchmpi_py.engine.extensions import Extension
 from torchmpi_py.engine.state import State
@@ -13,21 +14,25 @@ class TensorBoard(Extension):
     """Write rank 0's loss of each step into a folder for TensorBoard; on other ranks do nothing.
 
     Args:
-        folder: Where torch's ``SummaryWriter`` writes. ``writer`` is that object, for values of your own.
+        folder: Where torch's ``SummaryWriter`` writes. ``writer`` is that object from ``on_start`` on, on rank 0.
 
-    Raises ImportError on rank 0 when tensorboard is missing.
+    Raises ImportError on rank 0, when training begins, if tensorboard is missing.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.writer = None
-        if not process.is_started() or process.rank() == 0:
+        self.folder = folder
+        self.writer: Any = None
+
+    def on_start(self, state: State) -> None:
+        """Open the folder, on rank 0."""
+        if self.writer is None and (not process.is_started() or process.rank() == 0):
             from torch.utils.tensorboard import SummaryWriter
 
-            self.writer = SummaryWriter(os.fspath(folder))
+            self.writer = SummaryWriter(os.fspath(self.folder))
 
     def on_update(self, state: State) -> None:
-        """Write the loss."""
-        if self.writer is not None:
+        """Write the loss, if this rank has samples in the step."""
+        if self.writer is not None and state.sample is not None:
             self.writer.add_scalar("loss", state.loss.item(), state.t)
 
     def on_end(self, state: State) -> None:

@@ -26,6 +26,8 @@ class ProgressBar(Extension):
     (N, classes, ...) and the target class indices. Raises ImportError when tqdm is missing.
     """
 
+    serves_tests = True
+
     def __init__(self) -> None:
         try:
             from tqdm import tqdm
