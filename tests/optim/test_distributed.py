@@ -240,6 +240,46 @@ def test_bad_input(mpi):
         train(module, ours, [0], [mpi.rank()])
 
 
+def test_what_others_do_with_its_optimizer_is_told(mpi):
+    module, _ = pair()
+    ours = DistributedOptimizer(sgd(module[0]), module)
+    ours.optimizer.add_param_group({"params": list(module[2].parameters())})
+    with pytest.raises(RuntimeError, match="use add_param_group of this"):
+        loss_of(module, 0, [mpi.rank()]).backward()
+    ours.zero_grad()
+    with pytest.raises(ValueError, match="parameters that the module has not"):
+        ours.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    assert len(ours.param_groups) == 2  # it is as before
+    ours.remove()
+    with pytest.raises(RuntimeError, match=r"DistributedOptimizer: remove\(\) has ended it"):
+        ours.step()
+    with pytest.raises(TypeError, match="expected a torch optimizer, found <class"):
+        DistributedOptimizer(torch.optim.SGD, module)
+
+
+def test_an_interrupted_wait_goes_on_in_the_step(mpi, monkeypatch):
+    """A signal ends the wait of backward() for its reduction: step() waits for the same one."""
+    module, alone = pair()
+    ours, theirs = DistributedOptimizer(sgd(module), module), sgd(alone)
+    plain, calls = ours.reduction._finish, []
+
+    def interrupted():
+        calls.append(None)
+        if len(calls) == 1 and mpi.rank() == 0:
+            raise KeyboardInterrupt
+        plain()
+
+    monkeypatch.setattr(ours.reduction, "_finish", interrupted)
+    if mpi.rank() == 0:
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(module, 0, [0]).backward()
+        ours.step()
+    else:
+        train(module, ours, [0], [mpi.rank()])
+    train(alone, theirs, [0], range(mpi.size()))
+    assert_close(module, alone)
+
+
 def test_over_a_group_of_ranks(mpi):
     """Ranks of another group do not take part."""
     module, alone = pair()

@@ -279,6 +279,25 @@ def test_a_layer_that_is_frozen_for_some_steps_is_left_as_it_is(mpi, placement):
     assert steps == [6, 6, 4, 4, 6, 6]
 
 
+@pytest.mark.parametrize("placement", ["size", "hash"])
+def test_gradients_that_the_user_drops_move_nothing(mpi, placement):
+    module, _ = pair(*SIZES)
+    ours = optim.ShardedOptimizer(module.parameters(), torch.optim.SGD, placement=placement, lr=0.1)
+    before = copy.deepcopy(module)
+    loss_of(module, 0, [mpi.rank()]).backward()
+    module[2].zero_grad()
+    ours.step()
+    assert torch.equal(module[2].weight, before[2].weight)
+    assert not torch.equal(module[0].weight, before[0].weight)
+    loss_of(module, 1, [mpi.rank()]).backward()
+    ours.load_state_dict(ours.state_dict())  # drops the gradients, so that another pass may begin
+    loss_of(module, 1, [mpi.rank()]).backward()
+    ours.remove()
+    assert all(p.grad is None or type(p.grad) is torch.Tensor for p in module.parameters())
+    with pytest.raises(RuntimeError, match=r"ShardedOptimizer: remove\(\) has ended it"):
+        ours.step()
+
+
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
 def test_bad_input(mpi):
     module, _ = pair(*SIZES)

@@ -42,6 +42,7 @@ from torchmpi_py.nn.members import modules_of
 from torchmpi_py.nn.optimizer_state import broadcast_optimizer_state
 from torchmpi_py.nn.sync_batch_norm import SyncBatchNorm
 from torchmpi_py.optim.sharded import ShardedOptimizer
+from torchmpi_py.optim.wrapper import ReducingOptimizer
 from torchmpi_py.runtime import process
 
 
@@ -171,6 +172,11 @@ class AllReduceSGDEngine(SGDEngine):
         if isinstance(made, ShardedOptimizer):
             _check_sharded(made, self.sharded, self.compression)
             return made
+        if isinstance(made, ReducingOptimizer):
+            raise ValueError(
+                f"optimizer is a {type(made).__name__}, and the engine averages gradients itself: give it the "
+                "optimizer that was wrapped"
+            )
         if made is None or not self.sharded:
             return made
         broadcast_optimizer_state(made)

@@ -124,22 +124,22 @@ class AsyncBackward:
         The call takes part in the reduction that a backward pass of another rank has begun.
         """
         self._check_parameters()
-        self._start_reduction()
-        self._end_reduction()
+        if self._flags is None:  # else the wait for a reduction was interrupted
+            self._start_reduction()
+            self._end_reduction()
         self._finish()
 
     def restart(self) -> None:
         """Begin a new step, as after an earlier state was loaded into module and optimizer. Every rank calls it.
 
-        Drops the gradients of the passes since the last reduction, and what compression has kept of earlier steps.
+        Drops the gradients, and what compression has kept of earlier steps.
         """
         if self._flags is not None:
             self._finish()
         self.order.has_loaded = True
-        if self.num_passes:
-            self.num_passes = 0
-            for parameter in self.names:
-                parameter.grad = None
+        self.num_passes = 0
+        for parameter in self.names:
+            parameter.grad = None
         if any(bucket.has_state for bucket in self.buckets.all):
             self.order.age = 0
         for bucket in self.buckets.all:

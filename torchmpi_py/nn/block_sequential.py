@@ -108,7 +108,8 @@ class BlockSequential(torch.nn.Sequential):
             before = x
             for child in block.children:
                 x = child(x)
-            self._passed.append((block, before, x))
+            if torch.is_grad_enabled():
+                self._passed.append((block, before, x))
         return x
 
     def backward_blocks(self, gradient: Tensor) -> Iterator[Block]:

@@ -5,8 +5,7 @@ are launched as autograd reaches them, which may be in another order on another 
 networks in another order, or leaves out a layer. Buckets of one size would then be added to each other. So each
 registration notes at which places of the communicator's launches its own are. A digest of its number, of these places,
 and of the number of reductions since its compression was restarted travels behind the flags that are reduced anyway, by
-``max``: the digest and its complement add up to 255 in every byte if all are equal. Launches on communicators of fewer
-ranks, those of split parameters, do not count.
+``max``: the digest and its complement add up to 255 in every byte if all are equal.
 
 A rank that leaves out the optimizer's ``step`` (it catches an error, and continues) makes the same launches as the
 others, and has other parameters from then on. So the number of updates since the last reduction travels beside the

@@ -32,6 +32,7 @@ from torchmpi_py.collectives import verbs
 from torchmpi_py.core import communicators
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.nn.functional import own_communicator
+from torchmpi_py.nn.synchronize import check_module
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -82,11 +83,15 @@ class SyncBatchNorm(_BatchNorm):
         Each layer stays the same object, with its parameters, buffers and hooks. ValueError for a lazy layer that was
         not called yet.
         """
+        check_module("convert_sync_batchnorm", module)
         for layer in module.modules():
             if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
                 name = type(layer).__name__
                 raise ValueError(f"convert_sync_batchnorm: a {name} has no features yet; call the network once before")
             if isinstance(layer, _BatchNorm):
+                if type(layer).forward not in (_BatchNorm.forward, torch.nn.SyncBatchNorm.forward, cls.forward):
+                    name = type(layer).__name__
+                    raise ValueError(f"convert_sync_batchnorm: {name} has a forward of its own; replace it by hand")
                 layer.__class__ = cls
                 vars(layer)["comm"] = comm
         return module

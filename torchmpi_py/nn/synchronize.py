@@ -141,7 +141,10 @@ def parameters_to_reduce(
 def check_module(what: str, module: object) -> None:
     """TypeError for parameters, or a state_dict, in place of a module."""
     if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"{what}: give the module itself, not its parameters or state: {type(module).__name__} is none")
+        found = type(module).__name__
+        raise TypeError(
+            f"{what}: expected a torch.nn.Module, found {found}; pass the module, not its parameters or state"
+        )
 
 
 def check_whole(what: str, named: Mapping[Any, Tensor]) -> None:

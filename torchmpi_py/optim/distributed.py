@@ -65,6 +65,8 @@ class DistributedOptimizer(ReducingOptimizer):
     ) -> None:
         super().__init__()
         check_module("DistributedOptimizer", module)
+        if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
+            raise TypeError(f"DistributedOptimizer: expected a torch optimizer, found {optimizer!r}")
         self.optimizer = optimizer
         self.module = module
         self.comm = resolve(comm)
@@ -74,9 +76,19 @@ class DistributedOptimizer(ReducingOptimizer):
         self._begin()
 
     def _begin(self) -> None:
-        _check_parameters(self.optimizer, self.module, self.comm)
-        only = {p for group in self.optimizer.param_groups for p in group["params"]}
-        self._register(self.module, only=only, **self._options)
+        _check_parameters(self.optimizer.param_groups, self.module, self.comm)
+        self._only = self._parameters()
+        self._register(self.module, only=self._only, **self._options)
+
+    def _parameters(self) -> set[torch.nn.Parameter]:
+        return {p for group in self.optimizer.param_groups for p in group["params"]}
+
+    def _check_pass(self) -> None:
+        if self._parameters() != self._only:
+            raise RuntimeError(
+                "DistributedOptimizer: its optimizer has other parameters now; use add_param_group of this"
+            )
+        super()._check_pass()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters by the averages; first reduce what is not reduced yet. Collective.
@@ -102,7 +114,11 @@ class DistributedOptimizer(ReducingOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, for parameters of the module, as when layers are unfrozen. Collective."""
-        super().add_param_group(param_group)
+        self._check_between_steps("add_param_group")
+        params = param_group["params"]
+        group = {**param_group, "params": [params] if isinstance(params, Tensor) else list(params)}
+        _check_parameters([*self.optimizer.param_groups, group], self.module, self.comm)
+        super().add_param_group(group)
         self.remove()
         self._is_checked = False
         self._begin()
@@ -116,10 +132,10 @@ class DistributedOptimizer(ReducingOptimizer):
         return loss if loss is None else verbs.allreduce(float(loss), op="avg", comm=self.comm)
 
 
-def _check_parameters(optimizer: Any, module: torch.nn.Module, comm: Communicator) -> None:
+def _check_parameters(groups: list[dict[str, Any]], module: torch.nn.Module, comm: Communicator) -> None:
     """ValueError, on all ranks, unless the optimizer's parameters are the module's."""
     known = set(module.parameters())
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = [p for group in groups for p in group["params"]]
     counts = verbs.allgather(len([p for p in parameters if p not in known]), comm=comm)
     if any(counts):
         raise ValueError(

@@ -37,7 +37,7 @@ class Gossip(LocalOptimizer):
     a step behind.
 
     ``finish`` waits for what is under way, and ``average`` and ``state_dict`` do so first; ``load_state_dict``, which
-    every rank calls, drops it. Raises ValueError for other partners, or split parameters.
+    every rank calls, drops it. Raises ValueError for other partners.
     """
 
     def __init__(
@@ -72,7 +72,8 @@ class Gossip(LocalOptimizer):
     def finish(self) -> None:
         """Wait for what partners have sent, and take it in."""
         while self._under_way:
-            self._under_way.pop(0).finish()
+            self._under_way[0].finish()  # stays if a deadline or a signal interrupts the wait
+            del self._under_way[0]
 
     def average(self) -> None:
         """Make parameters the average over all ranks. Collective."""

@@ -36,7 +36,7 @@ class LocalSGD(LocalOptimizer):
         rates of 0 alone, they are the average.
 
     ``state_dict`` is the optimizer's, this rank's own, with "local_sgd" beside it. Raises ValueError for another period
-    or start, or split parameters.
+    or start.
     """
 
     def __init__(

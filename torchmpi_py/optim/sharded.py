@@ -60,7 +60,7 @@ class ShardedOptimizer(ReducingOptimizer):
     compression: of gradients on their way to the owners; updated parameters travel as they are.
 
     Sparse gradients (``Embedding(sparse=True)``) are made dense.
-    A parameter that no rank has used in a step is left as it is, as by torch.
+    A parameter that no rank has used in a step is left as it is, as by torch. ``step`` drops the gradients.
     ``state_dict`` is that of the plain optimizer, the same on every rank and for any number of ranks; it is collective.
     ``load_state_dict`` takes it, on every rank.
     ``param_groups`` hold what this rank updates; schedulers and GradScaler work with them. ``parameters`` are the whole
@@ -132,6 +132,10 @@ class ShardedOptimizer(ReducingOptimizer):
         loss = evaluated(closure)
         self.synchronize()
         self.check_equal()
+        for bucket in self._buckets:
+            for shard, part in bucket.shards.items():
+                if part.parameter.grad is None:  # no rank has used it, or the user has dropped its gradient
+                    shard.grad = None
         # A bucket's parameters travel while the next bucket is updated; every rank starts all of them, in one order.
         handles: list[Handle[Any]] = []
         groups, updated = self.optimizer.param_groups, {}
@@ -147,9 +151,9 @@ class ShardedOptimizer(ReducingOptimizer):
         # What an optimizer counts in a group, it counts once a step, not once a bucket.
         for index, group in updated.items():
             groups[index].update({**group, "params": groups[index]["params"]})
-        wait_all(handles)
         self._is_reduced = False
         self.reduction.order.num_updates += 1
+        wait_all(handles)
         return loss
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -216,10 +220,10 @@ class ShardedOptimizer(ReducingOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state of a plain optimizer of these parameters, or of this class on any number of ranks."""
-        self._num_loads += 1
         self._hold_parameters()
         try:
             super().load_state_dict(state_dict)
+            self._num_loads += 1
         finally:
             self._hold_shards()
 

@@ -168,6 +168,7 @@ class ShardedReducer(CompressedReducer):
         """Give the parameters memory of their own."""
         for p in self.parameters:
             p.data = p.detach().clone()
+            p.grad = None if p.grad is self._absent[p] else p.grad
 
     def is_in_place(self) -> bool:
         """Whether the parameters are still the bucket's memory."""
@@ -227,10 +228,3 @@ class ShardedBuckets(Buckets):
         memory = flat_memory(runs, comm, [2 * count for count in counts])
         reducers = [ShardedReducer(run, flat, self) for run, flat in zip(runs, memory, strict=True)]
         super().__init__(list(group_of), comm, reducers)
-
-    def finish(self, op: str, flags: Tensor) -> None:
-        """Finish what was launched. The shards of a parameter that no rank has used get no gradient. Collective."""
-        super().finish(op, flags)
-        for shard, part in (item for bucket in self.all for item in bucket.shards.items()):
-            if part.parameter.grad is None:
-                shard.grad = None

@@ -87,6 +87,9 @@ class ReducingOptimizer(OptimizerWrapper):
 
     def synchronize(self) -> None:
         """Reduce gradients that are not reduced yet, as after no backward pass, or fewer than on other ranks."""
+        if self.reduction.names and not self.reduction._hooks:
+            name = type(self).__name__
+            raise RuntimeError(f"{name}: remove() has ended it; take a step with the plain optimizer, its .optimizer")
         if not self._is_reduced:
             self.reduction.reduce_now()
             self._end_reduction()
@@ -106,6 +109,7 @@ class ReducingOptimizer(OptimizerWrapper):
         """As torch's, on every rank. Drops the gradients of a step under way, and what compression has kept."""
         super().load_state_dict(state_dict)
         self.reduction.restart()
+        self._is_reduced = False
 
     def _wait(self) -> None:
         """At the end of a backward pass whose gradients are reduced."""
