@@ -55,10 +55,14 @@ class Slices(_Sharded):
         super().__init__(comm)
         self._reduced: dict[torch.dtype, Tensor] = {}  # kept: new memory costs more than the reduction
 
-    def reduce_async(self, x: Tensor, op: str) -> Handle[Tensor]:
+    def reduced(self, x: Tensor) -> Tensor:
+        """The memory into which this rank's slice of ``x`` is reduced."""
         if x.dtype not in self._reduced:
             self._reduced[x.dtype] = x.new_empty(x.numel() // self.comm.size)
-        return verbs.reduce_scatter_async(x, out=self._reduced[x.dtype], op=op, comm=self.comm)
+        return self._reduced[x.dtype]
+
+    def reduce_async(self, x: Tensor, op: str) -> Handle[Tensor]:
+        return verbs.reduce_scatter_async(x, out=self.reduced(x), op=op, comm=self.comm)
 
     def bounds(self, count: int) -> tuple[int, int]:
         length = count // self.comm.size
@@ -75,6 +79,10 @@ class Owner(_Sharded):
     def __init__(self, owner: int, comm: Communicator) -> None:
         super().__init__(comm)
         self.owner = owner
+
+    def reduced(self, x: Tensor) -> Tensor:
+        """The memory into which ``x`` is reduced."""
+        return self.part(x)
 
     def reduce_async(self, x: Tensor, op: str) -> Handle[Tensor]:
         return verbs.reduce_async(x, self.owner, op=op, comm=self.comm)
@@ -107,7 +115,7 @@ class Part(NamedTuple):
 
     parameter: Parameter
     begin: int  # in the memory of the parameter
-    gradient: Tensor  # in the bucket, of the shard's shape
+    gradient: Tensor  # where it is reduced, of the shard's shape
 
 
 class ShardedReducer(CompressedReducer):
@@ -128,7 +136,10 @@ class ShardedReducer(CompressedReducer):
         of_bucket = gradients, [*views_of(gradients, parameters), padding], comm, self.destination
         compressor = compression.compressor(*of_bucket) if compression is not None and comm.size > 1 else None
         self.has_state = compressor is not None
-        super().__init__(parameters, gradients, comm, compressor or Compressor(*of_bucket))
+        if compressor is None:
+            compressor = Compressor(*of_bucket)
+            compressor.part = self.destination.reduced(gradients)  # gradients stay where they are reduced
+        super().__init__(parameters, gradients, comm, compressor)
         self.views = list(views_of(self.values, parameters))
         with torch.no_grad():
             for p, view in zip(parameters, self.views, strict=True):
@@ -149,7 +160,7 @@ class ShardedReducer(CompressedReducer):
                 shard = Parameter(self.values[start:stop])
             else:
                 continue
-            (gradient,) = views_of(self.flat[start:], [shard])
+            (gradient,) = views_of(self.compressor.part[start - first :], [shard])
             yield shard, Part(p, start - begin, gradient)
 
     def finish(self, op: str) -> None:
