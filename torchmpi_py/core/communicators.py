@@ -54,7 +54,6 @@ class Communicator:
         self.outer: Communicator | None = None
         self.is_cartesian = False
         self.parent: Communicator | None = None
-        self.parts: list[Communicator] = []  # what ``divide`` made of it, and what is freed with it
         self.companions: dict[str, Communicator] = {}  # what stands ``beside`` it, by key
         self.is_free = False
         self.is_stuck = False  # in an operation that was given up: MPI still uses it, so it cannot be freed
@@ -79,7 +78,7 @@ class Communicator:
             if self.is_broken:
                 self._release(is_lost=True)
                 return
-            communication_thread.current().drain({self, *self.parts, self.outer})
+            communication_thread.current().drain({self})
             if self.direct.is_in_use:
                 raise CommunicatorError(f"{self!r} cannot be freed: a thread is in a collective there")
             journal.run_together("free", self, self._release)
@@ -90,9 +89,8 @@ class Communicator:
             self.is_free = True
             self.plans.clear()
             is_lost = is_lost or self.is_broken or self.is_stuck or self.direct.is_in_use  # a thread needs the memory
-            for other in [*self.parts, self.outer]:
-                if other is not None:
-                    other._release(is_lost=is_lost)
+            if self.outer is not None:
+                self.outer._release(is_lost=is_lost)
             for channel in (self.background, self.direct):
                 channel.free(is_lost=is_lost)
             for sequence in self.sequences:
@@ -318,14 +316,6 @@ def beside(comm: Communicator, key: str) -> Communicator:
         made = journal.run_together(key, comm, lambda: Communicator(comm.direct.mpi.Dup(), used.place, key))
         comm.companions[key] = used.keep(made)
     return comm.companions[key]
-
-
-def divide(comm: Communicator, color: int, key: str) -> Communicator:
-    """A communicator of the ranks of ``comm`` that give one ``color``; freed with ``comm``. Collective over it."""
-    used = stack()
-    made = journal.run_together("divide", comm, lambda: Communicator(comm.direct.mpi.Split(color), used.place, key))
-    comm.parts.append(made)
-    return used.keep(made)
 
 
 def communicator_names() -> str:
