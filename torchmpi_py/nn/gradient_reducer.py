@@ -92,8 +92,8 @@ class GradientReducer:
     def _input(self) -> Tensor:
         """The values to reduce, flat: the bucket, or the lone gradient where it is, in the layout of its view."""
         first = self.parameters[0]
-        gradient, view = dense_gradient(first), self._views[first]
-        if self.reads_in_place and gradient is not None and not self.holds(first):
+        view = self._views[first]
+        if self.reads_in_place and not self.holds(first) and (gradient := dense_gradient(first)) is not None:
             _check_dtype(gradient, view)
             if gradient.stride() == view.stride() and gradient.is_contiguous():
                 first.grad = self._absent[first]
