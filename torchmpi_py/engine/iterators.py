@@ -43,7 +43,7 @@ class DatasetIterator(BatchIterator):
     """The batches of this rank, epoch after epoch.
 
     Iterating runs through one epoch and moves on to the next one's order; ``set_epoch`` chooses another (the engine
-    calls it). All ranks must iterate alike. The engine reads ``weight``, ``num_samples`` and ``position`` of each
+    calls it). All ranks iterate in the same way. The engine reads ``weight``, ``num_samples`` and ``position`` of each
     batch. After ``load_state_dict`` the next iteration begins at that place, on the same number of ranks; on another
     number the epoch begins again, which rank 0 logs as a warning.
 

@@ -276,7 +276,7 @@ class SGDEngine:
             module.zero_grad()
 
     def backward(self, state: State) -> None:
-        """Gradients of the loss, which counts as much as the batch weighs among those of all ranks."""
+        """Compute the gradients of the loss, scaled by this batch's weight among the batches of all ranks."""
         weight = state.place.weight
         (state.loss if weight == 1.0 else state.loss * weight).backward()
 

@@ -290,7 +290,7 @@ class StreamIterator(BatchIterator):
         with closing(read):
             while True:
                 batch, row = next(read, (None, [0] * _ROW))
-                # One exchange a step: it says who has samples, and what each reader has come to.
+                # One exchange a step: it says which ranks have samples, and which piece each reader has reached.
                 rows = [row] if self.size == 1 else verbs.allgather(torch.tensor([row], device="cpu")).tolist()
                 counts = [row[0] for row in rows]
                 if sum(counts) == 0 or (self.drop_last and min(counts) == 0):

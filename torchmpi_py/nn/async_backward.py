@@ -43,7 +43,7 @@ class AsyncBackward:
     rank's loss has to reach at least one parameter. Activation checkpointing works with ``use_reentrant=False``; with
     True a backward pass consists of several, and raises RuntimeError unless one of them reaches all the parameters.
 
-    Args (beside those of ``register_async_backward``):
+    Args, in addition to the arguments of ``register_async_backward``:
         comm: the ranks to average over; default: the current level.
         only: reduce only these parameters of the module.
         make_buckets: creates the buckets of these parameters; called with module, parameters and ``comm``.
@@ -234,7 +234,7 @@ class AsyncBackward:
             self._on_reduction()
 
     def _start_reduction(self) -> None:
-        """Begin a reduction of which nothing is launched yet."""
+        """Begin a reduction; nothing is launched yet."""
         self._num_launched, self._num_ready, self._handles = 0, [0] * len(self.buckets.all), []
         self.order.begin()
 

@@ -83,7 +83,7 @@ class GradientReducer:
             parameter.grad = view.detach()  # a tensor of its own: module.to() changes what is in parameter.grad
 
     def owes(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether a parameter that no rank has used still gets a gradient, on all ranks alike."""
+        """Whether a parameter that no rank has used still gets a gradient; the same on every rank."""
         return False
 
     def restart(self) -> None:

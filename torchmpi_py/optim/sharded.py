@@ -200,7 +200,7 @@ class ShardedOptimizer(ReducingOptimizer):
         groups: Any = self.optimizer.param_groups
         state: Any = self.optimizer.state
         self._check_between_steps("state_dict")
-        # What a group holds beside its parameters is as a rank has it that updates some of them.
+        # The options of a group come from a rank that updates some of its parameters.
         here = {bucket.group: {**groups[bucket.group], "params": None} for bucket in self._shards.values()}
         of_ranks = verbs.allgather_object((self._num_loads, here), comm=self.comm)
         if len({num_loads for num_loads, _ in of_ranks}) > 1:

@@ -4,7 +4,7 @@ A bucket holds parameters and their gradients in two flat tensors; ``p.data`` ar
 
 - *slices*: P equal parts. reduce_scatter gives a rank the gradients of its slice, allgather brings the updated slices
   together: S (P-1)/P elements each way, as much as one allreduce. A slice may begin or end within a parameter, so this
-  is for optimizers that treat every element alike.
+  is for optimizers that treat every element in the same way.
 - *whole*: the bucket has one owner, which updates its parameters: reduce, then broadcast.
 
 In both cases a rank has one shard per parameter of its part: the parameter, or the flat piece of it that lies in the
@@ -154,7 +154,7 @@ class ShardedReducer(CompressedReducer):
             begin, end = end, end + p.numel()
             start, stop = max(begin, first), min(end, last)
             if first <= begin and end <= last:
-                # The gradients of slices stay absent in the parameter, on every rank alike.
+                # The gradients of slices stay absent in the parameter, on every rank.
                 shard = p if isinstance(self.destination, Owner) else Parameter(p.detach())
             elif start < stop:
                 shard = Parameter(self.values[start:stop])
