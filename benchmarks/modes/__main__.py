@@ -1,12 +1,12 @@
-"""One table of all modes of distribution: each mode's program in ``examples/``, beside its twin in one process.
+"""One table of all training strategies: each mode's program in ``examples/``, beside a single-process baseline.
 
     python benchmarks/modes                     # all of docs/modes.md: table, picture, dated results
     python benchmarks/modes --modes easgd,hogwild --seeds 1 --epochs 5 --out build     # some, elsewhere
 
-Every program is run as its users run it, by torchmpirun, with the same options: epochs, samples per step, seed. Modes
-take turns, seed by seed; then each runs once with a last rank that sleeps in every step. Accuracy is that of the mode's
-result on the test set, seconds are those of training, without the start of processes and without the tests after each
-epoch, and bytes are counted on each rank (``counted.py``).
+Every program is run by torchmpirun, with the same options: epochs, samples per step, seed. One job per mode trains with
+each seed, then once more with a last rank that sleeps in every step (``trainings.py``). Accuracy is that of the mode's
+result on the test set. Seconds are those of training, without the start of processes and without the tests after each
+epoch. Bytes are counted on each rank.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from table import MODES, TWIN, Mode
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-COUNTED = Path(__file__).with_name("counted.py")
+TRAININGS = Path(__file__).with_name("trainings.py")
 FIRST_SEED = 1111
-TIME_LIMIT_SECONDS = 600  # of one training, beside whatever else the machine does
+TIME_LIMIT_SECONDS = 600  # of one job, beside whatever else the machine does
 FORMAT = "benchmarks/modes 2"
 
 
@@ -52,11 +52,13 @@ def main() -> int:
     """Run all, write the results; 1 if a command failed, or a mode is further from its twin than it may be."""
     options = parse(sys.argv[1:])
     begin, facts = time.monotonic(), page.facts()
-    runs, planned = [], list(schedule(options))
-    for name, command, seed, pause in planned:
+    runs: list[Run] = []
+    planned = list(schedule(options))
+    num_planned = sum(len(trainings) for _, _, trainings in planned)
+    for name, words, trainings in planned:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                runs.append(run(name, command, seed, pause, options, Path(folder)))
+                runs += run(name, words, trainings, options, Path(folder))
             except subprocess.SubprocessError as error:
                 print(f"{error}\n{getattr(error, 'stdout', '')}", file=sys.stderr, flush=True)
             except KeyboardInterrupt:
@@ -66,7 +68,7 @@ def main() -> int:
     report = page.Report(
         settings={name: getattr(options, name) for name in ("ranks", "epochs", "seeds", "batch", "pause")},
         facts=facts
-        | {"load at the end": page.facts()["load"], "runs": f"{len(runs)} of {len(planned)}"}
+        | {"load at the end": page.facts()["load"], "runs": f"{len(runs)} of {num_planned}"}
         | minutes_since(begin),
         modes=[dataclasses.asdict(mode) for mode in options.modes if {mode.name, page.twin_name(mode.twin)} <= done],
         runs=[dataclasses.asdict(one) for one in runs],
@@ -75,7 +77,7 @@ def main() -> int:
     far = [row.name for row in page.rows(report) if abs(row.gain) > page.LARGEST_GAIN]
     if far:
         print(f"more than {page.LARGEST_GAIN} points from the twin: {', '.join(far)}", file=sys.stderr)
-    return 1 if far or len(runs) < len(planned) else 0
+    return 1 if far or len(runs) < num_planned else 0
 
 
 def minutes_since(begin: float) -> dict[str, str]:
@@ -95,7 +97,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--ranks", type=int, default=4, help="default: 4")
     add("--epochs", type=int, default=20, help="default: 20")
     add("--batch", type=int, default=60, help="samples a step, over all ranks; default: 60")
-    add("--seeds", type=int, default=1, help="trainings of each mode; default: 1")
+    add("--seeds", type=int, default=3, help="trainings of each mode; default: 3")
     add("--pause", type=float, default=0.005, help="seconds by which the last rank is slower in a step; default: 0.005")
     add("--out", type=Path, default=ROOT / "benchmarks", help="folder for the results; default: benchmarks/")
     add("--docs", type=Path, help="the page whose table is written; default: docs/modes.md, if all modes are run")
@@ -114,37 +116,45 @@ def modes_by_name(text: str) -> list[Mode]:
     return [known[name] for name in text.split(",")]
 
 
-def schedule(options: argparse.Namespace) -> Iterator[tuple[str, list[str], int, float]]:
-    """(name, command, seed, pause) of each run: even ones seed by seed, then the paused ones. The twins come first."""
-    for seed in range(FIRST_SEED, FIRST_SEED + options.seeds):
-        for twin in sorted({mode.twin for mode in options.modes}):
-            yield page.twin_name(twin), [sys.executable, f"{EXAMPLES / TWIN}", *shlex.split(twin)], seed, 0.0
-        for mode in options.modes:
-            yield mode.name, launched(mode, options.ranks), seed, 0.0
-    for mode in options.modes if options.pause else ():
-        yield mode.name, launched(mode, options.ranks), FIRST_SEED, options.pause
+def schedule(options: argparse.Namespace) -> Iterator[tuple[str, list[str], list[tuple[int, float]]]]:
+    """(name, command, (seed, pause) of each training) of each job; the baselines come first, and never pause."""
+    seeds = [(seed, 0.0) for seed in range(FIRST_SEED, FIRST_SEED + options.seeds)]
+    for twin in sorted({mode.twin for mode in options.modes}):
+        yield page.twin_name(twin), command(TWIN, twin, []), seeds
+    launcher = [str(Path(sys.executable).with_name("torchmpirun")), "-n", str(options.ranks)]
+    for mode in options.modes:
+        paused = [(FIRST_SEED, options.pause)] if options.pause else []
+        yield mode.name, command(mode.program, mode.options, launcher), seeds + paused
 
 
-def launched(mode: Mode, num_ranks: int) -> list[str]:
-    """The command of a mode, whose ranks count bytes and leave them in the working directory."""
-    torchmpirun = Path(sys.executable).with_name("torchmpirun")
-    command = [torchmpirun, "-n", num_ranks, COUNTED, EXAMPLES / mode.program, *shlex.split(mode.options)]
-    return [str(word) for word in command]
+def command(program: str, words: str, launcher: list[str]) -> list[str]:
+    """The command of a job, except for its trainings, which take the place of "TRAININGS"."""
+    return [*(launcher or [sys.executable]), str(TRAININGS), "TRAININGS", str(EXAMPLES / program), *shlex.split(words)]
 
 
-def run(name: str, command: list[str], seed: int, pause: float, options: argparse.Namespace, folder: Path) -> Run:
-    """Run a command in ``folder``, and read what it leaves there. SubprocessError if it fails."""
-    common = f"--epochs {options.epochs} --batch {options.batch} --seed {seed} --pause {pause} --curve curve.json"
+def run(
+    name: str, words: list[str], trainings: list[tuple[int, float]], options: argparse.Namespace, folder: Path
+) -> list[Run]:
+    """Run the trainings of a job in ``folder``, and read what it leaves there. SubprocessError if the job fails."""
+    pairs = ",".join(f"{seed}:{pause}" for seed, pause in trainings)
+    words = [pairs if word == "TRAININGS" else word for word in words]
+    common = f"--epochs {options.epochs} --batch {options.batch} --curve curve.json"
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    begin = time.monotonic()
     subprocess.run(
-        [*command, *common.split()], cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        [*words, *common.split()], cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, check=True, timeout=TIME_LIMIT_SECONDS,
     )  # fmt: skip
-    points = json.loads((folder / "curve.json").read_text())
-    num_bytes = sum(json.loads(file.read_text()) for file in folder.glob("bytes-*")) / options.ranks
-    print(f"{name:24} seed {seed}, {points['seconds'][-1]:6.2f} s, {100 * points['accuracy'][-1]:6.2f} %", flush=True)
-    return Run(name, seed, pause, points["seconds"], points["accuracy"], num_bytes)
+    runs = []
+    for number, (seed, pause) in enumerate(trainings):
+        left = folder / f"training-{number}"
+        points = json.loads((left / "curve.json").read_text())
+        num_bytes = sum(json.loads(file.read_text()) for file in left.glob("bytes-*")) / options.ranks
+        runs.append(Run(name, seed, pause, points["seconds"], points["accuracy"], num_bytes))
+    accuracies = ", ".join(f"{100 * one.accuracy[-1]:.2f}" for one in runs)
+    print(f"{name:24} {time.monotonic() - begin:6.1f} s, accuracy {accuracies} %", flush=True)
+    return runs
 
 
 def publish(report: page.Report, options: argparse.Namespace) -> None:

@@ -16,12 +16,12 @@ from torchmpi_py.bench import results
 from torchmpi_py.core import text_tables
 
 LARGEST_GAIN = 1.5
-"""Percent points by which the mean accuracy of a mode may differ from that of its twin."""
+"""Percentage points by which the mean accuracy of a mode may differ from that of its twin."""
 
 BEGIN, END = "<!-- table: python benchmarks/modes -->\n", "<!-- end of the table -->\n"
 NOTE = (
     "accuracy is that of the mode's result, the mean over the seeds; points are its difference from one process that "
-    "takes the same samples per step; seconds are the median of training; MB are what a rank sends, mean over the "
+    "takes the same samples per step; seconds are the median of the trainings; MB are what a rank sends, mean over the "
     "ranks, all of it through shared memory here"
 )
 
@@ -42,7 +42,7 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A mode's figures. Accuracy in percent, ``gain`` in percent points over its twin."""
+    """A mode's figures. Accuracy in percent, ``gain`` in percentage points over its twin."""
 
     name: str
     origin: str

@@ -1,22 +1,28 @@
-"""A program on this rank, and the bytes that this rank sends: torchmpirun -n 4 counted.py PROGRAM OPTIONS...
+"""Train a program several times on this rank: torchmpirun -n 4 trainings.py SEED:PAUSE,... PROGRAM OPTIONS...
+
+Training number i runs in the folder ``training-i``, with ``--seed`` and ``--pause``. Between two trainings ``mpi.stop``
+is called, so the job is started, and torch imported, only once for all of them. Each training counts the bytes that
+this rank sends.
 
 Bytes are those of the algorithm, whatever memory they pass through: of a collective the least that ranks send for it,
 mean over the ranks; of a parameter server what goes to or comes from the shards of other ranks. Each rank leaves their
-sum in the working directory, in a file ``bytes-RANK-...``. The counter stands
-where a trace (``torchmpirun --profile``) would be recorded, and costs about a microsecond per operation. The clocks of
-bounded staleness are not counted, nor what the launcher and the watchdog send.
+sum in the folder of the training, in a file ``bytes-RANK-...``. The counter takes the place of a trace
+(``torchmpirun --profile``), and costs about a microsecond per operation. It does not count the clocks of bounded
+staleness, nor what the launcher and the watchdog send.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import runpy
 import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torchmpi_py as mpi
 from torchmpi_py.collectives.flavour import Sizes
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.journal import Recorded
@@ -72,21 +78,28 @@ class Counter:
         exchanged = sum(server.num_bytes_sent + server.num_bytes_received for server in self.servers)
         through_servers = exchanged * (self.num_ranks - 1) / self.num_ranks
         self.file.write_text(json.dumps(sum(self.sent) + through_servers))
+        self.servers.clear()
 
 
 def main() -> None:
-    """Run the program of the command line."""
-    program, *words = sys.argv[1:]
-    make = ParameterServer.__init__
+    """Run the trainings of the command line."""
+    trainings, program, *words = sys.argv[1:]
+    make, start = ParameterServer.__init__, Path.cwd()
 
     def remembered(server: ParameterServer, *arguments: Any) -> None:
         Counter.servers.append(server)
         make(server, *arguments)
 
-    sys.argv = [program, *words]
     sys.path[0] = str(Path(program).parent)
     with mock.patch.object(tracing, "start", Counter), mock.patch.object(ParameterServer, "__init__", remembered):
-        runpy.run_path(program, run_name="__main__")
+        for number, training in enumerate(trainings.split(",")):
+            seed, pause = training.split(":")
+            folder = start / f"training-{number}"
+            folder.mkdir(exist_ok=True)
+            os.chdir(folder)
+            sys.argv = [program, *words, "--seed", seed, "--pause", pause]
+            runpy.run_path(program, run_name="__main__")
+            mpi.stop()
 
 
 if __name__ == "__main__":
