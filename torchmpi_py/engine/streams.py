@@ -27,12 +27,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.engine.batches import BatchIterator, IterationPlace, adopted, logger, moved
 from torchmpi_py.engine.same_batches import digest
-from torchmpi_py.engine.sources import at_least, begun, prefetched, set_epoch
+from torchmpi_py.engine.sources import at_least, loaded, prefetched, set_epoch, worker_options
 
 
 class Shards(IterableDataset[Any]):
@@ -276,10 +276,8 @@ class StreamIterator(BatchIterator):
         batches = _ReadBatches(self, place.progress)
         if self.num_workers == 0:
             return prefetched(map(self._moved, batches), self.prefetch)
-        options = {"num_workers": self.num_workers, "multiprocessing_context": self.multiprocessing_context}
-        options |= {"generator": torch.Generator().manual_seed(self._seed_of_workers(place))}
-        options |= {"collate_fn": tuple, "prefetch_factor": max(1, self.prefetch)}
-        return (self._moved(item) for item in begun(DataLoader(batches, batch_size=None, **options)))
+        options = {"batch_size": None, "collate_fn": tuple} | worker_options(self)
+        return (self._moved(item) for item in loaded(batches, self._seed_of_workers(place), **options))
 
     def _moved(self, item: tuple[Any, list[int]]) -> tuple[Any, list[int]]:
         return moved(item[0], self.device), item[1]
