@@ -219,9 +219,8 @@ def test_parameters_that_only_the_optimizer_holds(tmp_path):
 
 
 def test_parameters_of_another_shape_are_an_error(tmp_path):
-    """Torch would broadcast the first; the second is of moments."""
     trained_by(momentum, tmp_path / "a", 1)
-    with pytest.raises(errors.CheckpointError, match=r"only the optimizer holds has shape \(1,\) in .* \(5,\)"):
+    with pytest.raises(errors.CheckpointError, match=r"ParameterList:\s+size mismatch for 0"):
         trained_by(momentum, tmp_path / "a", 2, length=5)
     trained_by(momentum, tmp_path / "b", 1, length=3)
     with pytest.raises(errors.CheckpointError, match=r"parameter 0 .* has shape \(1, 3\), and of this one \(3,\)"):

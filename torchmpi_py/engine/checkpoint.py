@@ -144,12 +144,11 @@ class Checkpoint(Extension):
         raise EndRequested
 
     def _collected(self, state: State) -> Collected:
-        modules, optimizer = state.named_modules(), state.optimizer
+        modules, optimizer = dict(state.as_one_module().named_children()), state.optimizer
         # First, because it is collective with a sharded optimizer: what follows may fail on one rank.
         optimizer_state = None if optimizer is None else optimizer.state_dict()
         trained = {
             "modules": {name: module.state_dict() for name, module in modules.items()},
-            "outside": [tensor.detach() for tensor in state.parameters_of_optimizer_alone()],
             "optimizer": optimizer_state,
             "optimizer_kind": _kind(state)._asdict(),
         }
@@ -171,11 +170,10 @@ class Checkpoint(Extension):
 
     def _restore(self, state: State, parts: dict[str, Any]) -> None:
         trained = parts["trained"]
-        for name, module in state.named_modules().items():
-            module.load_state_dict(trained["modules"].get(name, {}))
-            buffers = _buffers(module)
-            for key, content in parts["buffers"].get(name, {}).items():
-                _copy(f"buffer {key} of {name}", buffers[key], content)
+        for name, module in state.as_one_module().named_children():
+            content = trained["modules"].get(name, {})
+            content.update(parts["buffers"].get(name, {}))
+            module.load_state_dict(content)
         _restore_optimizer(state, trained)
         for name, part in self.stateful.items():
             if name not in parts["stateful"]:
@@ -193,14 +191,11 @@ class Checkpoint(Extension):
 
 
 def _restore_optimizer(state: State, trained: dict[str, Any]) -> None:
-    """Restore the optimizer, and the parameters that it alone holds; ValueError unless it is as it was saved."""
+    """Restore the optimizer. ValueError unless it is the one that was saved."""
     if (state.optimizer is None) != (trained["optimizer"] is None):
         raise ValueError("one of them has no optimizer (lr=0)")
     if state.optimizer is None:
         return
-    outside = state.parameters_of_optimizer_alone()
-    for number, (tensor, content) in enumerate(zip(outside, trained["outside"], strict=True)):
-        _copy(f"parameter {number} of those that only the optimizer holds", tensor, content)
     _kind(state).check_saved(OptimizerKind(**trained["optimizer_kind"]))
     state.optimizer.load_state_dict(trained["optimizer"])
 
@@ -209,14 +204,6 @@ def _kind(state: State) -> OptimizerKind:
     """What the optimizer's state belongs to, on whatever ranks, and however they reduce gradients."""
     name = name_of_class(state.optimizer, transparent=(ReducingOptimizer, LocalOptimizer))
     return OptimizerKind(name, [tuple(p.shape) for group in state.parameter_groups() for p in group])
-
-
-@torch.no_grad()
-def _copy(name: str, tensor: torch.Tensor, content: torch.Tensor) -> None:
-    """Copy; ValueError for another shape, which torch would broadcast."""
-    if tensor.shape != content.shape:
-        raise ValueError(f"{name} has shape {tuple(content.shape)} in it, and is trained with {tuple(tensor.shape)}")
-    tensor.copy_(content)
 
 
 def _buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
