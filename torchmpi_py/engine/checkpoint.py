@@ -87,14 +87,14 @@ class Checkpoint(Extension):
         """Go on from the last complete checkpoint, if there is one."""
         self.asked = state.maxepoch
         # An error that the first save would have is raised now, and not when the first epoch is done.
-        begun = "training cannot begin"
-        outcomes.of_all(lambda: check_collected(*self._collected(state)), begun)
+        failure = "training cannot begin"
+        outcomes.of_all(lambda: check_collected(*self._collected(state)), failure)
         self.checkpoints.hold()
         saved = self.checkpoints.load()
         if saved is None:
             return
         parts, misfit = saved.parts, f"step {saved.step} of {self.folder} does not fit what is trained now"
-        outcomes.of_all(lambda: self._check_network(state), begun)
+        outcomes.of_all(lambda: self._check_network(state), failure)
         outcomes.of_all(lambda: self._restore(state, parts), misfit)
         if outcomes.rank() == 0:
             text = f"{self.folder}: epoch {state.epoch}, position {state.position}, step {state.t}"

@@ -139,10 +139,10 @@ class Checkpoints:
         follow from rank 0's and its number.
         """
         files_read: list[io.BytesIO] = []
-        found = outcomes.of_rank_0(lambda: self._find(files_read), "the checkpoints cannot be read")
-        if found is None:
+        newest = outcomes.of_rank_0(lambda: self._find(files_read), "the checkpoints cannot be read")
+        if newest is None:
             return None
-        step, num_bytes = found
+        step, num_bytes = newest
         stream = files_read[0] if files_read else io.BytesIO(bytes(num_bytes))
         if outcomes.size() > 1:
             for piece in torch.split(_bytes(stream.getbuffer()), _PIECE_BYTES):
@@ -208,9 +208,9 @@ def _unpacked(stream: io.BytesIO) -> dict[str, Any]:
     """Each rank: the parts for it; its random generators are set."""
     content, rank = files.unpacked(stream), outcomes.rank()
     is_new = rank >= len(content["own"])
-    mine = files.unpacked(io.BytesIO(content["own"][0 if is_new else rank].numpy().tobytes()))
+    of_rank = files.unpacked(io.BytesIO(content["own"][0 if is_new else rank].numpy().tobytes()))
     if is_new:
-        samples.derive_random_states(mine["random"], rank)
+        samples.derive_random_states(of_rank["random"], rank)
     else:
-        samples.restore_random_states(mine["random"])
-    return {**content["parts"], **mine["own"]}
+        samples.restore_random_states(of_rank["random"])
+    return {**content["parts"], **of_rank["own"]}

@@ -192,7 +192,7 @@ class DatasetIterator(BatchIterator):
     def _loaded(self, pieces: list[torch.Tensor], seed: int) -> Generator[Any, None, None]:
         """A batch of each of these pieces of the order, in turn."""
         read = self._read(pieces, seed)
-        with closing(read), closing(prefetched(map(self._made, read), self.prefetch)) as batches:
+        with closing(read), closing(prefetched(map(self._batch, read), self.prefetch)) as batches:
             for batch in batches:
                 yield adopted(batch, self.device)
 
@@ -204,7 +204,7 @@ class DatasetIterator(BatchIterator):
             return (tuple(tensor[piece] for tensor in self.dataset.tensors) for piece in pieces)
         return (items_of(self.dataset, piece.tolist()) for piece in pieces)
 
-    def _made(self, items: Any) -> Any:
+    def _batch(self, items: Any) -> Any:
         return moved(items if self._is_of_tensors() else (self.collate_fn or default_collate)(items), self.device)
 
     def _is_of_tensors(self) -> bool:

@@ -131,8 +131,8 @@ def generators(iterator: Any) -> dict[str, torch.Generator]:
     The same generator may have several names.
     """
     holders = {"iterator": iterator, **samplers_of(iterator)}
-    held = {name: getattr(holder, "generator", None) for name, holder in holders.items()}
-    return {name: generator for name, generator in held.items() if isinstance(generator, torch.Generator)}
+    attributes = {name: getattr(holder, "generator", None) for name, holder in holders.items()}
+    return {name: generator for name, generator in attributes.items() if isinstance(generator, torch.Generator)}
 
 
 def generator_states(iterator: Any) -> dict[str, torch.Tensor]:

@@ -33,10 +33,10 @@ def prefetched(items: Iterable[T], depth: int) -> Generator[T, None, None]:
     if depth == 0:
         return (item for item in iterator)
     pool = ThreadPoolExecutor(1, "torchmpi_py prefetch")
-    return _taken(iterator, pool, deque(pool.submit(next, iterator, _END) for _ in range(depth)))
+    return _items(iterator, pool, deque(pool.submit(next, iterator, _END) for _ in range(depth)))
 
 
-def _taken(items: Iterator[T], pool: ThreadPoolExecutor, ahead: deque[Future[Any]]) -> Generator[T, None, None]:
+def _items(items: Iterator[T], pool: ThreadPoolExecutor, ahead: deque[Future[Any]]) -> Generator[T, None, None]:
     try:
         while (item := ahead.popleft().result()) is not _END:
             ahead.append(pool.submit(next, items, _END))

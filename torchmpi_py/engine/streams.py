@@ -133,16 +133,16 @@ class _ReadBatches(IterableDataset[Any]):
         info, of = get_worker_info(), self.iterator
         worker = 0 if info is None else info.id
         # By rank first: where pieces are few, every rank gets some.
-        mine, waiting = dealt(self.progress.rests, worker * of.size + of.rank, of.num_readers), []
+        rests, waiting = dealt(self.progress.rests, worker * of.size + of.rank, of.num_readers), []
         collate = of.collate_fn or default_collate
-        for number, (piece, used) in enumerate(mine):
+        for number, (piece, used) in enumerate(rests):
             for count, sample in enumerate(islice(self._piece(piece), used, None), used + 1):
                 waiting.append(sample)
                 if len(waiting) == of.batch_size:
                     yield collate(waiting), [len(waiting), worker, number, count]
                     waiting = []
         if waiting:
-            yield collate(waiting), [len(waiting), worker, len(mine), 0]
+            yield collate(waiting), [len(waiting), worker, len(rests), 0]
 
     def _piece(self, piece: int) -> Iterator[Any]:
         stream = self.iterator.stream
