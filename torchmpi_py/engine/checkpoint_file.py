@@ -93,6 +93,8 @@ def read(path: pathlib.Path) -> io.BytesIO:
     try:
         with open(trusted_files.open_file(path, os.O_RDONLY, owners=None), "rb") as file:
             data = file.read()
+    except MemoryError as error:
+        raise OSError(errno.ENOMEM, "it is larger than the free memory", str(path)) from error
     except OSError as error:
         if error.errno in _MAY_PASS:
             raise
