@@ -55,30 +55,25 @@ def flip(path):
     path.write_bytes(content)
 
 
-def with_trailer(content, written):
-    """The bytes of a file that holds this, in a format."""
-    mark, _, *rest = checkpoint_file.TRAILER.unpack(content[-checkpoint_file.TRAILER.size :])
-    return content[: -checkpoint_file.TRAILER.size] + checkpoint_file.TRAILER.pack(mark, written, *rest)
-
-
 DAMAGES = {
-    "was cut off": shorten,
-    "its checksum is another": flip,
-    "its size or": lambda path: path.write_bytes(path.read_bytes()[100:]),
-    "has not written it": lambda path: path.write_bytes(b"PK..."),
-    "passed over": lambda path: (path.unlink(), path.mkdir()),
+    "is cut off": shorten,
+    "has another bit": flip,
+    "lacks its begin": lambda path: path.write_bytes(path.read_bytes()[100:]),
+    "has another content": lambda path: path.write_bytes(b"PK..."),
+    "is empty": lambda path: path.write_bytes(b""),
+    "is a folder": lambda path: (path.unlink(), path.mkdir()),
 }
 
 
-@pytest.mark.parametrize("message", list(DAMAGES))
-def test_a_damaged_one_is_passed_over(tmp_path, caplog, message):
+@pytest.mark.parametrize("damage", list(DAMAGES))
+def test_a_damaged_one_is_passed_over(tmp_path, caplog, damage):
     for step in (1, 2):
         path = Checkpoints(tmp_path).save(step, {"x": step})
-    DAMAGES[message](path)
+    DAMAGES[damage](path)
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.load() == (1, {"x": 1})
     assert f"{path} is damaged and passed over" in caplog.text
-    assert message in caplog.text
+    assert ("its checksum is another" in caplog.text) == (damage != "is a folder")
     checkpoints.save(2, {"x": 5})
     assert listed(tmp_path) == ["step-000001.pt", "step-000002.pt", "step-000002.pt.damaged"]
     assert checkpoints.load() == (2, {"x": 5})
@@ -94,11 +89,6 @@ def test_when_all_are_damaged_it_begins_anew(tmp_path):
 
 
 def test_what_another_version_wrote_is_an_error(tmp_path):
-    path = Checkpoints(tmp_path).save(1, {"x": 1})
-    path.write_bytes(with_trailer(path.read_bytes(), 3))
-    with pytest.raises(errors.CheckpointError, match="has format 3, and this torchmpi_py reads up to 2"):
-        Checkpoints(tmp_path).load()
-    path.unlink()
     (tmp_path / "step-000007").mkdir()
     for use in (lambda: Checkpoints(tmp_path).load(), lambda: Checkpoints(tmp_path).save(8, {})):
         with pytest.raises(errors.CheckpointError, match=r"step-000007 is a checkpoint of torchmpi_py 0\.1"):
@@ -107,21 +97,17 @@ def test_what_another_version_wrote_is_an_error(tmp_path):
 
 def test_only_data_is_saved(tmp_path):
     checkpoints = Checkpoints(tmp_path)
-    with pytest.raises(TypeError, match=r"parts\['model'\]\['f'\]\[1\] is a builtins.function"):
-        checkpoints.save(1, {"model": {"f": [1, lambda: None]}})
-    with pytest.raises(TypeError, match=r"own\['n'\] is a numpy.ndarray.*torch.from_numpy\(x\)"):
-        checkpoints.save(1, {}, own={"n": np.ones(1)})
-    with pytest.raises(ValueError, match="step=-1"):
+    tagged = torch.zeros(3)
+    tagged.tag = Tag()
+    for value in (lambda: None, np.ones(1), np.float64(1), 2**2039, tagged, {1: Tag()}):
+        for parts, own in ({"x": {"y": value}}, {}), ({}, {"x": {"y": value}}):
+            with pytest.raises(errors.CheckpointError, match=r"\['x'\]\['y'\](\[1\])? is a \w+ that a checkpoint does"):
+                checkpoints.save(1, parts, own=own)
+    with pytest.raises(errors.CheckpointError, match="step=-1"):
         checkpoints.save(-1, {})
-    with pytest.raises(ValueError, match=r"\['a'\] are both in parts and in own"):
+    with pytest.raises(errors.CheckpointError, match=r"\['a'\] are both in parts and in own"):
         checkpoints.save(1, {"a": 1}, own={"a": 1})
     assert checkpoints.load() is None
-    widest = {"least": 1 - 2**2039, "most": 2**2039 - 1}
-    checkpoints.save(1, widest)
-    assert checkpoints.load().parts == widest
-    for number in (2**2039, -(2**2039) - 1, np.longdouble(1), np.clongdouble(1)):  # none is read back
-        with pytest.raises(TypeError, match=r"parts\['x'\] is a .*, which a checkpoint does not hold"):
-            checkpoints.save(2, {"x": number})
 
 
 class Bomb:
@@ -132,7 +118,7 @@ class Bomb:
 def test_a_file_that_would_run_code_does_not(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(torch, "save", lambda content, stream: stream.write(pickle.dumps(Bomb())))
+        patched.setattr(checkpoint_file, "packed", lambda content: bytearray(pickle.dumps(Bomb())))
         Checkpoints(tmp_path / "c").save(1, {"x": 1})
     with pytest.raises(errors.CheckpointError, match=r"UserWarning: Detected pickle protocol|UnpicklingError"):
         Checkpoints(tmp_path / "c").load()
@@ -143,25 +129,14 @@ class Tag:
     """What no file of plain data holds."""
 
 
-def test_values_come_back_as_plain_ones(tmp_path):
-    """Tensors without attributes of a program, and numbers of NumPy as Python's."""
-    versions = torch.nn.BatchNorm1d(2).state_dict()
-    versions |= {"x": np.float32(0.5), "y": np.complex64(1j), "z": np.complex128(2j)}
-    numbers = {np.int64(3): [np.float64(1.5), np.bool_(True)], "m": versions}
-    parameter, tensor = torch.nn.Parameter(torch.ones(2), requires_grad=False), torch.zeros(3, requires_grad=True)
-    tensor.tag = Tag()
-    parts = {"p": parameter, "views": [tensor, tensor.detach()], "x": numbers}
-    Checkpoints(tmp_path).save(1, parts)
-    assert isinstance(tensor.tag, Tag)
+def test_values_come_back_as_they_were(tmp_path):
+    tensor, versions = torch.zeros(3, requires_grad=True), torch.nn.BatchNorm1d(2).state_dict()
+    parameter = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    Checkpoints(tmp_path).save(1, {"p": parameter, "views": [tensor, tensor.detach()], "m": versions})
     parts = Checkpoints(tmp_path).load().parts
     assert (type(parts["p"]), parts["p"].requires_grad) == (torch.nn.Parameter, False)
-    first, view = parts["views"]
-    assert (type(first), vars(first), first.data_ptr()) == (torch.Tensor, {}, view.data_ptr())
-    assert parts["x"][3] == [1.5, True]
-    assert [type(number) for number in (*parts["x"], *parts["x"][3])] == [int, str, float, bool]
-    assert [parts["x"]["m"][name] for name in "xyz"] == [0.5, 1j, 2j]
-    assert [type(parts["x"]["m"][name]) for name in "xyz"] == [float, complex, complex]
-    assert parts["x"]["m"]._metadata == versions._metadata
+    assert parts["views"][0].data_ptr() == parts["views"][1].data_ptr()
+    assert parts["m"]._metadata == versions._metadata
 
 
 def test_an_old_one_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, caplog):

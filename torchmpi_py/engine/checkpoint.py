@@ -12,11 +12,10 @@ import pathlib
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
-from torchmpi_py.core import config
 from torchmpi_py.engine import outcomes, samples
 from torchmpi_py.engine.checkpoints import Checkpoints, Collected, check_collected
 from torchmpi_py.engine.end_requests import EndRequests
@@ -78,7 +77,6 @@ class Checkpoint(Extension):
                 "steps of their own; give every='epoch'"
             )
         self.asked = 0  # maxepoch, before hooks of the epochs change it
-        self.saved: tuple[int, ...] | None = None  # where the run stood at the last checkpoint
         try:
             with EndRequests() as self.end_requests:
                 yield
@@ -89,16 +87,15 @@ class Checkpoint(Extension):
         """Go on from the last complete checkpoint, if there is one."""
         self.asked = state.maxepoch
         # An error that the first save would have is raised now, and not when the first epoch is done.
-        begun = "training cannot begin"
-        outcomes.of_all(lambda: check_collected(*self._collected(state)), begun, (TypeError, ValueError))
+        failure = "training cannot begin"
+        outcomes.of_all(lambda: check_collected(*self._collected(state)), failure)
         self.checkpoints.hold()
         saved = self.checkpoints.load()
         if saved is None:
             return
         parts, misfit = saved.parts, f"step {saved.step} of {self.folder} does not fit what is trained now"
-        outcomes.of_all(lambda: self._check_network(state), begun, (ValueError,))
+        outcomes.of_all(lambda: self._check_network(state), failure)
         outcomes.of_all(lambda: self._restore(state, parts), misfit)
-        self.saved = _standing(state)
         if outcomes.rank() == 0:
             text = f"{self.folder}: epoch {state.epoch}, position {state.position}, step {state.t}"
             if state.epoch < state.maxepoch:
@@ -108,26 +105,22 @@ class Checkpoint(Extension):
 
     def on_update(self, state: State) -> None:
         """Save if it is time. EndRequested, on all ranks and saved too, if one was asked to end."""
-        if self.every != "epoch" and state.t % self.every == 0:
-            self._save(state)
-        if self.steps_together:
-            self._end_if_requested(state)
+        is_due = self.every != "epoch" and state.t % self.every == 0
+        self._save(state, is_due=is_due, may_end=self.steps_together)
 
     def on_end_epoch(self, state: State) -> None:
         """Save each epoch, or the last one. EndRequested as after a step, unless all is done."""
         is_over = state.epoch >= state.maxepoch
-        if self.every == "epoch" or is_over:
-            self._save(state)
-        if not is_over:
-            self._end_if_requested(state)
+        self._save(state, is_due=self.every == "epoch" or is_over, may_end=not is_over)
 
     def on_end(self, state: State) -> None:
         """Remember what this process has trained. EndRequested if a rank was asked to end meanwhile."""
         completed[self.folder] = weakref.ref(state.network)
-        self._end_if_requested(state, now=True)
+        if self.end_requests.requested(now=True):
+            self._end(state)
 
     def _check_network(self, state: State) -> None:
-        """Each rank: ValueError if this process has trained another network into the folder."""
+        """Raise ValueError if this process has trained another network into the folder. Each rank calls it."""
         before = completed.get(self.folder)
         if before is not None and before() is not state.network:
             raise ValueError(
@@ -135,85 +128,74 @@ class Checkpoint(Extension):
                 "each a folder of its own, or start the program again to go on with that one"
             )
 
-    def _end_if_requested(self, state: State, *, now: bool = False) -> None:
-        """Every rank calls it: after each step if steps are collective, otherwise after a save."""
-        if not self.end_requests.requested(now=now):
-            return
-        self._save(state)
+    def _save(self, state: State, *, is_due: bool, may_end: bool) -> None:
+        """Save if it is due, or if a rank was asked to end. Every rank calls it with the same arguments."""
+        is_end = may_end and self.end_requests.requested()
+        if is_due or is_end:
+            self.checkpoints.save_collected(state.t, lambda: self._collected(state))
+        if is_end:
+            self._end(state)
+
+    def _end(self, state: State) -> NoReturn:
+        """Raise EndRequested, on every rank, after a save."""
         if outcomes.rank() == 0:
             text = "asked to end (SIGTERM): step %d is saved in %s, and the program ends with exit code 143"
             logger.warning(text, state.t, self.folder)
         raise EndRequested
 
-    def _save(self, state: State) -> None:
-        if self.saved != _standing(state):
-            self.checkpoints.save_collected(state.t, lambda: self._collected(state))
-            self.saved = _standing(state)
-
     def _collected(self, state: State) -> Collected:
-        modules, optimizer, rank = state.named_modules(), state.optimizer, outcomes.rank()
+        modules, optimizer = dict(state.as_one_module().named_children()), state.optimizer
         # First, because it is collective with a sharded optimizer: what follows may fail on one rank.
         optimizer_state = None if optimizer is None else optimizer.state_dict()
         trained = {
             "modules": {name: module.state_dict() for name, module in modules.items()},
-            "outside": [tensor.detach() for tensor in state.parameters_of_optimizer_alone()],
             "optimizer": optimizer_state,
             "optimizer_kind": _kind(state)._asdict(),
         }
-        place = samples.place_of(state.iterator)
         is_common = self.steps_together and getattr(state.iterator, "follows_place", False)
-        is_own = rank > 0 and not self.steps_together and not isinstance(optimizer, ReducingOptimizer)
-        parts = {
-            "trained": trained,
-            "maxepoch": {"asked": self.asked, "now": state.maxepoch},
-            "iterator": place if is_common else None,
-            "experiment": os.environ.get(config.EXPERIMENT, ""),
-        }
+        is_own = not self.steps_together and not isinstance(optimizer, ReducingOptimizer)
+        parts: dict[str, Any] = {"maxepoch": (self.asked, state.maxepoch)}
         own = {
-            "trained_alone": trained if is_own else None,
-            "buffers": {name: _kept_buffers(module) for name, module in modules.items() if rank > 0 and not is_own},
+            "buffers": {name: _buffers(module) for name, module in modules.items()},
             "epoch": state.epoch,
             "t": state.t,
             "position": state.position,
-            "iterator_alone": None if is_common else place,
             "generators": samples.generator_states(state.iterator),
             "loss": state.loss.detach().cpu().clone() if isinstance(state.loss, torch.Tensor) else None,
             "stateful": {name: part.state_dict() for name, part in self.stateful.items()},
         }
+        (own if is_own else parts)["trained"] = trained
+        (parts if is_common else own)["iterator"] = samples.place_of(state.iterator)
         return parts, own
 
     def _restore(self, state: State, parts: dict[str, Any]) -> None:
-        _check_experiment(parts["experiment"])
-        modules, trained = state.named_modules(), parts["trained_alone"] or parts["trained"]
-        for name, module in modules.items():
-            module.load_state_dict(trained["modules"].get(name, {}))
-        for name, buffers in parts["buffers"].items():
-            kept = _kept_buffers(modules[name])
-            for key, content in buffers.items():
-                _copy(f"buffer {key} of {name}", kept[key], content)
+        trained = parts["trained"]
+        for name, module in state.as_one_module().named_children():
+            content = trained["modules"].get(name, {})
+            content.update(parts["buffers"].get(name, {}))
+            module.load_state_dict(content)
         _restore_optimizer(state, trained)
         for name, part in self.stateful.items():
             if name not in parts["stateful"]:
                 raise ValueError(f"it holds nothing of stateful[{name!r}]")
             part.load_state_dict(parts["stateful"][name])
         samples.restore_generators(state.iterator, parts["generators"])
-        place = parts["iterator"] or parts["iterator_alone"]
-        state.place.position = samples.restore_place(state.iterator, place, parts["position"])
+        state.place.position = samples.restore_place(state.iterator, parts["iterator"], parts["position"])
         state.epoch, state.t, state.place.is_resumed = parts["epoch"], parts["t"], True
         if parts["loss"] is not None:
             state.loss = parts["loss"].to(next((tensor.device for tensor in state.parameters()), None))
-        state.maxepoch = _last_epoch(state, **parts["maxepoch"])
+        asked, last = parts["maxepoch"]
+        if state.maxepoch == asked:  # otherwise the program asks for another number of epochs now
+            # A hook that has lowered it in the middle of an epoch meant the end of that epoch.
+            state.maxepoch = max(last, state.epoch + (state.position > 0))
 
 
 def _restore_optimizer(state: State, trained: dict[str, Any]) -> None:
-    """Restore the optimizer, and the parameters that it alone holds; ValueError unless it is as it was saved."""
+    """Restore the optimizer. ValueError unless it is the one that was saved."""
     if (state.optimizer is None) != (trained["optimizer"] is None):
         raise ValueError("one of them has no optimizer (lr=0)")
     if state.optimizer is None:
         return
-    outside = state.parameters_of_optimizer_alone()
-    for number, (tensor, content) in enumerate(zip(outside, trained["outside"], strict=True)):
-        _copy(f"parameter {number} of those that only the optimizer holds", tensor, content)
     _kind(state).check_saved(OptimizerKind(**trained["optimizer_kind"]))
     state.optimizer.load_state_dict(trained["optimizer"])
 
@@ -224,42 +206,7 @@ def _kind(state: State) -> OptimizerKind:
     return OptimizerKind(name, [tuple(p.shape) for group in state.parameter_groups() for p in group])
 
 
-@torch.no_grad()
-def _copy(name: str, tensor: torch.Tensor, content: torch.Tensor) -> None:
-    """Copy; ValueError for another shape, which torch would broadcast."""
-    if tensor.shape != content.shape:
-        raise ValueError(f"{name} has shape {tuple(content.shape)} in it, and is trained with {tuple(tensor.shape)}")
-    tensor.copy_(content)
-
-
-def _last_epoch(state: State, asked: int, now: int) -> int:
-    """``maxepoch`` from here on, of a run that was ``asked`` for so many epochs, and had ``now`` when it was saved.
-
-    A hook that has ended training early, or prolonged it, has done so for good, unless the program now asks for more.
-    """
-    if state.position > 0:
-        now = max(now, state.epoch + 1)  # a hook that ended it in this epoch meant the end of the epoch
-    if state.maxepoch == asked:
-        return now
-    return state.maxepoch if state.maxepoch > asked else min(state.maxepoch, now)
-
-
-def _kept_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that the module's state_dict holds."""
-    kept = module.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in module.named_buffers() if name in kept}
-
-
-def _standing(state: State) -> tuple[int, ...]:
-    # With the number of ranks: after a death, ranks that had saved here save again with those that had not.
-    return state.t, state.epoch, state.position, outcomes.size()
-
-
-def _check_experiment(saved: str) -> None:
-    """ValueError if a checkpoint is of another experiment of a sweep."""
-    now = os.environ.get(config.EXPERIMENT, "")
-    if saved != now:
-        raise ValueError(
-            f"it is of experiment {saved or 'none'}, and this is {now or 'none'}: Checkpoint(mpi.experiment_folder()) "
-            "gives each experiment its own"
-        )
+def _buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that the module's state_dict holds."""
+    state = module.state_dict()
+    return {name: state[name] for name, _ in module.named_buffers() if name in state}

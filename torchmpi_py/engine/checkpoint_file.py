@@ -11,86 +11,62 @@ A name changes by ``rename``, which is atomic; before it the file is brought to 
 folder is. So the name ``step-N.pt`` is never seen on half a checkpoint, not even after a power failure. ``tidy``
 removes what a killed job left.
 
-A file is what ``torch.save`` writes, then 24 bytes: a mark, the format, and the CRC-32 and size of what precedes.
-``torch.load`` reads it as it is. It holds plain data, so ``torch.load(weights_only=True)`` reads it back and runs no
-code of the file from torch 2.6 on; with an earlier torch, load only files whose author you trust.
+A file is what ``torch.save`` writes, then four bytes: the CRC-32 of what precedes. ``torch.load`` reads it as it is.
+Alternative: the zip archive of ``torch.save`` has a CRC-32 for each entry, but the own parts of ranks are archives too,
+and of a file that was cut off ``zipfile`` would read one of these.
+
+A file holds plain data: what ``torch.load(weights_only=True)`` reads back. That runs no code of the file from torch 2.6
+on; with an earlier torch, load only files whose author you trust.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
 import io
 import os
 import pathlib
 import re
-import struct
 import textwrap
 import uuid
 import zlib
-from collections import Counter, OrderedDict
 from typing import Any
 
-import numpy as np
 import torch
 
 from torchmpi_py import trusted_files
 from torchmpi_py.engine.folder_lock import warn_once
 from torchmpi_py.errors import CheckpointError
 
-FORMAT = 2  # 1: a folder for each step, until torchmpi_py 0.1
-TRAILER = struct.Struct("<8sIIQ")
-_MARK = b"torchmpi"
 _MAY_PASS = {errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOENT, errno.ENOMEM, errno.EPERM, errno.ESTALE}
 """Errors of reading that do not mean damage: the file may be read at another time, or by another user."""
 _NAME = re.compile(r"step-(\d+)\.pt")
 _FORMER_NAME = re.compile(r"step-\d+")
-
-_LEAVES = (
-    *(torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, torch.device),
-    *(bool, int, float, complex, str, bytes, type(None)),
-)
-_INT_BITS = 2039  # torch.load(weights_only=True) reads no longer ones
+_CRC_OF_WHOLE = 0x2144DF1C
+"""The CRC-32 of any bytes that are followed by their own CRC-32, the lowest byte first."""
 
 
 class Damaged(Exception):  # noqa: N818 - the name says the state
     """A checkpoint is not as it was written."""
 
 
-def plain(content: Any, where: str) -> Any:
-    """The content, with numpy's numbers as Python's, and tensors without the attributes that a program has given them.
+def packed(content: Any, where: str = "checkpoint") -> memoryview:
+    """Return the bytes of a file that holds this content. TypeError, with the place of the entry that is no plain data.
 
-    TypeError that says where something is that is not plain data.
+    Only ``torch.load`` knows what it reads back, so the content is read back here, without its numbers.
     """
-    kind = type(content)
-    if kind in (dict, OrderedDict, Counter):
-        copied = copy.copy(content)  # with its attributes: a state_dict's versions
-        copied.clear()
-        for key, value in content.items():
-            copied[plain(key, f"the key {key!r} of {where}")] = plain(value, f"{where}[{key!r}]")
-        return copied
-    if kind in (list, tuple, set):
-        return kind(plain(value, f"{where}[{index}]") for index, value in enumerate(content))
-    if isinstance(content, (np.number, np.bool_)) and type(content.item()) in _LEAVES:
-        return content.item()
-    if kind in (torch.Tensor, torch.nn.Parameter):
-        is_part = content.layout is torch.strided and content.untyped_storage().nbytes() > content.nbytes
-        # torch.save would write all of the memory that a view lies in.
-        return content.detach().clone() if is_part else content.detach() if vars(content) else content
-    is_long = kind is int and content.bit_length() > _INT_BITS
-    if kind in _LEAVES and not is_long:
-        return content
-    name = f"int of more than {_INT_BITS} bits" if is_long else f"{kind.__module__}.{kind.__qualname__}"
-    raise TypeError(
-        f"{where} is a {name}, which a checkpoint does not hold: it holds tensors, numbers, strings, and lists, "
-        "tuples, sets and dicts of them (numpy: torch.from_numpy(x))"
-    )
-
-
-def packed(content: Any) -> memoryview:
-    """Plain data as the bytes of a file without a trailer."""
-    torch.save(content, stream := io.BytesIO())
+    stream = io.BytesIO()
+    try:
+        torch.save(content, stream)
+        stream.seek(0)
+        torch.load(stream, map_location="meta", weights_only=True)
+    except Exception as error:
+        for key, value in content.items() if isinstance(content, dict) else ():
+            packed(value, f"{where}[{key!r}]")
+        raise TypeError(
+            f"{where} is a {type(content).__qualname__} that a checkpoint does not hold: it holds tensors, numbers, "
+            "strings, and lists, tuples, sets and dicts of them (numpy: torch.from_numpy(x), x.item())"
+        ) from error
     return stream.getbuffer()
 
 
@@ -100,7 +76,7 @@ def write(path: pathlib.Path, content: Any) -> None:
     try:
         with open(partial, "wb") as file:
             file.write(data)
-            file.write(TRAILER.pack(_MARK, FORMAT, zlib.crc32(data), len(data)))
+            file.write(zlib.crc32(data).to_bytes(4, "little"))
             file.flush()
             os.fsync(file.fileno())
         os.rename(partial, path)
@@ -116,24 +92,16 @@ def read(path: pathlib.Path) -> io.BytesIO:
     """Return the bytes of a file. Damaged unless they are as they were written."""
     try:
         with open(trusted_files.open_file(path, os.O_RDONLY, owners=None), "rb") as file:
-            file.seek(-min(TRAILER.size, os.stat(path).st_size), os.SEEK_END)
-            trailer = file.read()
-            if len(trailer) < TRAILER.size or not trailer.startswith(_MARK):
-                raise Damaged("its last bytes are missing: it was cut off, or torchmpi_py has not written it")
-            file.seek(0)
-            stream = io.BytesIO(file.read())
+            data = file.read()
+    except MemoryError as error:
+        raise OSError(errno.ENOMEM, "it is larger than the free memory", str(path)) from error
     except OSError as error:
         if error.errno in _MAY_PASS:
             raise
         raise Damaged(error.strerror) from error
-    content, (_, written, crc32, num_bytes) = stream.getbuffer(), TRAILER.unpack(trailer)
-    if written > FORMAT:
-        raise CheckpointError(
-            f"{path} has format {written}, and this torchmpi_py reads up to {FORMAT}: use the version that wrote it"
-        )
-    if (num_bytes, crc32) != (len(content) - TRAILER.size, zlib.crc32(content[: -TRAILER.size])):
-        raise Damaged("it does not hold what was written: its size or its checksum is another")
-    return stream
+    if zlib.crc32(data) != _CRC_OF_WHOLE:
+        raise Damaged("its checksum is another: it was cut off or changed, or torchmpi_py has not written it")
+    return io.BytesIO(data)
 
 
 def unpacked(stream: io.BytesIO) -> Any:

@@ -108,8 +108,8 @@ class Checkpoints:
             own: What is each rank's own, under other names.
 
         Raises:
-            TypeError, ValueError: On all ranks, for what cannot be read back as plain data, and for a negative step.
-            CheckpointError: On all ranks, for a step before the newest one, and if the file cannot be written.
+            CheckpointError: On all ranks, for what cannot be read back as plain data, for a step that is negative or
+                before the newest one, and if the file cannot be written.
         """
         return self.save_collected(step, lambda: (parts, own or {}))
 
@@ -120,11 +120,13 @@ class Checkpoints:
         def pack() -> int:
             if operator.index(step) < 0:
                 raise ValueError(f"step={step} must not be negative")
-            parts, own = check_collected(*collect())
+            parts, own = collect()
+            if both := sorted(parts.keys() & own.keys()):
+                raise ValueError(f"{both} are both in parts and in own: give them different names")
             collected.append((parts, _bytes(files.packed({"own": own, "random": samples.random_states()}))))
             return len(collected[0][1])
 
-        sizes = outcomes.of_all(pack, what, (TypeError, ValueError))
+        sizes = outcomes.of_all(pack, what)
         parts, own = collected[0]
         whole = verbs.gather(own) if len(sizes) > 1 else own
         return outcomes.of_rank_0(lambda: self._write(operator.index(step), parts, torch.split(whole, sizes)), what)
@@ -137,10 +139,10 @@ class Checkpoints:
         follow from rank 0's and its number.
         """
         files_read: list[io.BytesIO] = []
-        found = outcomes.of_rank_0(lambda: self._find(files_read), "the checkpoints cannot be read")
-        if found is None:
+        newest = outcomes.of_rank_0(lambda: self._find(files_read), "the checkpoints cannot be read")
+        if newest is None:
             return None
-        step, num_bytes = found
+        step, num_bytes = newest
         stream = files_read[0] if files_read else io.BytesIO(bytes(num_bytes))
         if outcomes.size() > 1:
             for piece in torch.split(_bytes(stream.getbuffer()), _PIECE_BYTES):
@@ -171,7 +173,7 @@ class Checkpoints:
                 "remove it, or use another folder"
             )
         path = self.directory / f"step-{step:06}.pt"
-        files.write(path, {"step": step, "parts": parts, "own": list(own)})
+        files.write(path, {"step": step, "parts": dict(parts), "own": list(own)})
         for _, old in files.complete(self.directory)[self.keep :]:
             files.discard(old)
         return path
@@ -191,11 +193,10 @@ class Checkpoints:
         return None
 
 
-def check_collected(parts: Mapping[str, Any], own: Mapping[str, Any]) -> Collected:
-    """(parts, own) as they are written. TypeError or ValueError for what ``Checkpoints.save`` does not take."""
-    if both := sorted(parts.keys() & own.keys()):
-        raise ValueError(f"{both} are both in parts and in own: give them different names")
-    return files.plain(dict(parts), "parts"), files.plain(dict(own), "own")
+def check_collected(parts: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Each rank: raise TypeError where a save of this rank's share of these would."""
+    for content in (parts, own) if outcomes.rank() == 0 else (own,):
+        files.packed(content)
 
 
 def _bytes(content: Any) -> torch.Tensor:
@@ -207,9 +208,9 @@ def _unpacked(stream: io.BytesIO) -> dict[str, Any]:
     """Each rank: the parts for it; its random generators are set."""
     content, rank = files.unpacked(stream), outcomes.rank()
     is_new = rank >= len(content["own"])
-    mine = files.unpacked(io.BytesIO(content["own"][0 if is_new else rank].numpy().tobytes()))
+    of_rank = files.unpacked(io.BytesIO(content["own"][0 if is_new else rank].numpy().tobytes()))
     if is_new:
-        samples.derive_random_states(mine["random"], rank)
+        samples.derive_random_states(of_rank["random"], rank)
     else:
-        samples.restore_random_states(mine["random"])
-    return {**content["parts"], **mine["own"]}
+        samples.restore_random_states(of_rank["random"])
+    return {**content["parts"], **of_rank["own"]}

@@ -2,7 +2,7 @@
 
 The lock is an flock on the file ``.lock`` in the folder. The kernel frees it when the process ends, however that ends,
 so a job that is started again, or another rank that has become rank 0, finds it free. The file stays, with a line that
-names the last holder: if it were removed, two jobs could lock two files of that name.
+names the last holder: if it is removed while a job holds it, another job can lock a new file of that name.
 
 Alternatives. A process loses a POSIX lock (``lockf``) as soon as anything in it closes the file, as a copy of the
 folder does. A process shares an flock with its forked children instead, so a worker of a DataLoader that outlives its
@@ -54,27 +54,20 @@ def take(directory: pathlib.Path) -> FolderLock | None:
 
     BlockingIOError that names the holder, if another process has the lock for longer than ``SECONDS``.
     """
-    deadline = time.monotonic() + SECONDS
-    while True:
-        try:
-            return _take(directory)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
-
-
-def _take(directory: pathlib.Path) -> FolderLock | None:
-    path = pathlib.Path(os.path.realpath(directory), NAME)
+    path, deadline = pathlib.Path(os.path.realpath(directory), NAME), time.monotonic() + SECONDS
     lock = _held.get(path)
-    if lock is not None and _is_at(lock, path):
+    if lock is not None and not lock.closed:  # a forked child has closed it
         return lock
     try:
         lock = FolderLock(trusted_files.open_file(path, os.O_RDWR | os.O_CREAT, owners=None), "r+")
-        _lock(lock, path.parent)
-        if not _is_at(lock, path):
-            raise BlockingIOError(errno.EWOULDBLOCK, f"{NAME} was removed while it was being locked", str(path.parent))
-    except (BlockingIOError, FileNotFoundError):
+        while not _is_taken(lock):
+            if time.monotonic() > deadline:
+                holder = printable(lock.read(_MOST_BYTES).decode(errors="replace")).strip() or "its name is not known"
+                what = f"another job saves into this folder ({holder}); end that job, or give this one another folder"
+                raise BlockingIOError(errno.EWOULDBLOCK, what, str(path.parent))
+            time.sleep(0.1)
+        _name_holder(lock, path.parent)
+    except BlockingIOError:
         raise
     except OSError as error:
         warn_once("%s cannot be locked (%s): make sure that no other job saves there", path, error.strerror)
@@ -83,25 +76,22 @@ def _take(directory: pathlib.Path) -> FolderLock | None:
     return lock
 
 
-def _is_at(lock: FolderLock, path: pathlib.Path) -> bool:
-    """Whether this is still the file at ``path``: somebody may have removed it, and a forked child has closed it."""
-    return not lock.closed and path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())
+def _is_taken(lock: FolderLock) -> bool:
+    """Try to take the lock; whether no other process has it."""
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
 
 
-def _lock(file: FolderLock, directory: pathlib.Path) -> None:
-    """Lock the file, and write into it who holds it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = printable(file.read(_MOST_BYTES).decode(errors="replace")).strip() or "its name is not known"
-        what = f"another job saves into this folder ({holder}); end that job, or give this one another folder"
-        raise BlockingIOError(errno.EWOULDBLOCK, what, str(directory)) from None
+def _name_holder(lock: FolderLock, directory: pathlib.Path) -> None:
+    """Write into the file who holds the lock."""
     with contextlib.suppress(OSError):  # another user's file
-        os.fchmod(file.fileno(), directory.stat().st_mode & 0o666)  # who may write into the folder may lock it
+        os.fchmod(lock.fileno(), directory.stat().st_mode & 0o666)  # who may write into the folder may lock it
     user, began = trusted_files.owner_name(os.geteuid()), time.strftime("%Y-%m-%d %H:%M:%S")
-    file.truncate(0)
+    lock.truncate(0)
     line = f"process {os.getpid()} of {user} on {socket.gethostname()}, {sys.argv[0]}, since {began}\n"
-    file.write(line.encode("utf-8", "backslashreplace"))
+    lock.write(line.encode("utf-8", "backslashreplace"))
 
 
 os.register_at_fork(after_in_child=lambda: list(map(FolderLock.close, list(_held.values()))))

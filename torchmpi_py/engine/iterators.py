@@ -29,8 +29,8 @@ import torch
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from torchmpi_py.collectives import verbs
-from torchmpi_py.core import agree, ulfm
-from torchmpi_py.engine.batches import BatchIterator, IterationPlace, adopted, moved
+from torchmpi_py.core import ulfm
+from torchmpi_py.engine.batches import BatchIterator, IterationPlace, adopted, check_equal, moved
 from torchmpi_py.engine.sources import Source, Sources, items_of, prefetched, set_epoch
 
 
@@ -170,13 +170,9 @@ class DatasetIterator(BatchIterator):
             self._order = torch.tensor([int(index) for index in self.sampler], dtype=torch.int64, device="cpu")
             self._drawn_for = epoch, self.size
         if self.size > 1 and self.follows_place:
-            digest = hashlib.blake2b(self._order.numpy().tobytes(), digest_size=8).digest()
-            different = agree.first_different(verbs.allgather_object(digest))
-            if different is not None:
-                raise ValueError(
-                    f"the sampler gives rank {different} other indices than rank 0; give all ranks the same, of the "
-                    "whole dataset, which the iterator divides: draw from (seed, epoch) in set_epoch"
-                )
+            digest = hashlib.blake2b(self._order.numpy().tobytes(), digest_size=8).hexdigest()
+            what = "samplers, of whose indices the iterator gives each rank a share,"
+            check_equal(what, verbs.allgather_object({f"the digest of epoch {epoch}": digest}))
         outside = self._order[(self._order < 0) | (self._order >= len(self.dataset))]
         if len(outside):
             raise ValueError(f"index {int(outside[0])} is not in a dataset of {len(self.dataset)} samples")
@@ -196,7 +192,7 @@ class DatasetIterator(BatchIterator):
     def _loaded(self, pieces: list[torch.Tensor], seed: int) -> Generator[Any, None, None]:
         """A batch of each of these pieces of the order, in turn."""
         read = self._read(pieces, seed)
-        with closing(read), closing(prefetched(map(self._made, read), self.prefetch)) as batches:
+        with closing(read), closing(prefetched(map(self._batch, read), self.prefetch)) as batches:
             for batch in batches:
                 yield adopted(batch, self.device)
 
@@ -208,7 +204,7 @@ class DatasetIterator(BatchIterator):
             return (tuple(tensor[piece] for tensor in self.dataset.tensors) for piece in pieces)
         return (items_of(self.dataset, piece.tolist()) for piece in pieces)
 
-    def _made(self, items: Any) -> Any:
+    def _batch(self, items: Any) -> Any:
         return moved(items if self._is_of_tensors() else (self.collate_fn or default_collate)(items), self.device)
 
     def _is_of_tensors(self) -> bool:

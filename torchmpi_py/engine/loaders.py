@@ -110,7 +110,7 @@ class DividedLoader(DatasetIterator):
         self.options = {name: getattr(loader, name) for name in names} | {"persistent_workers": False}
 
     def _loaded(self, pieces: list[torch.Tensor], seed: int) -> Generator[Any, None, None]:
-        yield from loaded(pieces=[piece.tolist() for piece in pieces], seed=seed, **self.options)
+        yield from loaded(seed=seed, batch_sampler=[piece.tolist() for piece in pieces], **self.options)
 
 
 def _facts(loader: DataLoader[Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, IterDataPipe
 
 from torchmpi_py.engine import outcomes
@@ -58,9 +59,8 @@ def check_repeatable(iterator: Iterable[Any], maxepoch: int) -> None:
 def of_epoch(state: State) -> Iterator[Any]:
     """The samples of ``state.epoch`` from ``state.position`` on."""
     iterator = state.iterator
-    for holder in {
-        id(each): each for each in (iterator, *samplers_of(iterator).values())
-    }.values():  # some are the same
+    holders = {id(each): each for each in (iterator, *samplers_of(iterator).values())}  # one may have several names
+    for holder in holders.values():
         set_epoch(holder, state.epoch)
     if state.position > 0 and isinstance(iterator, BatchIterator):
         iterator.set_position(state.position)
@@ -131,8 +131,8 @@ def generators(iterator: Any) -> dict[str, torch.Generator]:
     The same generator may have several names.
     """
     holders = {"iterator": iterator, **samplers_of(iterator)}
-    held = {name: getattr(holder, "generator", None) for name, holder in holders.items()}
-    return {name: generator for name, generator in held.items() if isinstance(generator, torch.Generator)}
+    attributes = {name: getattr(holder, "generator", None) for name, holder in holders.items()}
+    return {name: generator for name, generator in attributes.items() if isinstance(generator, torch.Generator)}
 
 
 def generator_states(iterator: Any) -> dict[str, torch.Tensor]:
@@ -148,32 +148,21 @@ def restore_generators(iterator: Any, states: dict[str, torch.Tensor]) -> None:
 
 
 def random_states() -> dict[str, Any]:
-    """The present states of the global random generators.
-
-    CUDA's is that of the current device, if CUDA is in use. numpy's is left out if its global functions have been given
-    another bit generator than the default kind.
-    """
-    states: dict[str, Any] = {"torch": torch.get_rng_state()}
+    """Return the present states of the global random generators; CUDA's is the current device's, if CUDA is in use."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    states["numpy"] = tree_map_only(np.ndarray, np.ndarray.tolist, np.random.get_state(legacy=False))
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = torch.cuda.get_rng_state()
-    kind, key, *rest = np.random.get_state()
-    if kind == "MT19937":
-        states["numpy"] = [torch.from_numpy(np.asarray(key).astype(np.int64)), *rest]
-    version, words, gauss = random.getstate()
-    states["python"] = [version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss]
     return states
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
     """Set the global random generators to these states. CUDA's is left alone where there is no GPU."""
     torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-    if "numpy" in states:
-        key, *rest = states["numpy"]
-        np.random.set_state(("MT19937", key.numpy().astype(np.uint32), *rest))
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
 
 
 def derive_random_states(states: dict[str, Any], rank: int) -> None:

@@ -33,10 +33,10 @@ def prefetched(items: Iterable[T], depth: int) -> Generator[T, None, None]:
     if depth == 0:
         return (item for item in iterator)
     pool = ThreadPoolExecutor(1, "torchmpi_py prefetch")
-    return _taken(iterator, pool, deque(pool.submit(next, iterator, _END) for _ in range(depth)))
+    return _items(iterator, pool, deque(pool.submit(next, iterator, _END) for _ in range(depth)))
 
 
-def _taken(items: Iterator[T], pool: ThreadPoolExecutor, ahead: deque[Future[Any]]) -> Generator[T, None, None]:
+def _items(items: Iterator[T], pool: ThreadPoolExecutor, ahead: deque[Future[Any]]) -> Generator[T, None, None]:
     try:
         while (item := ahead.popleft().result()) is not _END:
             ahead.append(pool.submit(next, items, _END))
@@ -45,16 +45,11 @@ def _taken(items: Iterator[T], pool: ThreadPoolExecutor, ahead: deque[Future[Any
         pool.shutdown(cancel_futures=True)
 
 
-def begun(loader: DataLoader[Any]) -> Iterator[Any]:
-    """``iter(loader)``, also where the default device is a GPU: the CPU's generator gives the seed that torch draws."""
-    with torch.device("cpu"):
-        return iter(loader)
-
-
-def loaded(dataset: Any, pieces: list[list[int]], seed: int, **options: Any) -> Iterator[Any]:
-    """The batches of these indices from a DataLoader, whose workers begin here with this seed."""
+def loaded(dataset: Any, seed: int, **options: Any) -> Iterator[Any]:
+    """Iterate over a DataLoader, whose workers begin here with this seed."""
     generator = torch.Generator().manual_seed(seed)
-    return begun(DataLoader(dataset, batch_sampler=pieces, generator=generator, **options))
+    with torch.device("cpu"):  # the default device may be a GPU, and torch draws with the CPU's generator
+        return iter(DataLoader(dataset, generator=generator, **options))
 
 
 def items_of(dataset: Any, indices: Sequence[int]) -> list[Any]:
@@ -96,8 +91,13 @@ class Source:
         """The samples of each piece, in turn, read ahead. The thread or the workers begin here."""
         if self.num_workers == 0:
             return prefetched((items_of(self.dataset, piece) for piece in pieces), self.prefetch)
-        options = {"num_workers": self.num_workers, "multiprocessing_context": self.multiprocessing_context}
-        return loaded(self.dataset, pieces, seed, collate_fn=list, prefetch_factor=max(1, self.prefetch), **options)
+        return loaded(self.dataset, seed, batch_sampler=pieces, collate_fn=list, **worker_options(self))
+
+
+def worker_options(reader: Any) -> dict[str, Any]:
+    """Return the arguments of a DataLoader that say how its worker processes read."""
+    options = {"num_workers": reader.num_workers, "multiprocessing_context": reader.multiprocessing_context}
+    return options | {"prefetch_factor": max(1, reader.prefetch)}
 
 
 class Sources(ConcatDataset[Any]):

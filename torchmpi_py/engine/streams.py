@@ -27,12 +27,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.engine.batches import BatchIterator, IterationPlace, adopted, logger, moved
 from torchmpi_py.engine.same_batches import digest
-from torchmpi_py.engine.sources import at_least, begun, prefetched, set_epoch
+from torchmpi_py.engine.sources import at_least, loaded, prefetched, set_epoch, worker_options
 
 
 class Shards(IterableDataset[Any]):
@@ -133,16 +133,16 @@ class _ReadBatches(IterableDataset[Any]):
         info, of = get_worker_info(), self.iterator
         worker = 0 if info is None else info.id
         # By rank first: where pieces are few, every rank gets some.
-        mine, waiting = dealt(self.progress.rests, worker * of.size + of.rank, of.num_readers), []
+        rests, waiting = dealt(self.progress.rests, worker * of.size + of.rank, of.num_readers), []
         collate = of.collate_fn or default_collate
-        for number, (piece, used) in enumerate(mine):
+        for number, (piece, used) in enumerate(rests):
             for count, sample in enumerate(islice(self._piece(piece), used, None), used + 1):
                 waiting.append(sample)
                 if len(waiting) == of.batch_size:
                     yield collate(waiting), [len(waiting), worker, number, count]
                     waiting = []
         if waiting:
-            yield collate(waiting), [len(waiting), worker, len(mine), 0]
+            yield collate(waiting), [len(waiting), worker, len(rests), 0]
 
     def _piece(self, piece: int) -> Iterator[Any]:
         stream = self.iterator.stream
@@ -276,10 +276,8 @@ class StreamIterator(BatchIterator):
         batches = _ReadBatches(self, place.progress)
         if self.num_workers == 0:
             return prefetched(map(self._moved, batches), self.prefetch)
-        options = {"num_workers": self.num_workers, "multiprocessing_context": self.multiprocessing_context}
-        options |= {"generator": torch.Generator().manual_seed(self._seed_of_workers(place))}
-        options |= {"collate_fn": tuple, "prefetch_factor": max(1, self.prefetch)}
-        return (self._moved(item) for item in begun(DataLoader(batches, batch_size=None, **options)))
+        options = {"batch_size": None, "collate_fn": tuple} | worker_options(self)
+        return (self._moved(item) for item in loaded(batches, self._seed_of_workers(place), **options))
 
     def _moved(self, item: tuple[Any, list[int]]) -> tuple[Any, list[int]]:
         return moved(item[0], self.device), item[1]
