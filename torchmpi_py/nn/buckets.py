@@ -24,8 +24,7 @@ from torchmpi_py.errors import Unavailable
 from torchmpi_py.memory import gpus
 from torchmpi_py.memory.symmetric import symmetric_empty
 from torchmpi_py.nn.block_sequential import BlockSequential
-from torchmpi_py.nn.compressed_reducer import CompressedReducer
-from torchmpi_py.nn.compression import Compression, check_compression
+from torchmpi_py.nn.compression import CompressedReducer, Compression, check_compression
 from torchmpi_py.nn.gradient_reducer import GradientReducer, views_of
 from torchmpi_py.nn.members import parameters_of
 from torchmpi_py.nn.sparse_reducer import SparseReducer, sparse_parameters

@@ -31,10 +31,11 @@ from torch import Tensor
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core.communicators import Communicator
-from torchmpi_py.core.handles import Handle
+from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.core.tensors import check_count
 from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.elements import indices_of_largest, is_finite, largest_amount
+from torchmpi_py.nn.gradient_reducer import GradientReducer
 
 _WIDE = (torch.float32, torch.float64)
 _MOST_FLOAT16 = 65504.0
@@ -104,6 +105,37 @@ class Compressor:
 
     def restart(self) -> None:
         """Forget what earlier steps have left, on all ranks in the same step."""
+
+
+class CompressedReducer(GradientReducer):
+    """A bucket whose gradients are compressed: inserted as usual, and reduced within the bucket by a Compressor."""
+
+    has_state = True
+
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], flat: Tensor, comm: Communicator, compressor: Compressor
+    ) -> None:
+        super().__init__(parameters, flat, comm)
+        self.reads_in_place = False
+        self.compressor = compressor
+
+    def launch(self, op: str) -> list[Handle[Any]]:
+        self._insert(self.parameters)
+        return self.compressor.launch(op)
+
+    def reduce(self, op: str) -> None:
+        wait_all(self.launch(op))
+
+    def finish(self, op: str) -> None:
+        self.compressor.finish(op)
+        super().finish(op)
+
+    def owes(self, parameter: torch.nn.Parameter) -> bool:
+        """Error feedback has kept a part of earlier gradients."""
+        return self.compressor.has_error_feedback and bool(self._views[parameter].any())
+
+    def restart(self) -> None:
+        self.compressor.restart()
 
 
 class Compression:
@@ -233,16 +265,15 @@ class _TopK(Compressor):
 class PowerSGD(Compression):
     """Each gradient of at least two dimensions as a product of two matrices of rank ``rank``, where that is smaller."""
 
-    def __init__(self, rank: int = 1, seed: int = 0) -> None:
+    def __init__(self, rank: int = 1) -> None:
         self.rank = check_count("PowerSGD: rank", rank, 1)
-        self.seed = seed
 
     def compressor(self, flat: Tensor, *of_bucket: Any) -> Compressor | None:
         """For buckets of float32 or float64 with such a gradient."""
         if flat.dtype not in _WIDE:
             return None
-        made = _PowerSGD(self.rank, self.seed, flat, *of_bucket)
-        return made if made.low_rank else None
+        compressor = _PowerSGD(self.rank, flat, *of_bucket)
+        return compressor if compressor.low_rank else None
 
 
 class _PowerSGD(Compressor):
@@ -253,15 +284,15 @@ class _PowerSGD(Compressor):
 
     has_error_feedback = True
 
-    def __init__(self, rank: int, seed: int, *of_bucket: Any) -> None:
+    def __init__(self, rank: int, *of_bucket: Any) -> None:
         super().__init__(*of_bucket)
-        self.rank, self.seed = rank, seed
+        self.rank = rank
         self.low_rank = [view for view in self.views if _is_smaller(rank, view)]  # these travel as two matrices
         self.others = [view for view in self.views if not _is_smaller(rank, view)]  # these travel as they are
         self.restart()
 
     def restart(self) -> None:
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator().manual_seed(0)  # the same start on all ranks
         shapes = [(view.numel() // len(view), self.rank) for view in self.low_rank]
         self.qs = [torch.randn(shape, generator=generator, device="cpu").to(self.flat) for shape in shapes]
         self.lefts = [torch.zeros_like(view) for view in self.low_rank]

@@ -70,25 +70,14 @@ class DistributedOptimizer(ReducingOptimizer):
         self.optimizer = optimizer
         self.module = module
         self.comm = resolve(comm)
-        make_buckets = functools.partial(buckets_of, compression=compression, sparse_as_dense=sparse_as_dense)
-        self._options: dict[str, Any] = {"average": average, "frequency": backward_passes_per_step}
-        self._options["make_buckets"] = make_buckets
-        self._begin()
-
-    def _begin(self) -> None:
-        _check_parameters(self.optimizer.param_groups, self.module, self.comm)
-        self._only = self._parameters()
-        self._register(self.module, only=self._only, **self._options)
-
-    def _parameters(self) -> set[torch.nn.Parameter]:
-        return {p for group in self.optimizer.param_groups for p in group["params"]}
-
-    def _check_pass(self) -> None:
-        if self._parameters() != self._only:
-            raise RuntimeError(
-                "DistributedOptimizer: its optimizer has other parameters now; use add_param_group of this"
-            )
-        super()._check_pass()
+        _check_parameters(optimizer.param_groups, module, self.comm)
+        self._register(
+            module,
+            make_buckets=functools.partial(buckets_of, compression=compression, sparse_as_dense=sparse_as_dense),
+            parameters=lambda module: (p for group in optimizer.param_groups for p in group["params"]),
+            frequency=backward_passes_per_step,
+            average=average,
+        )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters by the averages; first reduce what is not reduced yet. Collective.
@@ -101,7 +90,6 @@ class DistributedOptimizer(ReducingOptimizer):
                 loss = self.optimizer.step(lambda: self._evaluated(closure))
             else:
                 self.synchronize()
-                self.check_equal()
                 loss = self.optimizer.step()
             self.reduction.order.num_updates += 1
             return loss
@@ -112,21 +100,9 @@ class DistributedOptimizer(ReducingOptimizer):
         """Around ``step()``, after ``synchronize()`` and clipping, in scripts for Horovod. It changes nothing here."""
         return nullcontext()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, for parameters of the module, as when layers are unfrozen. Collective."""
-        self._check_between_steps("add_param_group")
-        params = param_group["params"]
-        group = {**param_group, "params": [params] if isinstance(params, Tensor) else list(params)}
-        _check_parameters([*self.optimizer.param_groups, group], self.module, self.comm)
-        super().add_param_group(group)
-        self.remove()
-        self._is_checked = False
-        self._begin()
-
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
         loss = closure()
         self.synchronize()
-        self.check_equal()
         if isinstance(loss, Tensor):
             return verbs.allreduce(loss.detach(), out=torch.empty_like(loss), op="avg", comm=self.comm)
         return loss if loss is None else verbs.allreduce(float(loss), op="avg", comm=self.comm)

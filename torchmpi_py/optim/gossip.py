@@ -20,7 +20,7 @@ from torchmpi_py.collectives import verbs
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.nn.buckets import grouped
-from torchmpi_py.optim.wrapper import LocalOptimizer, evaluated
+from torchmpi_py.optim.wrapper import LocalOptimizer
 
 
 class Gossip(LocalOptimizer):
@@ -59,8 +59,7 @@ class Gossip(LocalOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The optimizer's step, and the mean with partners. closure: evaluated once, before."""
-        loss = evaluated(closure)
-        self.take_own_step()
+        loss = self.take_own_step(closure)
         self.finish()
         if ranks := self._drawn():
             groups = grouped(p.detach() for p in self.parameters())

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core.handles import wait_all
-from torchmpi_py.nn.async_backward import AsyncBackward, registered_with
+from torchmpi_py.nn.async_backward import AsyncBackward, registered
 from torchmpi_py.nn.optimizer_state import broadcast_optimizer_state
 from torchmpi_py.nn.synchronize import fused
 from torchmpi_py.optim.distributed import DistributedOptimizer
@@ -98,10 +98,16 @@ def join(module_or_optimizer: torch.nn.Module | DistributedOptimizer, *stateful:
     optimizer = module_or_optimizer if isinstance(module_or_optimizer, DistributedOptimizer) else None
     module: Any = module_or_optimizer if optimizer is None else optimizer.module
     if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"join: give a module or an optim.DistributedOptimizer, not a {type(module).__name__}")
-    reduction: Any = registered_with(module) if optimizer is None else optimizer.reduction
+        raise TypeError(
+            f"join: give a module or an optim.DistributedOptimizer, not a {type(module).__name__}; a ShardedOptimizer "
+            "needs equally many batches on every rank, such as mpi.shard or drop_last=True give"
+        )
+    reduction: Any = registered.get(module) if optimizer is None else optimizer.reduction
     if reduction is None:
-        raise ValueError("join: expected a module with reduced gradients; call register_async_backward(module) first")
+        raise ValueError(
+            "join: expected a module with reduced gradients; call register_async_backward(module) first, or give the "
+            "DistributedOptimizer that averages them"
+        )
     if optimizer is not None:
         optimizer.check_equal()
     # The same hooks, and the same object for the user.
