@@ -222,7 +222,7 @@ def test_wrong_orders(mpi):
 def test_bad_input(mpi):
     """An error on every rank, also of ranks whose own arguments are right."""
     module, alone = pair()
-    with pytest.raises(ValueError, match="4 on rank 0"):
+    with pytest.raises(ValueError, match=r"have \[4,? ?.*\] others"):
         DistributedOptimizer(sgd(alone), module)
     with pytest.raises(ValueError, match="DistributedOptimizer: backward_passes_per_step=0"):
         DistributedOptimizer(sgd(module), module, backward_passes_per_step=0)
@@ -232,7 +232,7 @@ def test_bad_input(mpi):
         return
     last = mpi.size() - 1
     own = alone if mpi.rank() == last else module
-    with pytest.raises(ValueError, match=f"4 on rank {last}"):
+    with pytest.raises(ValueError, match=r"0, 4\] others"):
         DistributedOptimizer(sgd(own), module)
     ours = DistributedOptimizer(sgd(module), module)
     with pytest.raises(ValueError, match=r"reduces the gradients of 0\.weight"):

@@ -319,7 +319,7 @@ def test_bad_input(mpi):
     with pytest.raises(ValueError, match="doesn't match the size"):
         ours.load_state_dict(torch.optim.SGD(module[0].parameters()).state_dict())
     loss_of(module, 0, [mpi.rank()]).backward()
-    with pytest.raises(RuntimeError, match="ran again before step"):
+    with pytest.raises(RuntimeError, match=r"ran again before .*step\(\)"):
         loss_of(module, 0, [mpi.rank()]).backward()
     module[0].weight.data = module[0].weight.data.clone()
     with pytest.raises(RuntimeError, match="other memory"):

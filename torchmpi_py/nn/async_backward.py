@@ -81,10 +81,9 @@ class AsyncBackward:
         self.num_passes = 0  # complete ones since the last reduction
         self._pass_id = -1  # autograd's number for the backward pass under way
         self._end: Callable[[], object | None] = lambda: None  # its callback, as long as that pass is under way
-        self._num_ready = [0] * len(self.buckets.all)  # complete gradients of each bucket
-        self._num_launched = 0  # buckets, in their order
         self.order = LaunchOrder(self.buckets.comm)
-        self._handles: list[Handle[Any]] = []  # of the launched reductions
+        self._handles: list[Handle[Any]]  # of the launched reductions
+        self._start_reduction()
         self._flags: Handle[Tensor] | None = None  # of the gradients; from the end of a pass to synchronize
         self._module = weakref.ref(module)
         hook = _while_alive(self._on_gradient)
@@ -174,9 +173,8 @@ class AsyncBackward:
                 return
             if parameter.grad.requires_grad:
                 raise RuntimeError(
-                    f"the gradient of {self.names[parameter]} is part of a graph (backward(create_graph=True)), and a "
-                    "reduced one is a constant: take torch.autograd.grad(..., create_graph=True) for derivatives of "
-                    "gradients, and backward() without create_graph= for gradients that are reduced"
+                    f"the gradient of {self.names[parameter]} is part of a graph (create_graph=True), which none has "
+                    "after a reduction: take torch.autograd.grad(..., create_graph=True), and backward() without it"
                 )
             index = self.buckets.index_of[parameter]
             self.buckets.all[index].insert(parameter)
@@ -202,12 +200,11 @@ class AsyncBackward:
         is_part = self.frequency > 1 or self._flags is not None or self._end() is not None
         if is_part and _is_in_function_backward():
             raise RuntimeError(
-                "a backward pass ran inside another one, as activation checkpointing with use_reentrant=True does: "
-                "gradients would be reduced before all of their parts are there. Use checkpoint(..., "
-                "use_reentrant=False)"
+                "a backward pass ran inside another one, so that gradients would be reduced before all of their parts "
+                "are there: for activation checkpointing use checkpoint(..., use_reentrant=False)"
             )
         if self._flags is not None:
-            raise RuntimeError(AbsentGradient.why)
+            raise RuntimeError(AbsentGradient.why())
 
     def _check_parameters(self) -> None:
         """RuntimeError if the module has other parameters than at its registration."""
@@ -238,7 +235,9 @@ class AsyncBackward:
 
     def _start_reduction(self) -> None:
         """Begin a reduction; nothing is launched yet."""
-        self._num_launched, self._num_ready, self._handles = 0, [0] * len(self.buckets.all), []
+        self._num_ready = [0] * len(self.buckets.all)  # complete gradients of each bucket
+        self._num_launched = 0  # buckets, in their order
+        self._handles = []
         self.order.begin()
 
     def _end_reduction(self) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchmpi_py.core.tensors import check_count
+
 
 @dataclasses.dataclass(eq=False)
 class Block:
@@ -88,10 +90,8 @@ class BlockSequential(torch.nn.Sequential):
     """
 
     def __init__(self, partitions: int, *modules: torch.nn.Module) -> None:
-        if partitions < 1:
-            raise ValueError(f"BlockSequential: partitions={partitions} must be at least 1")
         super().__init__(*modules)
-        self.partitions = partitions
+        self.partitions = check_count("BlockSequential: partitions", partitions, 1)
         self._passed: list[tuple[Block, Tensor, Tensor]] = []  # with input and output in the last forward pass
         for block in self.blocks:
             _ = block.weights  # flat from the start; ValueError if they cannot be

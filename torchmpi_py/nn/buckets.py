@@ -111,11 +111,9 @@ def buckets_of(
 def _dense_reducer(
     run: list[torch.nn.Parameter], flat: Tensor, comm: Communicator, compression: Compression | None
 ) -> GradientReducer:
-    if compression is not None and comm.size > 1:
-        compressor = compression.compressor(flat, list(views_of(flat, run)), comm)
-        if compressor is not None:
-            return CompressedReducer(run, flat, comm, compressor)
-    return GradientReducer(run, flat, comm)
+    views = list(views_of(flat, run))
+    compressor = compression.compressor(flat, views, comm) if compression is not None and comm.size > 1 else None
+    return GradientReducer(run, flat, comm) if compressor is None else CompressedReducer(run, flat, comm, compressor)
 
 
 def grouped(tensors: Iterable[T], key: Callable[[T], Hashable] = lambda x: None) -> Iterator[list[T]]:

@@ -80,9 +80,6 @@ class Compressor:
     where it is wanted (``destination``; default: everywhere). Both are collective over ``comm``.
     """
 
-    has_error_feedback = False
-    """Whether what a step leaves out is added to the next one's gradients."""
-
     def __init__(
         self, flat: Tensor, views: Sequence[Tensor], comm: Communicator, destination: Destination | None = None
     ) -> None:
@@ -131,8 +128,8 @@ class CompressedReducer(GradientReducer):
         super().finish(op)
 
     def owes(self, parameter: torch.nn.Parameter) -> bool:
-        """Error feedback has kept a part of earlier gradients."""
-        return self.compressor.has_error_feedback and bool(self._views[parameter].any())
+        """Whether error feedback has kept a part of earlier gradients."""
+        return bool(self._views[parameter].any())
 
     def restart(self) -> None:
         self.compressor.restart()
@@ -226,8 +223,6 @@ class TopK(Compression):
 class _TopK(Compressor):
     """The elements that are not sent stay in ``left``, and are added in the next step."""
 
-    has_error_feedback = True
-
     def __init__(self, ratio: float, *of_bucket: Any) -> None:
         super().__init__(*of_bucket)
         self.count = max(1, round(ratio * self.flat.numel()))
@@ -249,8 +244,7 @@ class _TopK(Compressor):
         indices, values = (handle.wait() for handle in self.handles)
         if values.numel() != self.count * self.comm.size:
             raise RanksDisagree(
-                f"TopK: this rank takes {self.count} elements of a bucket, all ranks together {values.numel()}: give "
-                "all ranks the same ratio"
+                f"TopK: this rank takes {self.count} elements, all {values.numel()}: give all ranks the same ratio"
             )
         self.flat.zero_()
         # Rank by rank: a rank's indices differ from each other, so that the order of additions is the same everywhere.
@@ -268,12 +262,10 @@ class PowerSGD(Compression):
     def __init__(self, rank: int = 1) -> None:
         self.rank = check_count("PowerSGD: rank", rank, 1)
 
-    def compressor(self, flat: Tensor, *of_bucket: Any) -> Compressor | None:
+    def compressor(self, flat: Tensor, views: Sequence[Tensor], *of_bucket: Any) -> Compressor | None:
         """For buckets of float32 or float64 with such a gradient."""
-        if flat.dtype not in _WIDE:
-            return None
-        compressor = _PowerSGD(self.rank, flat, *of_bucket)
-        return compressor if compressor.low_rank else None
+        is_smaller = flat.dtype in _WIDE and any(_is_smaller(self.rank, view) for view in views)
+        return _PowerSGD(self.rank, flat, views, *of_bucket) if is_smaller else None
 
 
 class _PowerSGD(Compressor):
@@ -281,8 +273,6 @@ class _PowerSGD(Compressor):
 
     Q of a step is where the next one begins, so that P comes to span what the gradients have in common.
     """
-
-    has_error_feedback = True
 
     def __init__(self, rank: int, *of_bucket: Any) -> None:
         super().__init__(*of_bucket)

@@ -23,8 +23,9 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 def broadcast_optimizer_state(optimizer: Any, root: int = 0, *, comm: Communicator | None = None) -> None:
     """Give every rank root's optimizer state: moments, numbers of steps, options of the groups. Collective.
 
-    Where the states are the same, the ranks exchange only a digest. An optimizer without ``state_dict`` and
-    ``load_state_dict`` is left as it is. The optimizers are of one kind, over the same parameters in the same order.
+    Where the states are the same, the ranks exchange only a digest. The optimizer may be another object with a state,
+    such as a scheduler. One without ``state_dict`` and ``load_state_dict`` is left as it is. The optimizers are of one
+    kind, over the same parameters in the same order.
     ``load_state_dict`` gets tensors on the CPU; torch's brings them to the devices of the parameters.
 
     Raises RanksDisagree, on all ranks, where kinds or numbers of parameters differ, or where ``load_state_dict`` has
@@ -91,10 +92,8 @@ def _content(x: Any) -> Any:
         return sorted(((repr(key), _content(value)) for key, value in x.items()), key=itemgetter(0))
     if isinstance(x, (list, tuple)):
         return [_content(value) for value in x]
-    if isinstance(x, Tensor) and x.is_sparse:  # momentum of sparse gradients
-        return [digest_of(part) for part in (x.coalesce().indices(), x.coalesce().values())]
     if isinstance(x, Tensor):
-        return digest_of(x.detach())
+        return digest_of(x.detach().to_dense())  # momentum of sparse gradients is sparse
     if isinstance(x, np.ndarray):
         return x.tobytes()
     return x if isinstance(x, _PLAIN) else type(x).__qualname__

@@ -142,10 +142,7 @@ def parameters_to_reduce(
 def check_module(what: str, module: object) -> None:
     """TypeError for parameters, or a state_dict, in place of a module."""
     if not isinstance(module, torch.nn.Module):
-        found = type(module).__name__
-        raise TypeError(
-            f"{what}: expected a torch.nn.Module, found {found}; pass the module, not its parameters or state"
-        )
+        raise TypeError(f"{what}: expected a torch.nn.Module, found {type(module).__name__}; pass the module itself")
 
 
 def check_whole(what: str, named: Mapping[Any, Tensor]) -> None:

@@ -70,7 +70,14 @@ class DistributedOptimizer(ReducingOptimizer):
         self.optimizer = optimizer
         self.module = module
         self.comm = resolve(comm)
-        _check_parameters(optimizer.param_groups, module, self.comm)
+        known = set(module.parameters())
+        others = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
+        counts = verbs.allgather(len(others), comm=self.comm)
+        if any(counts):
+            raise ValueError(
+                f"DistributedOptimizer: expected parameters of the module; the ranks' optimizers have {counts} others. "
+                "Make them of its parameters, before it is copied, such as torch.optim.SGD(module.parameters())"
+            )
         self._register(
             module,
             make_buckets=functools.partial(buckets_of, compression=compression, sparse_as_dense=sparse_as_dense),
@@ -106,17 +113,3 @@ class DistributedOptimizer(ReducingOptimizer):
         if isinstance(loss, Tensor):
             return verbs.allreduce(loss.detach(), out=torch.empty_like(loss), op="avg", comm=self.comm)
         return loss if loss is None else verbs.allreduce(float(loss), op="avg", comm=self.comm)
-
-
-def _check_parameters(groups: list[dict[str, Any]], module: torch.nn.Module, comm: Communicator) -> None:
-    """ValueError, on all ranks, unless the optimizer's parameters are the module's."""
-    known = set(module.parameters())
-    parameters = [p for group in groups for p in group["params"]]
-    counts = verbs.allgather(len([p for p in parameters if p not in known]), comm=comm)
-    if any(counts):
-        raise ValueError(
-            "the optimizer has parameters that the module has not: "
-            + ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts) if count)
-            + f" (it has {len(parameters)} on this one). Make it of this module's parameters, before the module is "
-            "wrapped or copied, as torch.optim.SGD(module.parameters(), ...)"
-        )

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core.handles import wait_all
@@ -28,13 +27,12 @@ class JoiningBackward(AsyncBackward):
     """A registration within the block of ``join``: each reduction begins with a count of the ranks that have data."""
 
     compares_steps = False
-    has_data: bool  # on this rank
-    num_present: Tensor  # ranks with data, in the last reduction
-    num_steps: int  # with data, on this rank
 
     def begin(self) -> None:
         """Begin the block, with data on this rank."""
-        self.has_data, self.num_present, self.num_steps = True, torch.zeros(1, dtype=torch.int64, device="cpu"), 0
+        self.has_data = True  # on this rank
+        self.num_present = torch.zeros(1, dtype=torch.int64, device="cpu")  # ranks with data, in the last reduction
+        self.num_steps = 0  # with data, on this rank
 
     def go_on_without_data(self) -> None:
         """Bring zeros to the reductions of the ranks that still have data, until none has."""
@@ -123,9 +121,5 @@ def join(module_or_optimizer: torch.nn.Module | DistributedOptimizer, *stateful:
     root = steps.index(max(steps))
     tensors = [x.detach() for x in (*module.parameters(), *module.buffers())]
     fused(tensors, lambda flat: verbs.broadcast(flat, root, comm=reduction.buckets.comm))
-    if optimizer is not None:
-        broadcast_optimizer_state(optimizer.optimizer, root, comm=reduction.buckets.comm)
-    for each in stateful:
-        state = verbs.broadcast_object(each.state_dict(), root, comm=reduction.buckets.comm)
-        if reduction.buckets.comm.rank != root:
-            each.load_state_dict(state)
+    for each in stateful if optimizer is None else (optimizer.optimizer, *stateful):
+        broadcast_optimizer_state(each, root, comm=reduction.buckets.comm)

@@ -105,12 +105,13 @@ class LocalSGD(LocalOptimizer):
 
 def _checked(period: int | Mapping[Communicator, int], comm: Communicator | None) -> dict[Communicator, int]:
     """The periods, the longest last."""
-    if isinstance(period, Mapping) and (comm is not None or not period):
+    if not isinstance(period, Mapping):
+        period = {resolve(comm): period}
+    elif comm is not None or not period:
         raise ValueError(f"LocalSGD: period={period!r}: give communicators with a period each, and no comm= beside")
-    periods = dict(period) if isinstance(period, Mapping) else {resolve(comm): period}
-    for each in periods.values():
+    for each in period.values():
         check_count("LocalSGD: period", each, 1, "steps")
-    in_order = sorted(periods.items(), key=lambda item: item[1])
+    in_order = sorted(period.items(), key=lambda item: item[1])
     for (inner, shorter), (outer, longer) in itertools.pairwise(in_order):
         if longer % shorter or inner.size > outer.size:
             raise ValueError(

@@ -131,12 +131,9 @@ class Owner(_Sharded):
 class GradientOfOwners(AbsentGradient):
     """Stands for the gradient of a parameter from the backward pass to ``step``: the ranks have parts of it."""
 
-    why = (
-        "ShardedOptimizer: a gradient was read or changed that this rank does not have as a whole, or backward() ran "
-        "again before step(). Until step() each rank has the gradients of what it updates, in optimizer.param_groups: "
-        "clip with optimizer.clip_grad_norm_(...), or with clip_grad_value_ of the parameters there. Drop gradients, "
-        "as of a step that GradScaler skips, with optimizer.zero_grad(). To accumulate, use backward_passes_per_step=. "
-        "Activation checkpointing needs checkpoint(..., use_reentrant=False)"
+    place = (
+        "on other ranks of a ShardedOptimizer, in part or as a whole: clip with optimizer.clip_grad_norm_(...), or "
+        "change the gradients in optimizer.param_groups, which this rank has; drop them with optimizer.zero_grad()"
     )
 
 

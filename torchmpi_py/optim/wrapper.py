@@ -87,8 +87,7 @@ class ReducingOptimizer(OptimizerWrapper):
     def synchronize(self) -> None:
         """Reduce gradients that are not reduced yet, as after no backward pass, or fewer than on other ranks."""
         if self.reduction.names and not self.reduction._hooks:
-            name = type(self).__name__
-            raise RuntimeError(f"{name}: remove() has ended it; take a step with the plain optimizer, its .optimizer")
+            raise RuntimeError(f"{type(self).__name__}: remove() has ended it; use the plain optimizer, its .optimizer")
         if not self._is_reduced:
             self.reduction.reduce_now()
             self._end_reduction()
@@ -131,9 +130,8 @@ class ReducingOptimizer(OptimizerWrapper):
         if self._is_reduced and self.reduction.buckets.hold_gradients():
             raise RuntimeError(
                 "backward() ran again before step(): it would add to gradients that are reduced already. Accumulate "
-                "with backward_passes_per_step=..., or zero_grad() of this optimizer. Where a pass for another has "
-                "reached these parameters (as a GAN's), set requires_grad_(False) on them for that pass; activation "
-                "checkpointing needs checkpoint(..., use_reentrant=False)"
+                "with backward_passes_per_step=, or call zero_grad(). Set requires_grad_(False) for a pass that is for "
+                "other parameters (a GAN's). Activation checkpointing needs checkpoint(..., use_reentrant=False)"
             )
         self._is_reduced = False  # of a step that GradScaler left out, whose gradients the module has dropped
 
@@ -166,9 +164,7 @@ class LocalOptimizer(OptimizerWrapper):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
         if isinstance(optimizer, OptimizerWrapper):
-            raise TypeError(
-                f"{type(self).__name__}: expected an optimizer of torch, found {optimizer!r}; take one of them"
-            )
+            raise TypeError(f"{type(self).__name__}: expected a plain optimizer, found {optimizer!r}; unwrap it")
         self.optimizer = optimizer
         check_whole(type(self).__name__, dict(enumerate(self.parameters())))
 
