@@ -234,6 +234,7 @@ def test_bad_input(mpi):
     own = alone if mpi.rank() == last else module
     with pytest.raises(ValueError, match=r"0, 4\] others"):
         DistributedOptimizer(sgd(own), module)
+    DistributedOptimizer(sgd(module), module)  # gone at once, so that the next one may be made
     ours = DistributedOptimizer(sgd(module), module)
     with pytest.raises(ValueError, match=r"reduces the gradients of 0\.weight"):
         DistributedOptimizer(sgd(module), module)
