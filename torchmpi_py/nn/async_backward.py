@@ -88,6 +88,7 @@ class AsyncBackward:
         self._module = weakref.ref(module)
         hook = _while_alive(self._on_gradient)
         self._hooks: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(hook) for p in self.names]  # type: ignore[no-untyped-call]
+        registered.setdefault(module, []).append(self)
         reduced_in_backward.add(self)
 
     def check_pass(self) -> None:
@@ -159,8 +160,8 @@ class AsyncBackward:
                 hook.remove()
             self._hooks = []
             reduced_in_backward.discard(self)
-            if (module := self._module()) is not None and registered.get(module) is self:
-                del registered[module]
+            if (module := self._module()) is not None and self in registered.get(module, []):
+                registered[module].remove(self)
 
     def _on_gradient(self, parameter: Any) -> None:
         """Insert a complete gradient into its bucket, and launch the buckets that are complete. The hook."""
@@ -259,8 +260,8 @@ class AsyncBackward:
             self._num_launched += 1
 
 
-registered: weakref.WeakKeyDictionary[torch.nn.Module, AsyncBackward] = weakref.WeakKeyDictionary()
-"""The registration of each module. It lasts as long as the module, also where the caller does not keep the result."""
+registered: weakref.WeakKeyDictionary[torch.nn.Module, list[AsyncBackward]] = weakref.WeakKeyDictionary()
+"""Keeps the registrations of each module: if the caller drops one, or its optimizer, later passes raise an error."""
 
 
 def register_async_backward(
@@ -279,8 +280,7 @@ def register_async_backward(
     already, with this module or another; RanksDisagree, from ``synchronize``, where that order differs between ranks.
     """
     make_buckets = functools.partial(buckets_of, compression=compression)
-    registered[module] = AsyncBackward(module, frequency=frequency, average=average, make_buckets=make_buckets)
-    return registered[module]
+    return AsyncBackward(module, frequency=frequency, average=average, make_buckets=make_buckets)
 
 
 def _remove_former() -> None:

@@ -100,7 +100,8 @@ def join(module_or_optimizer: torch.nn.Module | DistributedOptimizer, *stateful:
             f"join: give a module or an optim.DistributedOptimizer, not a {type(module).__name__}; a ShardedOptimizer "
             "needs equally many batches on every rank, such as mpi.shard or drop_last=True give"
         )
-    reduction: Any = registered.get(module) if optimizer is None else optimizer.reduction
+    own = [each for each in registered.get(module, []) if each._owner() is each]  # of register_async_backward
+    reduction: Any = optimizer.reduction if optimizer is not None else own[-1] if own else None
     if reduction is None:
         raise ValueError(
             "join: expected a module with reduced gradients; call register_async_backward(module) first, or give the "
