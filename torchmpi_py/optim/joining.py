@@ -104,8 +104,7 @@ def join(module_or_optimizer: torch.nn.Module | DistributedOptimizer, *stateful:
     reduction: Any = optimizer.reduction if optimizer is not None else own[-1] if own else None
     if reduction is None:
         raise ValueError(
-            "join: expected a module with reduced gradients; call register_async_backward(module) first, or give the "
-            "DistributedOptimizer that averages them"
+            "join: expected reduced gradients; call register_async_backward or give a DistributedOptimizer"
         )
     if optimizer is not None:
         optimizer.check_equal()
