@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(240)
     ],
 )
 def test_partition(sizes, partitions, expected):
-    runs = partition(sizes, partitions)
+    runs = partition([[torch.nn.Parameter(torch.zeros(size))] for size in sizes], partitions)
     assert [len(run) for run in runs] == expected
     assert [index for run in runs for index in run] == list(range(len(sizes)))
 

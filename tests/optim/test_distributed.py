@@ -146,13 +146,16 @@ def test_grad_scaler(mpi, passes):
 
 
 def test_parts_of_a_module_and_layers_added_later(mpi):
-    """The optimizer's parameters alone are reduced; those of a group that is added are from then on."""
+    """The optimizer's parameters alone are reduced; for a group that is added there is another wrapper."""
     module, alone = pair()
     ours, theirs = DistributedOptimizer(sgd(module[2]), module), sgd(alone[2])
     for step in range(4):
         for m, o, ranks in sides(mpi, module, ours, alone, theirs):
             if step == 2:
-                o.add_param_group({"params": list(m[0].parameters())})
+                getattr(o, "optimizer", o).add_param_group({"params": list(m[0].parameters())})
+            if step == 2 and o is ours:
+                ours.remove()
+                o = ours = DistributedOptimizer(ours.optimizer, module)
             m.zero_grad()
             train(m, o, [step], ranks)
     assert_close(module, alone)
@@ -219,9 +222,9 @@ def test_wrong_orders(mpi):
 def test_bad_input(mpi):
     """An error on every rank, also of ranks whose own arguments are right."""
     module, alone = pair()
-    with pytest.raises(ValueError, match="4 on rank 0"):
+    with pytest.raises(ValueError, match=r"have \[4,? ?.*\] others"):
         DistributedOptimizer(sgd(alone), module)
-    with pytest.raises(ValueError, match="frequency=0"):
+    with pytest.raises(ValueError, match="DistributedOptimizer: backward_passes_per_step=0"):
         DistributedOptimizer(sgd(module), module, backward_passes_per_step=0)
     with pytest.raises(TypeError, match="compression='bf16'"):
         DistributedOptimizer(sgd(module), module, compression="bf16")
@@ -229,8 +232,9 @@ def test_bad_input(mpi):
         return
     last = mpi.size() - 1
     own = alone if mpi.rank() == last else module
-    with pytest.raises(ValueError, match=f"4 on rank {last}"):
+    with pytest.raises(ValueError, match=r"0, 4\] others"):
         DistributedOptimizer(sgd(own), module)
+    DistributedOptimizer(sgd(module), module)  # gone at once, so that the next one may be made
     ours = DistributedOptimizer(sgd(module), module)
     with pytest.raises(ValueError, match=r"reduces the gradients of 0\.weight"):
         DistributedOptimizer(sgd(module), module)
@@ -244,12 +248,10 @@ def test_what_others_do_with_its_optimizer_is_told(mpi):
     module, _ = pair()
     ours = DistributedOptimizer(sgd(module[0]), module)
     ours.optimizer.add_param_group({"params": list(module[2].parameters())})
-    with pytest.raises(RuntimeError, match="use add_param_group of this"):
+    with pytest.raises(RuntimeError, match=r"2\.weight, 2\.bias: new or trainable .* make another one"):
         loss_of(module, 0, [mpi.rank()]).backward()
-    ours.zero_grad()
-    with pytest.raises(ValueError, match="parameters that the module has not"):
+    with pytest.raises(TypeError, match="takes no more parameters"):
         ours.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
-    assert len(ours.param_groups) == 2  # it is as before
     ours.remove()
     with pytest.raises(RuntimeError, match=r"DistributedOptimizer: remove\(\) has ended it"):
         ours.step()

@@ -308,18 +308,17 @@ def test_bad_input(mpi):
     ):
         with pytest.raises(error, match=message):
             optim.ShardedOptimizer(parameters, torch.optim.SGD)
-    with pytest.raises(TypeError, match="LBFGS"):
-        optim.ShardedOptimizer(module.parameters(), torch.optim.LBFGS)
+    for kind in (torch.optim.LBFGS, type("ScheduleFree", (torch.optim.SGD,), {"eval": None})):
+        with pytest.raises(TypeError, match=f"{kind.__name__} needs all"):
+            optim.ShardedOptimizer(module.parameters(), kind)
     for wrong, told in (("even", "placement='even'"), (lambda number, p: mpi.size(), f"parameter 0={mpi.size()}")):
         with pytest.raises(ValueError, match=told):
             optim.ShardedOptimizer(module.parameters(), torch.optim.SGD, placement=wrong)
     ours = optim.ShardedOptimizer(module.parameters(), torch.optim.SGD)
-    with pytest.raises(TypeError, match="no more parameters"):
-        ours.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
     with pytest.raises(ValueError, match="doesn't match the size"):
         ours.load_state_dict(torch.optim.SGD(module[0].parameters()).state_dict())
     loss_of(module, 0, [mpi.rank()]).backward()
-    with pytest.raises(RuntimeError, match="ran again before step"):
+    with pytest.raises(RuntimeError, match=r"ran again before .*step\(\)"):
         loss_of(module, 0, [mpi.rank()]).backward()
     module[0].weight.data = module[0].weight.data.clone()
     with pytest.raises(RuntimeError, match="other memory"):

@@ -16,13 +16,17 @@ import torch
 class AbsentGradient(torch.Tensor):
     """Stands for the gradient of a parameter that is being reduced."""
 
-    why = (
-        "a gradient that is being reduced was read or changed, or backward() ran again before synchronize(): call "
-        "synchronize() of the registration after each backward(), and before clipping. Register a hook that changes "
-        "gradients before the registration or the optimizer is made, or with p.register_hook. To accumulate, use "
-        "frequency= or backward_passes_per_step=. Activation checkpointing needs checkpoint(..., use_reentrant=False). "
-        "After a backward() that raised, call zero_grad(set_to_none=True)"
-    )
+    place = "in a reduction: call synchronize() of the registration after each backward(), and before clipping"
+
+    @classmethod
+    def why(cls) -> str:
+        """Return what went wrong, with the remedies."""
+        return (
+            f"a gradient was read or changed that is {cls.place}. Or backward() ran again before synchronize() or "
+            "step(): to accumulate, use frequency= or backward_passes_per_step=. Activation checkpointing needs "
+            "checkpoint(..., use_reentrant=False). Register a hook that changes gradients before the registration or "
+            "the optimizer is made. After a backward() that raised, call zero_grad(set_to_none=True)"
+        )
 
     @staticmethod
     def __new__(cls, parameter: torch.Tensor) -> AbsentGradient:
@@ -32,11 +36,11 @@ class AbsentGradient(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, *_: Any, **__: Any) -> NoReturn:
         """Refuse all that torch computes, autograd's additions included."""
-        raise RuntimeError(cls.why)
+        raise RuntimeError(cls.why())
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse what does not go through torch's dispatcher."""
-        raise RuntimeError(self.why)
+        raise RuntimeError(self.why())
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     __array__ = __dlpack__ = data_ptr = numpy = share_memory_ = tolist = _refuse

@@ -7,11 +7,12 @@ in their fixed order. The end of the backward pass launches the others, with zer
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torchmpi_py.nn.buckets import Buckets, buckets_of
 from torchmpi_py.nn.compression import Compression
 from torchmpi_py.nn.launch_order import LaunchOrder
 from torchmpi_py.nn.members import parameters_of
-from torchmpi_py.nn.synchronize import parameters_to_reduce, reduced_in_backward
+from torchmpi_py.nn.synchronize import ParametersOf, parameters_to_reduce, reduced_in_backward
 
 BucketFactory = Callable[[torch.nn.Module, list[torch.nn.Parameter], Communicator], Buckets]
 
@@ -45,10 +46,10 @@ class AsyncBackward:
 
     Args, in addition to the arguments of ``register_async_backward``:
         comm: the ranks to average over; default: the current level.
-        only: reduce only these parameters of the module.
+        parameters: which parameters of the module to reduce; called with it, here and in each pass.
         make_buckets: creates the buckets of these parameters; called with module, parameters and ``comm``.
-        before_pass: a method, called when the first gradient of a backward pass is complete.
-        on_reduction: a method, called at the end of a backward pass whose gradients are reduced.
+        owner: an optimizer. Its ``check_pass`` is called when the first gradient of a backward pass is complete, its
+            ``wait_in_pass`` at the end of a pass whose gradients are reduced.
     """
 
     compares_steps = True
@@ -61,35 +62,39 @@ class AsyncBackward:
         frequency: int = 1,
         average: bool = True,
         comm: Communicator | None = None,
-        only: Container[torch.nn.Parameter] | None = None,
+        parameters: ParametersOf = parameters_of,
         make_buckets: BucketFactory = buckets_of,
-        before_pass: Callable[[], object] | None = None,
-        on_reduction: Callable[[], object] | None = None,
+        owner: Any = None,
     ) -> None:
-        self.frequency = check_count("frequency", frequency, 1, "backward passes")
+        call, passes = "register_async_backward", "frequency"
+        if owner is not None:
+            call, passes = type(owner).__name__, "backward_passes_per_step"
+        self.frequency = check_count(f"{call}: {passes}", frequency, 1, "backward passes")
         self.op = "avg" if average else "sum"
-        for former in [each for several in _registered.values() for each in several]:
-            if former.buckets.comm.is_free:  # by mpi.stop()
-                former.remove()
-        parameters = parameters_to_reduce("register_async_backward", module, resolve(comm), only)
-        self.names = {p: name for name, p in parameters.items()}
+        _remove_former()
+        named = parameters_to_reduce(call, module, resolve(comm), parameters)
+        self.names = {p: name for name, p in named.items()}
         self.buckets: Buckets = make_buckets(module, list(self.names), resolve(comm))
-        self._before_pass, self._on_reduction = _while_alive(before_pass), _while_alive(on_reduction)
-        self._only = only
+        self._owner = weakref.ref(self if owner is None else owner)
+        self._parameters = parameters
         self._lock = threading.Lock()
         self.num_passes = 0  # complete ones since the last reduction
         self._pass_id = -1  # autograd's number for the backward pass under way
         self._end: Callable[[], object | None] = lambda: None  # its callback, as long as that pass is under way
-        self._num_ready = [0] * len(self.buckets.all)  # complete gradients of each bucket
-        self._num_launched = 0  # buckets, in their order
         self.order = LaunchOrder(self.buckets.comm)
-        self._handles: list[Handle[Any]] = []  # of the launched reductions
+        self._handles: list[Handle[Any]]  # of the launched reductions
+        self._start_reduction()
         self._flags: Handle[Tensor] | None = None  # of the gradients; from the end of a pass to synchronize
         self._module = weakref.ref(module)
         hook = _while_alive(self._on_gradient)
         self._hooks: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(hook) for p in self.names]  # type: ignore[no-untyped-call]
-        _registered.setdefault(module, []).append(self)
-        reduced_in_backward.add(self.buckets)
+        registered.setdefault(module, []).append(self)
+        reduced_in_backward.add(self)
+
+    def check_pass(self) -> None:
+        """Do nothing: a registration that is its own owner."""
+
+    wait_in_pass = check_pass
 
     def synchronize(self) -> None:
         """Wait until the gradients of the last backward pass are reduced. Collective.
@@ -154,9 +159,9 @@ class AsyncBackward:
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []
-            reduced_in_backward.discard(self.buckets)
-            if (module := self._module()) is not None and self in _registered.get(module, []):
-                _registered[module].remove(self)
+            reduced_in_backward.discard(self)
+            if (module := self._module()) is not None and self in registered.get(module, []):
+                registered[module].remove(self)
 
     def _on_gradient(self, parameter: Any) -> None:
         """Insert a complete gradient into its bucket, and launch the buckets that are complete. The hook."""
@@ -169,9 +174,8 @@ class AsyncBackward:
                 return
             if parameter.grad.requires_grad:
                 raise RuntimeError(
-                    f"the gradient of {self.names[parameter]} is part of a graph (backward(create_graph=True)), and a "
-                    "reduced one is a constant: take torch.autograd.grad(..., create_graph=True) for derivatives of "
-                    "gradients, and backward() without create_graph= for gradients that are reduced"
+                    f"the gradient of {self.names[parameter]} is part of a graph (create_graph=True), which none has "
+                    "after a reduction: take torch.autograd.grad(..., create_graph=True), and backward() without it"
                 )
             index = self.buckets.index_of[parameter]
             self.buckets.all[index].insert(parameter)
@@ -181,7 +185,8 @@ class AsyncBackward:
     def _begin_pass(self) -> None:
         """Check a backward pass at its first complete gradient, and have autograd call ``_end_pass``."""
         self._check_order()
-        self._before_pass()
+        if (owner := self._owner()) is not None:
+            owner.check_pass()
         self._check_parameters()
         wait_all(self._handles)  # none, unless the last pass broke off
         if self.num_passes + 1 == self.frequency:
@@ -196,33 +201,28 @@ class AsyncBackward:
         is_part = self.frequency > 1 or self._flags is not None or self._end() is not None
         if is_part and _is_in_function_backward():
             raise RuntimeError(
-                "a backward pass ran inside another one, as activation checkpointing with use_reentrant=True does: "
-                "gradients would be reduced before all of their parts are there. Use checkpoint(..., "
-                "use_reentrant=False)"
+                "a backward pass ran inside another one, so that gradients would be reduced before all of their parts "
+                "are there: for activation checkpointing use checkpoint(..., use_reentrant=False)"
             )
         if self._flags is not None:
-            raise RuntimeError(AbsentGradient.why)
+            raise RuntimeError(AbsentGradient.why())
 
     def _check_parameters(self) -> None:
         """RuntimeError if the module has other parameters than at its registration."""
         module = self._module()
-        new = [
-            p
-            for p in ([] if module is None else parameters_of(module))
-            if p not in self.names and p.requires_grad and (self._only is None or p in self._only)
-        ]
-        if module is not None and new:
-            unknown = {id(p) for p in new if not any(p in buckets.index_of for buckets in reduced_in_backward)}
-            names = [name for name, p in module.named_parameters() if id(p) in unknown]
-            if names:
-                raise RuntimeError(
-                    f"{', '.join(names)}: new or trainable only since register_async_backward, so that no gradient of "
-                    "it is averaged; remove() the registration, or the optimizer that averages, and make another one"
-                )
+        if module is None:
+            return
+        new = {p for p in self._parameters(module) if p not in self.names and p.requires_grad}
+        if new and (unknown := new.difference(*[each.names for each in reduced_in_backward])):
+            names = [name for name, p in module.named_parameters() if p in unknown] or ["parameters of other modules"]
+            raise RuntimeError(
+                f"{', '.join(names)}: new or trainable only since the registration, so that no gradient of it is "
+                "averaged; remove() the registration, or the optimizer that averages, and make another one"
+            )
         if not self.buckets.all_fit():
             raise RuntimeError(
-                "parameters have another shape, dtype or device than at register_async_backward; remove() the "
-                "registration, and register again"
+                "parameters have another shape, dtype or device than at their registration; remove() the "
+                "registration, or the optimizer that averages, and make another one"
             )
 
     def _end_pass(self) -> None:
@@ -231,11 +231,14 @@ class AsyncBackward:
         self.num_passes += 1
         if self.num_passes == self.frequency:
             self._end_reduction()
-            self._on_reduction()
+            if (owner := self._owner()) is not None:
+                owner.wait_in_pass()
 
     def _start_reduction(self) -> None:
         """Begin a reduction; nothing is launched yet."""
-        self._num_launched, self._num_ready, self._handles = 0, [0] * len(self.buckets.all), []
+        self._num_ready = [0] * len(self.buckets.all)  # complete gradients of each bucket
+        self._num_launched = 0  # buckets, in their order
+        self._handles = []
         self.order.begin()
 
     def _end_reduction(self) -> None:
@@ -257,7 +260,8 @@ class AsyncBackward:
             self._num_launched += 1
 
 
-_registered: weakref.WeakKeyDictionary[torch.nn.Module, list[AsyncBackward]] = weakref.WeakKeyDictionary()
+registered: weakref.WeakKeyDictionary[torch.nn.Module, list[AsyncBackward]] = weakref.WeakKeyDictionary()
+"""Keeps the registrations of each module: if the caller drops one, or its optimizer, later passes raise an error."""
 
 
 def register_async_backward(
@@ -279,18 +283,21 @@ def register_async_backward(
     return AsyncBackward(module, frequency=frequency, average=average, make_buckets=make_buckets)
 
 
-def registered_with(module: torch.nn.Module) -> AsyncBackward | None:
-    """The registration of a module."""
-    registrations = _registered.get(module, [])
-    return registrations[-1] if registrations else None
+def _remove_former() -> None:
+    """Remove registrations that nobody can end any more: mpi.stop() was called, or their optimizer is gone."""
+    if reduced_in_backward:
+        gc.collect()  # a scheduler and its optimizer refer to each other; on all ranks the same optimizers are gone
+    for former in list(reduced_in_backward):
+        if former.buckets.comm.is_free or former._owner() is None:
+            former.remove()
 
 
-def _while_alive(method: Callable[..., object] | None) -> Callable[..., None]:
-    """A function that calls the method as long as its object lives; with None it does nothing.
+def _while_alive(method: Callable[..., object]) -> Callable[..., None]:
+    """A function that calls the method as long as its object lives.
 
-    Hooks of tensors, and ``_registered``, would keep the object and with it the module alive for ever.
+    Hooks of tensors would keep the object and with it the module alive for ever.
     """
-    reference = weakref.WeakMethod(method) if method is not None else lambda: None
+    reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:
         if (bound := reference()) is not None:

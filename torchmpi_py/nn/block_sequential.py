@@ -7,11 +7,14 @@ Source: TorchMPI's class of that name, without its empty first block.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from torchmpi_py.core.tensors import check_count
 
 
 @dataclasses.dataclass(eq=False)
@@ -47,19 +50,27 @@ class Block:
         return flat
 
 
-def partition(sizes: Sequence[int], partitions: int) -> list[range]:
-    """Cut children of these sizes into runs, none larger than ceil(total / partitions) unless a single child is.
+def partition(parameters: Sequence[Sequence[torch.nn.Parameter]], partitions: int) -> list[range]:
+    """Cut children, given the parameters of each, into runs, none larger than ceil(total / partitions) elements.
 
-    There may be more runs than ``partitions``; none is empty.
+    Children that share parameters, and those between them, stay together. A run is larger only if such children, or a
+    single one, are. There may be more runs than ``partitions``; none is empty.
     """
-    target = -(-sum(sizes) // partitions)
-    runs, begin, filled = [], 0, 0
-    for index, size in enumerate(sizes):
-        if index > begin and filled + size > target:
-            runs.append(range(begin, index))
-            begin, filled = index, 0
-        filled += size
-    return [*runs, range(begin, len(sizes))] if sizes else runs
+    last = {p: index for index, own in enumerate(parameters) for p in own}
+    target = -(-sum(p.numel() for p in last) // partitions)
+    runs, begin, num_elements = [], 0, 0
+    first = end = 0  # of the children that stay together
+    for index, own in enumerate(parameters):
+        end = max([end, *(last[p] for p in own)])
+        if index < end:
+            continue
+        size = sum(p.numel() for p in {p for each in parameters[first : index + 1] for p in each})
+        if first > begin and num_elements + size > target:
+            runs.append(range(begin, first))
+            begin, num_elements = first, 0
+        num_elements += size
+        first = end = index + 1
+    return [*runs, range(begin, len(parameters))] if parameters else runs
 
 
 class BlockSequential(torch.nn.Sequential):
@@ -79,10 +90,8 @@ class BlockSequential(torch.nn.Sequential):
     """
 
     def __init__(self, partitions: int, *modules: torch.nn.Module) -> None:
-        if partitions < 1:
-            raise ValueError(f"BlockSequential: partitions={partitions} must be at least 1")
         super().__init__(*modules)
-        self.partitions = partitions
+        self.partitions = check_count("BlockSequential: partitions", partitions, 1)
         self._passed: list[tuple[Block, Tensor, Tensor]] = []  # with input and output in the last forward pass
         for block in self.blocks:
             _ = block.weights  # flat from the start; ValueError if they cannot be
@@ -91,10 +100,8 @@ class BlockSequential(torch.nn.Sequential):
     def blocks(self) -> list[Block]:
         """The blocks of the present children, first to last."""
         children = list(self)  # not children(), which leaves out a module that comes again
-        atoms = inseparable([list(child.parameters()) for child in children])
-        sizes = [sum(p.numel() for p in _parameters(children[atom.start : atom.stop])) for atom in atoms]
-        runs = partition(sizes, self.partitions)
-        members = [children[atoms[run[0]].start : atoms[run[-1]].stop] for run in runs]
+        runs = partition([list(child.parameters()) for child in children], self.partitions)
+        members = [children[run.start : run.stop] for run in runs]
         return [Block(tuple(modules), _parameters(modules)) for modules in members]
 
     def __getitem__(self, index: Any) -> Any:
@@ -139,18 +146,6 @@ class BlockSequential(torch.nn.Sequential):
         return {**self.__dict__, "_passed": []}  # the tensors of a forward pass cannot be copied
 
 
-def inseparable(parameters: Sequence[Sequence[Hashable]]) -> list[range]:
-    """Cut children, given the parameters of each, into the shortest runs that share none; a block holds whole runs."""
-    last = {p: index for index, own in enumerate(parameters) for p in own}
-    runs, begin, end = [], 0, 0
-    for index, own in enumerate(parameters):
-        end = max([end, *(last[p] for p in own)])
-        if index == end:
-            runs.append(range(begin, index + 1))
-            begin = end = index + 1
-    return runs
-
-
 def _parameters(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
     return list(dict.fromkeys(p for module in modules for p in module.parameters()))
 
@@ -168,12 +163,12 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 def _follow_each_other(tensors: Sequence[Tensor]) -> bool:
     """Whether the tensors lie one after another in one memory, without gaps."""
-    memory, end = tensors[0].untyped_storage().data_ptr(), tensors[0].storage_offset()
-    for x in tensors:
-        if not x.is_contiguous() or x.untyped_storage().data_ptr() != memory or x.storage_offset() != end:
-            return False
-        end += x.numel()
-    return True
+    memory = tensors[0].untyped_storage().data_ptr()
+    offsets = itertools.accumulate((x.numel() for x in tensors), initial=tensors[0].storage_offset())
+    return all(
+        x.is_contiguous() and x.untyped_storage().data_ptr() == memory and x.storage_offset() == offset
+        for x, offset in zip(tensors, offsets, strict=False)
+    )
 
 
 def _views(flat: Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:

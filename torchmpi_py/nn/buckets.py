@@ -24,8 +24,7 @@ from torchmpi_py.errors import Unavailable
 from torchmpi_py.memory import gpus
 from torchmpi_py.memory.symmetric import symmetric_empty
 from torchmpi_py.nn.block_sequential import BlockSequential
-from torchmpi_py.nn.compressed_reducer import CompressedReducer
-from torchmpi_py.nn.compression import Compression, check_compression
+from torchmpi_py.nn.compression import CompressedReducer, Compression, check_compression
 from torchmpi_py.nn.gradient_reducer import GradientReducer, views_of
 from torchmpi_py.nn.members import parameters_of
 from torchmpi_py.nn.sparse_reducer import SparseReducer, sparse_parameters
@@ -112,11 +111,9 @@ def buckets_of(
 def _dense_reducer(
     run: list[torch.nn.Parameter], flat: Tensor, comm: Communicator, compression: Compression | None
 ) -> GradientReducer:
-    if compression is not None and comm.size > 1:
-        compressor = compression.compressor(flat, list(views_of(flat, run)), comm)
-        if compressor is not None:
-            return CompressedReducer(run, flat, comm, compressor)
-    return GradientReducer(run, flat, comm)
+    views = list(views_of(flat, run))
+    compressor = compression.compressor(flat, views, comm) if compression is not None and comm.size > 1 else None
+    return GradientReducer(run, flat, comm) if compressor is None else CompressedReducer(run, flat, comm, compressor)
 
 
 def grouped(tensors: Iterable[T], key: Callable[[T], Hashable] = lambda x: None) -> Iterator[list[T]]:

@@ -31,10 +31,11 @@ from torch import Tensor
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core.communicators import Communicator
-from torchmpi_py.core.handles import Handle
+from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.core.tensors import check_count
 from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.elements import indices_of_largest, is_finite, largest_amount
+from torchmpi_py.nn.gradient_reducer import GradientReducer
 
 _WIDE = (torch.float32, torch.float64)
 _MOST_FLOAT16 = 65504.0
@@ -79,9 +80,6 @@ class Compressor:
     where it is wanted (``destination``; default: everywhere). Both are collective over ``comm``.
     """
 
-    has_error_feedback = False
-    """Whether what a step leaves out is added to the next one's gradients."""
-
     def __init__(
         self, flat: Tensor, views: Sequence[Tensor], comm: Communicator, destination: Destination | None = None
     ) -> None:
@@ -104,6 +102,37 @@ class Compressor:
 
     def restart(self) -> None:
         """Forget what earlier steps have left, on all ranks in the same step."""
+
+
+class CompressedReducer(GradientReducer):
+    """A bucket whose gradients are compressed: inserted as usual, and reduced within the bucket by a Compressor."""
+
+    has_state = True
+
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], flat: Tensor, comm: Communicator, compressor: Compressor
+    ) -> None:
+        super().__init__(parameters, flat, comm)
+        self.reads_in_place = False
+        self.compressor = compressor
+
+    def launch(self, op: str) -> list[Handle[Any]]:
+        self._insert(self.parameters)
+        return self.compressor.launch(op)
+
+    def reduce(self, op: str) -> None:
+        wait_all(self.launch(op))
+
+    def finish(self, op: str) -> None:
+        self.compressor.finish(op)
+        super().finish(op)
+
+    def owes(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether error feedback has kept a part of earlier gradients."""
+        return bool(self._views[parameter].any())
+
+    def restart(self) -> None:
+        self.compressor.restart()
 
 
 class Compression:
@@ -194,8 +223,6 @@ class TopK(Compression):
 class _TopK(Compressor):
     """The elements that are not sent stay in ``left``, and are added in the next step."""
 
-    has_error_feedback = True
-
     def __init__(self, ratio: float, *of_bucket: Any) -> None:
         super().__init__(*of_bucket)
         self.count = max(1, round(ratio * self.flat.numel()))
@@ -217,8 +244,7 @@ class _TopK(Compressor):
         indices, values = (handle.wait() for handle in self.handles)
         if values.numel() != self.count * self.comm.size:
             raise RanksDisagree(
-                f"TopK: this rank takes {self.count} elements of a bucket, all ranks together {values.numel()}: give "
-                "all ranks the same ratio"
+                f"TopK: this rank takes {self.count} elements, all {values.numel()}: give all ranks the same ratio"
             )
         self.flat.zero_()
         # Rank by rank: a rank's indices differ from each other, so that the order of additions is the same everywhere.
@@ -233,16 +259,13 @@ class _TopK(Compressor):
 class PowerSGD(Compression):
     """Each gradient of at least two dimensions as a product of two matrices of rank ``rank``, where that is smaller."""
 
-    def __init__(self, rank: int = 1, seed: int = 0) -> None:
+    def __init__(self, rank: int = 1) -> None:
         self.rank = check_count("PowerSGD: rank", rank, 1)
-        self.seed = seed
 
-    def compressor(self, flat: Tensor, *of_bucket: Any) -> Compressor | None:
+    def compressor(self, flat: Tensor, views: Sequence[Tensor], *of_bucket: Any) -> Compressor | None:
         """For buckets of float32 or float64 with such a gradient."""
-        if flat.dtype not in _WIDE:
-            return None
-        made = _PowerSGD(self.rank, self.seed, flat, *of_bucket)
-        return made if made.low_rank else None
+        is_smaller = flat.dtype in _WIDE and any(_is_smaller(self.rank, view) for view in views)
+        return _PowerSGD(self.rank, flat, views, *of_bucket) if is_smaller else None
 
 
 class _PowerSGD(Compressor):
@@ -251,17 +274,15 @@ class _PowerSGD(Compressor):
     Q of a step is where the next one begins, so that P comes to span what the gradients have in common.
     """
 
-    has_error_feedback = True
-
-    def __init__(self, rank: int, seed: int, *of_bucket: Any) -> None:
+    def __init__(self, rank: int, *of_bucket: Any) -> None:
         super().__init__(*of_bucket)
-        self.rank, self.seed = rank, seed
+        self.rank = rank
         self.low_rank = [view for view in self.views if _is_smaller(rank, view)]  # these travel as two matrices
         self.others = [view for view in self.views if not _is_smaller(rank, view)]  # these travel as they are
         self.restart()
 
     def restart(self) -> None:
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator().manual_seed(0)  # the same start on all ranks
         shapes = [(view.numel() // len(view), self.rank) for view in self.low_rank]
         self.qs = [torch.randn(shape, generator=generator, device="cpu").to(self.flat) for shape in shapes]
         self.lefts = [torch.zeros_like(view) for view in self.low_rank]

@@ -19,7 +19,7 @@ loss, or take ``op="avg"``. Only ops sum and avg are linear.
 - Derivatives of derivatives are taken in the same way if ``x`` requires a gradient on all ranks; else RanksDisagree.
 - Other collectives may be under way in the backward pass: these functions use a communicator of their own.
 
-TypeError and ValueError as from the verbs, before anything is sent; RanksDisagree and CommunicatorError as from these.
+TypeError and ValueError as from the verbs; RanksDisagree and CommunicatorError as from these.
 
 Source: the adjoints follow from the verbs' definitions; torch.distributed.nn.functional has some of them, ChainerMN
 had them for networks that are split over ranks.
@@ -38,10 +38,8 @@ from torchmpi_py.collectives import verbs
 from torchmpi_py.core import communicators, compiling
 from torchmpi_py.core.collective import COLLECTIVES, Writes
 from torchmpi_py.core.communicators import Communicator
-from torchmpi_py.core.tensors import NO_TRANSFORM, check_divisible, check_rank, check_tensor
+from torchmpi_py.core.tensors import NO_TRANSFORM, check_tensor
 from torchmpi_py.errors import RanksDisagree
-
-LINEAR_OPS = ("sum", "avg")
 
 
 def own_communicator(comm: Communicator | None) -> Communicator:
@@ -124,24 +122,17 @@ def sendreceive(x: Tensor, source: int, destination: int, *, comm: Communicator 
 
 
 def _call(verb: str, x: Tensor, comm: Communicator | None, **arguments: Any) -> Tensor:
-    """Check what the verb is given, before anything is sent, and apply it. TypeError or ValueError with the remedy."""
-    given = communicators.resolve(comm)
+    """Check tensor and op, and apply the verb, which checks the rest. TypeError or ValueError with the remedy."""
     if torch._C._are_functorch_transforms_active():
         raise TypeError(f"nn.functional.{verb}: {NO_TRANSFORM}")
     check_tensor(f"nn.functional.{verb}", "x", x)
-    for name, value in arguments.items():
-        if name != "op":
-            check_rank(verb, name, value, given.size)
-        elif value not in LINEAR_OPS:
-            raise ValueError(
-                f"nn.functional.{verb}: op {value!r} has no gradient here; {' and '.join(LINEAR_OPS)} have, "
-                f"mpi.{verb} takes all"
-            )
-    if verb in ("reduce_scatter", "scatter", "alltoall"):
-        check_divisible(verb, x, given.size)
-    elif verb in ("allgather", "gather") and x.dim() == 0:
+    if arguments.get("op", "sum") not in ("sum", "avg"):
+        raise ValueError(
+            f"nn.functional.{verb}: op {arguments['op']!r} has no gradient here; take sum or avg, or mpi.{verb}"
+        )
+    if verb in ("allgather", "gather") and x.dim() == 0:
         x = x.reshape(1)  # it counts as one row
-    return _apply(verb, x, own_communicator(given), **arguments)
+    return _apply(verb, x, own_communicator(comm), **arguments)
 
 
 def _apply(verb: str, x: Tensor, comm: Communicator, **arguments: Any) -> Tensor:

@@ -71,22 +71,19 @@ class LaunchOrder:
         flags, numbers = reduced.tensor_split([reduced.numel() - 2 * (_BYTES + 1)])
         *digest, (most, least) = [(most, 255 - rest) for most, rest in numbers.view(2, -1).T.tolist()]
         if most > least:
-            base, here = self.num_steps + 1 - most, self._updates_here
+            first, last, here = (self.num_steps + 1 - most + updates for updates in (least, most, self._updates_here))
             raise RanksDisagree(
-                f"the ranks are in different steps: a rank is in its step {base + most}, another in its step "
-                f"{base + least}, this one in its step {base + here}, because they have called step() {most}, {least} "
-                f"and {here} times since the last reduction. A rank has left out step(), as after an error, and its "
-                "parameters differ from then on. Leave it out on all ranks (decide by mpi.allreduce), and load "
-                "a state on all of them where parameters differ"
+                f"the ranks are in different steps: a rank is in its step {last}, another in its step {first}, this "
+                f"one in its step {here}. A rank has left out step(), such as after an error, and its parameters "
+                "differ. Leave it out on all ranks (decide by mpi.allreduce), and load a state on all ranks"
             )
         if any(most != least for most, least in digest):
             raise RanksDisagree(
                 "the backward passes of the ranks reach modules with registrations of their own "
-                "(register_async_backward, or optimizers of optim) in different orders, so that gradients of one were "
-                "added to those of another: their outputs are computed in another order, a rank leaves out a layer, or "
-                "its backward pass raised an error and the program went on. Register one module that holds them all, "
-                "as torch.nn.ModuleList([a, b]). Or, with compression, only some ranks have loaded a state since the "
-                "last step: call load_state_dict (or restart) on every rank"
+                "(register_async_backward, or optimizers of optim) in different orders, so that their gradients were "
+                "mixed up: a rank computes the outputs in another order, leaves out a layer, or went on after an error "
+                "in its pass. Register one module that holds them all, such as torch.nn.ModuleList([a, b]). Or, with "
+                "compression, only some ranks have loaded a state: call load_state_dict (or restart) on every rank"
             )
         self.num_steps += 1
         return flags

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.collectives.check import digest_of
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.tensors import check_rank
 from torchmpi_py.errors import RanksDisagree
-from torchmpi_py.nn.synchronize import fused
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
@@ -25,8 +23,10 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 def broadcast_optimizer_state(optimizer: Any, root: int = 0, *, comm: Communicator | None = None) -> None:
     """Give every rank root's optimizer state: moments, numbers of steps, options of the groups. Collective.
 
-    Where the states are the same, the ranks exchange only a digest. An optimizer without ``state_dict`` and
-    ``load_state_dict`` is left as it is. The optimizers are of one kind, over the same parameters in the same order.
+    Where the states are the same, the ranks exchange only a digest. The optimizer may be another object with a state,
+    such as a scheduler. One without ``state_dict`` and ``load_state_dict`` is left as it is. The optimizers are of one
+    kind, over the same parameters in the same order.
+    ``load_state_dict`` gets tensors on the CPU; torch's brings them to the devices of the parameters.
 
     Raises RanksDisagree, on all ranks, where kinds or numbers of parameters differ, or where ``load_state_dict`` has
     changed the state (torch's gives it the dtype of the parameters).
@@ -37,7 +37,9 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, *, comm: Communicat
         return
     if not _differing(optimizer, comm):
         return
-    state = _broadcast(optimizer, root, comm)
+    state = optimizer.state_dict() if comm.rank == root else None
+    # By pickle, because states differ seldom: where a rank is new, or has left join() early.
+    state = verbs.broadcast_object(tree_map_only(Tensor, lambda x: x.detach().cpu(), state), root, comm=comm)
     if comm.rank != root:
         optimizer.load_state_dict(state)
     if differing := _differing(optimizer, comm):
@@ -71,15 +73,6 @@ def name_of_class(optimizer: Any, transparent: tuple[type, ...] = ()) -> str:
     return of_inner if isinstance(optimizer, transparent) else f"{name}({of_inner})"
 
 
-@dataclass(frozen=True)
-class _Missing:
-    """A tensor, in a state that travels without its tensors."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device_type: str
-
-
 def _differing(optimizer: Any, comm: Communicator) -> list[int]:
     """The ranks with another state than rank 0. Collective; RanksDisagree if kinds or groups differ."""
     state = optimizer.state_dict()
@@ -99,29 +92,8 @@ def _content(x: Any) -> Any:
         return sorted(((repr(key), _content(value)) for key, value in x.items()), key=itemgetter(0))
     if isinstance(x, (list, tuple)):
         return [_content(value) for value in x]
-    if isinstance(x, Tensor) and x.is_sparse:  # momentum of sparse gradients
-        return [digest_of(part) for part in (x.coalesce().indices(), x.coalesce().values())]
     if isinstance(x, Tensor):
-        return digest_of(x.detach())
+        return digest_of(x.detach().to_dense())  # momentum of sparse gradients is sparse
     if isinstance(x, np.ndarray):
         return x.tobytes()
     return x if isinstance(x, _PLAIN) else type(x).__qualname__
-
-
-def _broadcast(optimizer: Any, root: int, comm: Communicator) -> Any:
-    """Root's state, its tensors on this rank's devices. Collective."""
-    state = optimizer.state_dict() if comm.rank == root else None
-    # The structure travels by pickle, with a description in the place of each dense tensor; the values follow, fused.
-    bare = tree_map_only(Tensor, lambda x: x if x.is_sparse else _Missing(x.shape, x.dtype, x.device.type), state)
-    bare = verbs.broadcast_object(bare, root, comm=comm)
-    if comm.rank != root:
-        groups = getattr(optimizer, "param_groups", ())
-        device_of = {p.device.type: p.device for group in groups for p in group["params"]}
-        state = tree_map_only(
-            _Missing,
-            lambda x: torch.empty(x.shape, dtype=x.dtype, device=device_of.get(x.device_type, x.device_type)),
-            bare,
-        )
-    tensors = [leaf.detach() for leaf in tree_leaves(state) if isinstance(leaf, Tensor) and not leaf.is_sparse]
-    fused(tensors, lambda flat: verbs.broadcast(flat, root, comm=comm))
-    return state

@@ -85,12 +85,11 @@ class SyncBatchNorm(_BatchNorm):
         """
         check_module("convert_sync_batchnorm", module)
         for layer in module.modules():
+            name = type(layer).__name__
             if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
-                name = type(layer).__name__
                 raise ValueError(f"convert_sync_batchnorm: a {name} has no features yet; call the network once before")
             if isinstance(layer, _BatchNorm):
                 if type(layer).forward not in (_BatchNorm.forward, torch.nn.SyncBatchNorm.forward, cls.forward):
-                    name = type(layer).__name__
                     raise ValueError(f"convert_sync_batchnorm: {name} has a forward of its own; replace it by hand")
                 layer.__class__ = cls
                 vars(layer)["comm"] = comm
@@ -110,7 +109,7 @@ class _Normalize(Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         exact_mean, exact_var, count = _statistics(x, comm)
         unbiased = exact_var * (count / (count - 1))
-        mean, var = (values.to(_dtype_of_statistics(x)) for values in (exact_mean, exact_var))
+        mean, var = (values.to(torch.promote_types(x.dtype, torch.float32)) for values in (exact_mean, exact_var))
         ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt())
         ctx.count, ctx.comm = count, comm
         ctx.mark_non_differentiable(exact_mean, unbiased)
@@ -143,7 +142,7 @@ def _statistics(x: Tensor, comm: Communicator) -> tuple[Tensor, Tensor, float]:
     dims, channels = _all_but_channels(x), x.shape[1]
     number = x.numel() // channels
     mean = x.sum(dims, dtype=torch.float64) / max(number, 1)
-    dtype = _dtype_of_statistics(x)
+    dtype = torch.promote_types(x.dtype, torch.float32)
     squares = (x.to(dtype) - _along(mean.to(dtype), x)).square_().sum(dims, dtype=torch.float64)
     # One exchange of 1 + 2 C numbers; combined in the order of ranks, they give the same bits everywhere.
     gathered = verbs.allgather(torch.cat([mean.new_tensor([number]), mean, squares]).unsqueeze(0), comm=comm)
@@ -156,10 +155,6 @@ def _statistics(x: Tensor, comm: Communicator) -> tuple[Tensor, Tensor, float]:
         )
     mean = (numbers * means).sum(0) / count
     return mean, (all_squares + numbers * (means - mean).square()).sum(0) / count, count
-
-
-def _dtype_of_statistics(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _all_but_channels(x: Tensor) -> list[int]:

@@ -5,7 +5,7 @@ Every function runs on the current level. Small tensors share flat buffers of up
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -21,9 +21,11 @@ from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.tensors import check_tensor
 from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.buckets import Buckets, buckets_of, grouped
+from torchmpi_py.nn.members import parameters_of
 
 _buckets: WeakKeyDictionary[torch.nn.Module, Buckets] = WeakKeyDictionary()  # of synchronize_gradients
-reduced_in_backward: WeakSet[Buckets] = WeakSet()  # of register_async_backward
+ParametersOf = Callable[[torch.nn.Module], Iterable[torch.nn.Parameter]]
+reduced_in_backward: WeakSet[Any] = WeakSet()  # all AsyncBackward
 
 
 def synchronize_parameters(module: torch.nn.Module, average: bool = False, *, comm: Communicator | None = None) -> None:
@@ -51,15 +53,11 @@ def check_alike(call: str, named: Mapping[str, Tensor], comm: Communicator, *, s
     # torch.compile and DDP put a prefix before names, perhaps on some ranks alone.
     bare = {name.replace("_orig_mod.", "").removeprefix("module."): x for name, x in named.items()}
     table = [(name, *_description(x, strides)) for name, x in bare.items()]
-    check_tables(f"{call}: the ranks' modules differ", allgather_object(table, comm=comm))
-
-
-def check_tables(what: str, tables: Sequence[Sequence[Any]]) -> None:
-    """RanksDisagree, with the first difference, unless the ranks' tables are equal."""
+    tables = allgather_object(table, comm=comm)
     rank = agree.first_different(tables)
     if rank is not None:
         _, here, there = agree.first_difference(tables[0], tables[rank], "nothing more")
-        raise RanksDisagree(f"{what}: rank 0 has {here}, rank {rank} has {there}")
+        raise RanksDisagree(f"{call}: the ranks' modules differ: rank 0 has {here}, rank {rank} has {there}")
 
 
 def _description(x: Tensor, strides: bool) -> tuple[Any, ...]:
@@ -123,15 +121,18 @@ def check_with_allreduce(module: torch.nn.Module) -> None:
 
 
 def parameters_to_reduce(
-    call: str, module: torch.nn.Module, comm: Communicator, only: Container[torch.nn.Parameter] | None = None
+    call: str, module: torch.nn.Module, comm: Communicator, parameters: ParametersOf = parameters_of
 ) -> dict[str, torch.nn.Parameter]:
-    """The parameters that take a gradient (of ``only``), by name, the same on all ranks. Collective.
+    """The parameters of a module that take a gradient, by name, the same on all ranks. Collective.
 
     Raises TypeError for what is no module and for a DTensor, ValueError for a parameter whose gradient is reduced
     already, RanksDisagree where the parameters differ.
     """
     check_module(call, module)
-    named = {name: p for name, p in module.named_parameters() if p.requires_grad and (only is None or p in only)}
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(f"{call}: no gradient can be reduced in memory of torch.inference_mode(); call it outside")
+    trained = {p for p in parameters(module) if p.requires_grad}
+    named = {name: p for name, p in module.named_parameters() if p in trained}
     check_whole(call, named)
     check_unregistered(call, named.items())
     check_alike(call, named, comm)
@@ -141,10 +142,7 @@ def parameters_to_reduce(
 def check_module(what: str, module: object) -> None:
     """TypeError for parameters, or a state_dict, in place of a module."""
     if not isinstance(module, torch.nn.Module):
-        found = type(module).__name__
-        raise TypeError(
-            f"{what}: expected a torch.nn.Module, found {found}; pass the module, not its parameters or state"
-        )
+        raise TypeError(f"{what}: expected a torch.nn.Module, found {type(module).__name__}; pass the module itself")
 
 
 def check_whole(what: str, named: Mapping[Any, Tensor]) -> None:
@@ -164,13 +162,12 @@ def check_unregistered(call: str, named: Iterable[tuple[str, torch.nn.Parameter]
     """ValueError if ``register_async_backward`` reduces one of these gradients: a second time gives a wrong number."""
     if not (registrations := list(reduced_in_backward)):
         return
-    registered = [
-        name for name, p in named if p.requires_grad and any(p in buckets.index_of for buckets in registrations)
-    ]
+    registered = [name for name, p in named if p.requires_grad and any(p in each.names for each in registrations)]
     if registered:
         raise ValueError(
-            f"{call}: a register_async_backward reduces the gradients of {', '.join(registered[:3])} already "
-            f"({len(registered)} in all), and reduced twice they would be wrong; call remove() on it first"
+            f"{call}: a register_async_backward, or an optimizer of optim, reduces the gradients of "
+            f"{', '.join(registered[:3])} already ({len(registered)} in all), and reduced twice they would be wrong; "
+            "call remove() on it first"
         )
 
 

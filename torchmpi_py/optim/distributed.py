@@ -70,25 +70,21 @@ class DistributedOptimizer(ReducingOptimizer):
         self.optimizer = optimizer
         self.module = module
         self.comm = resolve(comm)
-        make_buckets = functools.partial(buckets_of, compression=compression, sparse_as_dense=sparse_as_dense)
-        self._options: dict[str, Any] = {"average": average, "frequency": backward_passes_per_step}
-        self._options["make_buckets"] = make_buckets
-        self._begin()
-
-    def _begin(self) -> None:
-        _check_parameters(self.optimizer.param_groups, self.module, self.comm)
-        self._only = self._parameters()
-        self._register(self.module, only=self._only, **self._options)
-
-    def _parameters(self) -> set[torch.nn.Parameter]:
-        return {p for group in self.optimizer.param_groups for p in group["params"]}
-
-    def _check_pass(self) -> None:
-        if self._parameters() != self._only:
-            raise RuntimeError(
-                "DistributedOptimizer: its optimizer has other parameters now; use add_param_group of this"
+        known = set(module.parameters())
+        others = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
+        counts = verbs.allgather(len(others), comm=self.comm)
+        if any(counts):
+            raise ValueError(
+                f"DistributedOptimizer: expected parameters of the module; the ranks' optimizers have {counts} others. "
+                "Make them of its parameters, before it is copied, such as torch.optim.SGD(module.parameters())"
             )
-        super()._check_pass()
+        self._register(
+            module,
+            make_buckets=functools.partial(buckets_of, compression=compression, sparse_as_dense=sparse_as_dense),
+            parameters=lambda module: (p for group in optimizer.param_groups for p in group["params"]),
+            frequency=backward_passes_per_step,
+            average=average,
+        )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters by the averages; first reduce what is not reduced yet. Collective.
@@ -101,7 +97,6 @@ class DistributedOptimizer(ReducingOptimizer):
                 loss = self.optimizer.step(lambda: self._evaluated(closure))
             else:
                 self.synchronize()
-                self.check_equal()
                 loss = self.optimizer.step()
             self.reduction.order.num_updates += 1
             return loss
@@ -112,35 +107,9 @@ class DistributedOptimizer(ReducingOptimizer):
         """Around ``step()``, after ``synchronize()`` and clipping, in scripts for Horovod. It changes nothing here."""
         return nullcontext()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, for parameters of the module, as when layers are unfrozen. Collective."""
-        self._check_between_steps("add_param_group")
-        params = param_group["params"]
-        group = {**param_group, "params": [params] if isinstance(params, Tensor) else list(params)}
-        _check_parameters([*self.optimizer.param_groups, group], self.module, self.comm)
-        super().add_param_group(group)
-        self.remove()
-        self._is_checked = False
-        self._begin()
-
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
         loss = closure()
         self.synchronize()
-        self.check_equal()
         if isinstance(loss, Tensor):
             return verbs.allreduce(loss.detach(), out=torch.empty_like(loss), op="avg", comm=self.comm)
         return loss if loss is None else verbs.allreduce(float(loss), op="avg", comm=self.comm)
-
-
-def _check_parameters(groups: list[dict[str, Any]], module: torch.nn.Module, comm: Communicator) -> None:
-    """ValueError, on all ranks, unless the optimizer's parameters are the module's."""
-    known = set(module.parameters())
-    parameters = [p for group in groups for p in group["params"]]
-    counts = verbs.allgather(len([p for p in parameters if p not in known]), comm=comm)
-    if any(counts):
-        raise ValueError(
-            "the optimizer has parameters that the module has not: "
-            + ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts) if count)
-            + f" (it has {len(parameters)} on this one). Make it of this module's parameters, before the module is "
-            "wrapped or copied, as torch.optim.SGD(module.parameters(), ...)"
-        )

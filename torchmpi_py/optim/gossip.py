@@ -20,7 +20,7 @@ from torchmpi_py.collectives import verbs
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.handles import Handle, wait_all
 from torchmpi_py.nn.buckets import grouped
-from torchmpi_py.optim.wrapper import LocalOptimizer, evaluated
+from torchmpi_py.optim.wrapper import LocalOptimizer
 
 
 class Gossip(LocalOptimizer):
@@ -59,8 +59,7 @@ class Gossip(LocalOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The optimizer's step, and the mean with partners. closure: evaluated once, before."""
-        loss = evaluated(closure)
-        self.take_own_step()
+        loss = self.take_own_step(closure)
         self.finish()
         if ranks := self._drawn():
             groups = grouped(p.detach() for p in self.parameters())
@@ -114,17 +113,17 @@ class _Exchange:
 
     def __init__(self, tensors: list[Tensor], ranks: list[tuple[int, int]], comm: Communicator) -> None:
         self.tensors = tensors
-        self.given = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        self.came = [self.given.clone() for _ in ranks]
+        self.sent = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        self.received = [self.sent.clone() for _ in ranks]
         self.handles: list[Handle[Any]] = [
             verbs.sendreceive_async(x, source, destination, comm=comm)
-            for x, (source, destination) in zip(self.came, ranks, strict=True)
+            for x, (source, destination) in zip(self.received, ranks, strict=True)
         ]
 
     def finish(self) -> None:
         """Add the differences, with equal weights of this rank and its partners."""
         wait_all(self.handles)
-        difference = torch.stack([x - self.given for x in self.came]).sum(0) / (1 + len(self.came))
+        difference = torch.stack([x - self.sent for x in self.received]).sum(0) / (1 + len(self.received))
         changes = torch.split(difference, [tensor.numel() for tensor in self.tensors])
         for tensor, change in zip(self.tensors, changes, strict=True):
             tensor += change.view_as(tensor)

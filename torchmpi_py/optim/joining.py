@@ -14,11 +14,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core.handles import wait_all
-from torchmpi_py.nn.async_backward import AsyncBackward, registered_with
+from torchmpi_py.nn.async_backward import AsyncBackward, registered
 from torchmpi_py.nn.optimizer_state import broadcast_optimizer_state
 from torchmpi_py.nn.synchronize import fused
 from torchmpi_py.optim.distributed import DistributedOptimizer
@@ -28,13 +27,12 @@ class JoiningBackward(AsyncBackward):
     """A registration within the block of ``join``: each reduction begins with a count of the ranks that have data."""
 
     compares_steps = False
-    has_data: bool  # on this rank
-    num_present: Tensor  # ranks with data, in the last reduction
-    num_steps: int  # with data, on this rank
 
     def begin(self) -> None:
         """Begin the block, with data on this rank."""
-        self.has_data, self.num_present, self.num_steps = True, torch.zeros(1, dtype=torch.int64, device="cpu"), 0
+        self.has_data = True  # on this rank
+        self.num_present = torch.zeros(1, dtype=torch.int64, device="cpu")  # ranks with data, in the last reduction
+        self.num_steps = 0  # with data, on this rank
 
     def go_on_without_data(self) -> None:
         """Bring zeros to the reductions of the ranks that still have data, until none has."""
@@ -98,10 +96,16 @@ def join(module_or_optimizer: torch.nn.Module | DistributedOptimizer, *stateful:
     optimizer = module_or_optimizer if isinstance(module_or_optimizer, DistributedOptimizer) else None
     module: Any = module_or_optimizer if optimizer is None else optimizer.module
     if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"join: give a module or an optim.DistributedOptimizer, not a {type(module).__name__}")
-    reduction: Any = registered_with(module) if optimizer is None else optimizer.reduction
+        raise TypeError(
+            f"join: give a module or an optim.DistributedOptimizer, not a {type(module).__name__}; a ShardedOptimizer "
+            "needs equally many batches on every rank, such as mpi.shard or drop_last=True give"
+        )
+    own = [each for each in registered.get(module, []) if each._owner() is each]  # of register_async_backward
+    reduction: Any = optimizer.reduction if optimizer is not None else own[-1] if own else None
     if reduction is None:
-        raise ValueError("join: expected a module with reduced gradients; call register_async_backward(module) first")
+        raise ValueError(
+            "join: expected reduced gradients; call register_async_backward or give a DistributedOptimizer"
+        )
     if optimizer is not None:
         optimizer.check_equal()
     # The same hooks, and the same object for the user.
@@ -117,9 +121,5 @@ def join(module_or_optimizer: torch.nn.Module | DistributedOptimizer, *stateful:
     root = steps.index(max(steps))
     tensors = [x.detach() for x in (*module.parameters(), *module.buffers())]
     fused(tensors, lambda flat: verbs.broadcast(flat, root, comm=reduction.buckets.comm))
-    if optimizer is not None:
-        broadcast_optimizer_state(optimizer.optimizer, root, comm=reduction.buckets.comm)
-    for each in stateful:
-        state = verbs.broadcast_object(each.state_dict(), root, comm=reduction.buckets.comm)
-        if reduction.buckets.comm.rank != root:
-            each.load_state_dict(state)
+    for each in stateful if optimizer is None else (optimizer.optimizer, *stateful):
+        broadcast_optimizer_state(each, root, comm=reduction.buckets.comm)

@@ -12,11 +12,10 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core.communicators import Communicator, resolve
@@ -25,17 +24,8 @@ from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.compression import Compression, check_compression
 from torchmpi_py.nn.elements import is_finite
 from torchmpi_py.nn.synchronize import check_whole
-from torchmpi_py.optim.owners import Placement, owners
-from torchmpi_py.optim.sharded_buckets import ShardedBuckets, ShardedReducer
+from torchmpi_py.optim.sharded_buckets import Placement, ShardedBuckets, ShardedReducer, owners
 from torchmpi_py.optim.wrapper import ReducingOptimizer, evaluated
-
-
-class _Options(TypedDict, total=False):
-    placement: Placement
-    comm: Communicator | None
-    average: bool
-    backward_passes_per_step: int
-    compression: Compression | None
 
 
 class ShardedOptimizer(ReducingOptimizer):
@@ -105,7 +95,7 @@ class ShardedOptimizer(ReducingOptimizer):
         self._hold_shards()
 
     @classmethod
-    def from_optimizer(cls, optimizer: torch.optim.Optimizer, **options: Unpack[_Options]) -> ShardedOptimizer:
+    def from_optimizer(cls, optimizer: torch.optim.Optimizer, **options: Any) -> ShardedOptimizer:
         """A sharded optimizer that uses ``optimizer``, with its groups and its state, which all ranks have alike.
 
         Schedulers of ``optimizer`` go on working. ``to_optimizer`` gives it its parameters back. Collective.
@@ -131,7 +121,6 @@ class ShardedOptimizer(ReducingOptimizer):
         """
         loss = evaluated(closure)
         self.synchronize()
-        self.check_equal()
         for bucket in self._buckets:
             for shard, part in bucket.shards.items():
                 if part.parameter.grad is None:  # no rank has used it, or the user has dropped its gradient
@@ -187,10 +176,6 @@ class ShardedOptimizer(ReducingOptimizer):
         for bucket in self._buckets:
             bucket.leave()
         self._hold_parameters()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """TypeError: state is divided when the optimizer is made."""
-        raise TypeError("a ShardedOptimizer takes no more parameters; make another one, with its state_dict()")
 
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's state, on every rank. Collective. RanksDisagree if only some ranks have loaded one.
@@ -257,15 +242,16 @@ class ShardedOptimizer(ReducingOptimizer):
         is_everywhere = verbs.allreduce(int(is_finite_here), op="min", comm=self.comm)
         self._stand_in.grad = torch.full_like(self._stand_in, 0.0 if is_everywhere else math.nan)
 
-    def _check_pass(self) -> None:
-        super()._check_pass()
+    def check_pass(self) -> None:
+        super().check_pass()
         if not all(bucket.is_in_place() for bucket in self._buckets):
             raise RuntimeError("parameters lie in other memory than before: make the optimizer after module.to(...)")
 
 
 def _check(parameters: list[Any], optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise TypeError("ShardedOptimizer: LBFGS needs closures and all gradients; take optim.DistributedOptimizer")
+    if isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "eval"):  # as schedule-free optimizers have
+        name = type(optimizer).__name__
+        raise TypeError(f"ShardedOptimizer: {name} needs all parameters and gradients; take optim.DistributedOptimizer")
     for number, p in enumerate(parameters):
         if not isinstance(p, torch.nn.Parameter):
             raise TypeError(f"ShardedOptimizer: parameter {number} is a {type(p).__name__}; give torch.nn.Parameters")

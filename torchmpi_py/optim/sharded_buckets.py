@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,15 +30,44 @@ from torch.utils._pytree import tree_map_only
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.core.handles import Handle
+from torchmpi_py.core.tensors import check_rank
 from torchmpi_py.nn.absent_gradients import AbsentGradient
 from torchmpi_py.nn.buckets import Buckets, flat_memory, runs_of
-from torchmpi_py.nn.compressed_reducer import CompressedReducer
-from torchmpi_py.nn.compression import Compression, Compressor, Destination
+from torchmpi_py.nn.compression import CompressedReducer, Compression, Compressor, Destination
 from torchmpi_py.nn.elements import largest_amount
 from torchmpi_py.nn.gradient_reducer import views_of
 
 _State = Mapping[Any, dict[str, Any]]
 _Numbers = Mapping[Parameter, int]
+_ELEMENTWISE = {  # every element of a parameter is treated alike, whatever the others are
+    getattr(torch.optim, name)
+    for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()  # noqa: SIM905
+}
+
+Placement = Literal["size", "round_robin", "hash"] | Callable[[int, Parameter], int]
+
+
+def owners(parameters: list[Parameter], placement: Placement, optimizer_class: Any, size: int) -> dict[Parameter, int]:
+    """The owner of each parameter; empty for slices."""
+    if placement == "size":
+        return {} if optimizer_class in _ELEMENTWISE else _balanced(parameters, size)
+    rules = {"round_robin": lambda n, p: n % size, "hash": lambda n, p: zlib.crc32(str(n).encode()) % size}
+    rule = placement if callable(placement) else rules.get(placement)
+    if rule is None:
+        raise ValueError(f"placement={placement!r}: give 'size', 'round_robin', 'hash', or a function")
+    return {
+        p: check_rank("ShardedOptimizer", f"placement's owner of parameter {n}", rule(n, p), size)
+        for n, p in enumerate(parameters)
+    }
+
+
+def _balanced(parameters: list[Parameter], size: int) -> dict[Parameter, int]:
+    """The largest parameters first, each to the rank that has the fewest elements."""
+    num_elements, owners = [0] * size, {}
+    for p in sorted(parameters, key=lambda p: -p.numel()):
+        owners[p] = num_elements.index(min(num_elements))
+        num_elements[owners[p]] += p.numel()
+    return owners
 
 
 class _Sharded(Destination):
@@ -101,12 +131,9 @@ class Owner(_Sharded):
 class GradientOfOwners(AbsentGradient):
     """Stands for the gradient of a parameter from the backward pass to ``step``: the ranks have parts of it."""
 
-    why = (
-        "ShardedOptimizer: a gradient was read or changed that this rank does not have as a whole, or backward() ran "
-        "again before step(). Until step() each rank has the gradients of what it updates, in optimizer.param_groups: "
-        "clip with optimizer.clip_grad_norm_(...), or with clip_grad_value_ of the parameters there. Drop gradients, "
-        "as of a step that GradScaler skips, with optimizer.zero_grad(). To accumulate, use backward_passes_per_step=. "
-        "Activation checkpointing needs checkpoint(..., use_reentrant=False)"
+    place = (
+        "on other ranks of a ShardedOptimizer, in part or as a whole: clip with optimizer.clip_grad_norm_(...), or "
+        "change the gradients in optimizer.param_groups, which this rank has; drop them with optimizer.zero_grad()"
     )
 
 

@@ -82,14 +82,12 @@ class ReducingOptimizer(OptimizerWrapper):
 
     def _register(self, module: torch.nn.Module, **options: Any) -> None:
         """Reduce the gradients of a module in its backward passes. Collective."""
-        calls: dict[str, Any] = {"before_pass": self._check_pass, "on_reduction": self._wait}
-        self.reduction = AsyncBackward(module, comm=self.comm, **calls, **options)
+        self.reduction = AsyncBackward(module, comm=self.comm, owner=self, **options)
 
     def synchronize(self) -> None:
         """Reduce gradients that are not reduced yet, as after no backward pass, or fewer than on other ranks."""
         if self.reduction.names and not self.reduction._hooks:
-            name = type(self).__name__
-            raise RuntimeError(f"{name}: remove() has ended it; take a step with the plain optimizer, its .optimizer")
+            raise RuntimeError(f"{type(self).__name__}: remove() has ended it; use the plain optimizer, its .optimizer")
         if not self._is_reduced:
             self.reduction.reduce_now()
             self._end_reduction()
@@ -99,6 +97,13 @@ class ReducingOptimizer(OptimizerWrapper):
         self._check_between_steps("zero_grad")
         self._is_reduced = False
         super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """TypeError: buckets are made with the optimizer."""
+        raise TypeError(
+            f"add_param_group: a {type(self).__name__} takes no more parameters; remove() it, add them to the plain "
+            "optimizer, its .optimizer, and make another one of that"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the optimizer. RuntimeError between the backward passes of one step: no state has gradients."""
@@ -111,22 +116,22 @@ class ReducingOptimizer(OptimizerWrapper):
         self.reduction.restart()
         self._is_reduced = False
 
-    def _wait(self) -> None:
+    def wait_in_pass(self) -> None:
         """At the end of a backward pass whose gradients are reduced."""
         self.reduction.synchronize()
         self._end_reduction()
 
     def _end_reduction(self) -> None:
         self._is_reduced = True
+        self.check_equal()
 
-    def _check_pass(self) -> None:
+    def check_pass(self) -> None:
         """At the start of a backward pass."""
         if self._is_reduced and self.reduction.buckets.hold_gradients():
             raise RuntimeError(
                 "backward() ran again before step(): it would add to gradients that are reduced already. Accumulate "
-                "with backward_passes_per_step=..., or zero_grad() of this optimizer. Where a pass for another has "
-                "reached these parameters (as a GAN's), set requires_grad_(False) on them for that pass; activation "
-                "checkpointing needs checkpoint(..., use_reentrant=False)"
+                "with backward_passes_per_step=, or call zero_grad(). Set requires_grad_(False) for a pass that is for "
+                "other parameters (a GAN's). Activation checkpointing needs checkpoint(..., use_reentrant=False)"
             )
         self._is_reduced = False  # of a step that GradScaler left out, whose gradients the module has dropped
 
@@ -138,7 +143,7 @@ class ReducingOptimizer(OptimizerWrapper):
             )
 
     def check_equal(self) -> None:
-        """Once: RanksDisagree, on all ranks, unless all train the same. After a reduction, where all come."""
+        """Once, after a reduction: RanksDisagree, on all ranks, unless all train the same parameters. Collective."""
         if not self._is_checked:
             self._is_checked = True
             check_all_with_allreduce({name: p for p, name in self.reduction.names.items()}, comm=self.comm)
@@ -158,20 +163,23 @@ class LocalOptimizer(OptimizerWrapper):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
+        if isinstance(optimizer, OptimizerWrapper):
+            raise TypeError(f"{type(self).__name__}: expected a plain optimizer, found {optimizer!r}; unwrap it")
         self.optimizer = optimizer
         check_whole(type(self).__name__, dict(enumerate(self.parameters())))
 
     @torch.no_grad()
-    def take_own_step(self) -> None:
-        """The optimizer's step."""
-        found = vars(self)  # what GradScaler sets for this step
-        if float(found.get("found_inf", 0.0)) > 0:
-            return
-        if (scale := found.get("grad_scale")) is not None:
+    def take_own_step(self, closure: Callable[[], Any] | None) -> Any:
+        """Take the optimizer's step, after one evaluation of the closure, whose loss is returned."""
+        loss, set_by_scaler = evaluated(closure), vars(self)
+        if float(set_by_scaler.get("found_inf", 0.0)) > 0:
+            return loss
+        if (scale := set_by_scaler.get("grad_scale")) is not None:
             for p in self.parameters():
                 if p.grad is not None:
                     p.grad.div_(scale.to(p.grad.device))
         self.optimizer.step()
+        return loss
 
     def average_over(self, comm: Communicator) -> None:
         """Make parameters their average over the ranks of ``comm``. Collective."""
