@@ -12,7 +12,7 @@ per rank, so a global batch is smaller from then on.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torchmpi_py.collectives.verbs import allgather_object
 from torchmpi_py.core import communicators, ulfm
 from torchmpi_py.engine.extensions import Extension
 from torchmpi_py.engine.state import State
+from torchmpi_py.optim.wrapper import ReducingOptimizer
 from torchmpi_py.runtime import survivors
 
 
@@ -33,20 +34,15 @@ class Elastic(Extension):
     Raises TypeError or ValueError, when training begins, where the survivors of a death could not go on.
     """
 
-    engine: Any = None
-
-    @contextmanager
-    def around_run(self, engine: Any, state: State) -> Iterator[None]:
-        """Check, on every rank, that survivors could go on."""
-        if not ulfm.is_elastic():
-            yield
-            return
-        _check(engine, state)
+    def around_run(self, engine: Any, state: State) -> AbstractContextManager[None]:
+        """Take the engine, which the survivors of a death need."""
         self.engine = engine
-        try:
-            yield
-        finally:
-            self.engine = None
+        return nullcontext()
+
+    def on_start(self, state: State) -> None:
+        """Check, on every rank, that survivors could go on."""
+        if ulfm.is_elastic():
+            _check(self.engine, state)
 
     @contextmanager
     def around_epoch(self, state: State) -> Iterator[None]:
@@ -93,18 +89,16 @@ def _check(engine: Any, state: State) -> None:
     iterator: Any = state.iterator
     if not hasattr(engine, "regroup"):
         raise TypeError(f"Elastic: expected an AllReduceSGDEngine, found {type(engine).__name__}; leave Elastic() out")
-    if not hasattr(iterator, "take_place"):
+    if not getattr(iterator, "follows_place", False):
         raise TypeError(
-            f"iterator is a {type(iterator).__name__}, which cannot share the rest of an epoch out among the "
-            "survivors of a death: give a DatasetIterator, a StreamIterator or a DataLoader without a sampler, or "
-            "start the job without --elastic"
+            f"iterator is a {type(iterator).__name__} that cannot share the rest of an epoch out among the survivors "
+            "of a death: give a StreamIterator, a DatasetIterator without rank= and size=, or a DataLoader without a "
+            "sampler, or start the job without --elastic"
         )
-    if not iterator.follows_place:
-        raise ValueError("the DatasetIterator was given rank= and size=, which change when a rank dies: give none")
-    if engine.sharded:
+    if isinstance(state.optimizer, ReducingOptimizer):
         raise ValueError(
-            "the optimizer's state is divided among the ranks, and the survivors of a death would lack the dead rank's "
-            "part: start the job without --elastic, and resume from a checkpoint"
+            f"optimizer is a {type(state.optimizer).__name__}, which needs all the ranks that it was made for: leave "
+            "sharded=True out or give a plain optimizer, or start the job without --elastic"
         )
     if communicators.resolve(None).size < communicators.stack().levels[0].size:
         raise ValueError(

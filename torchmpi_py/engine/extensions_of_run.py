@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchmpi_py.core import ulfm
+from torchmpi_py.engine import outcomes
 from torchmpi_py.engine.checkpoint import Checkpoint
 from torchmpi_py.engine.elastic import Elastic
 from torchmpi_py.engine.epoch_lines import EpochLines
 from torchmpi_py.engine.evaluate import Evaluate
 from torchmpi_py.engine.extensions import Extension
+from torchmpi_py.engine.same_batches import FirstBatches
 from torchmpi_py.engine.state import nothing
 
 _INSTEAD = {
@@ -30,6 +32,8 @@ def extensions_of_run(engine: Any, chosen: Sequence[Extension] | None, former: d
     extensions = [*(chosen or ()), *_of_former_keywords(former)]
     if former.get("epoch_lines", chosen is None) and engine.hooks.on_end_epoch is nothing:
         extensions.append(EpochLines())
+    if engine.steps_together and outcomes.size() > 1:
+        extensions.append(FirstBatches())
     if engine.steps_together and ulfm.is_elastic() and not any(isinstance(each, Elastic) for each in extensions):
         extensions.insert(0, Elastic())
     # What the others have done at a moment is saved, and nothing is drawn from random generators after a save.

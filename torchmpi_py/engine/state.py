@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from torchmpi_py.nn.members import ParameterSnapshot
-from torchmpi_py.optim.sharded import ShardedOptimizer
 
 
 @dataclass(eq=False)
@@ -80,10 +79,9 @@ class State:
         return self.members().trained
 
     def parameter_groups(self) -> list[list[torch.nn.Parameter]]:
-        """The parameters of the optimizer's groups; those of a ShardedOptimizer hold shards in their place."""
-        if isinstance(self.optimizer, ShardedOptimizer):
-            return [self.optimizer.parameters]
-        return [] if self.optimizer is None else [group["params"] for group in self.optimizer.param_groups]
+        """The parameters of the optimizer's groups; an optimizer whose groups hold shards has ``whole_groups`` too."""
+        groups = [group["params"] for group in getattr(self.optimizer, "param_groups", ())]
+        return getattr(self.optimizer, "whole_groups", groups)
 
     def parameters_of_optimizer_alone(self) -> list[torch.nn.Parameter]:
         """The trained parameters that are in no module."""
