@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from torchmpi_py.collectives.verbs import allgather_object
 from torchmpi_py.core import communicators, ulfm
 from torchmpi_py.engine.extensions import Extension
 from torchmpi_py.engine.state import State
@@ -60,18 +59,16 @@ class Elastic(Extension):
     def _recover(self, state: State, attempt: survivors.Attempt) -> None:
         """Make the survivors equal, and divide the rest of the epoch. Collective."""
         place = state.place
-        # The state of the rank that has come farthest becomes everyone's.
-        standing = state.epoch, place.position, state.t, -state.maxepoch  # a hook may have lowered it, to stop
-        endings = allgather_object((standing, place.is_ending))
         schedules = self._schedules()
-        # Of ranks that were in one hook some have made the step of a schedule there, and others have not.
-        steps = [getattr(schedule, "last_epoch", 0) for schedule in schedules]
-        optimizers = [] if state.optimizer is None else [state.optimizer]
-        farthest = survivors.catch_up((*standing, *steps), state.as_one_module(), *optimizers, *schedules)[:4]
+        parts = [state.as_one_module(), *schedules, *([] if state.optimizer is None else [state.optimizer])]
+        # The state of the rank that has come farthest becomes everyone's. Of ranks at the end of an epoch a rank that
+        # has not completed it counts as farthest, because all repeat it. Of ranks that were in one hook some have
+        # lowered maxepoch there, to stop, or made the step of a schedule, and others have not.
+        standing = state.epoch, place.position, state.t, place.is_ending, -state.maxepoch
+        farthest = survivors.catch_up((*standing, *(schedule.last_epoch for schedule in schedules)), *parts)
         # This rank has come as far, also if that rank dies before the others have.
-        state.epoch, place.position, state.t = farthest[:3]
-        state.maxepoch = -farthest[3]
-        place.is_ending, place.is_finished = (farthest, True) in endings, False
+        state.epoch, place.position, state.t, place.is_ending, end = farthest[: len(standing)]
+        state.maxepoch, place.is_finished = -end, False
         attempt.confirm()
         # From here on the survivors stand at the same step, and share the rest of the epoch.
         state.iterator.take_place()  # type: ignore[attr-defined]  # checked before the first epoch

@@ -36,7 +36,7 @@ class State:
     iterator: Iterable[Any]  # gives samples; iterated once an epoch
     optimizer: torch.optim.Optimizer | None = None  # None in test(), and in train() with lr=0: no update
     sample: Any = None  # (input, target, ...)
-    num_samples: int = 0  # in this batch; 0: this rank has none in this step, and sample is None
+    num_samples: Any = 0  # in this batch; 0: this rank has none, and sample is None; None: on_sample makes the pair
     output: Any = None  # of the network
     loss: Any = None  # scalar tensor: mean over this rank's samples, never scaled by the batch's weight
     epoch: int = 0  # epochs completed; a hook may set it in on_start to resume, or maxepoch to stop after this epoch
@@ -45,7 +45,6 @@ class State:
     place: EpochPlace = field(
         default_factory=EpochPlace, repr=False
     )  # within the epoch; hooks read it, and leave it alone
-    _is_counted: bool = True  # whether num_samples is known, or may be once on_sample has made a pair
 
     @property
     def position(self) -> int:
@@ -126,11 +125,6 @@ class Hooks:
         self.__dict__["followers"] = []  # functions of a moment's name, called when its hook is set
 
     def __setattr__(self, moment: str, hook: Hook) -> None:
-        if moment == "on_backward_criterion":
-            raise AttributeError(
-                "hooks.on_backward_criterion: the backward pass is in one piece; use hooks.on_backward, and "
-                "state.output.retain_grad() in hooks.on_forward for the gradient at the output"
-            )
         if moment not in MOMENTS:
             raise AttributeError(f"hooks.{moment}: there is no such moment; there are {', '.join(MOMENTS)}")
         self.__dict__[moment] = hook
