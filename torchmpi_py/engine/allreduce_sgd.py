@@ -101,51 +101,25 @@ class AllReduceSGDEngine(SGDEngine):
         """Check; divide the iterator; move network and samples to the device; keep the copies equal while training."""
         if not process.is_started():
             raise NotStarted("AllReduceSGDEngine needs a running session: call mpi.start() first, on every rank")
-        state.iterator = loaders.divided(state.iterator)
-        if isinstance(state.iterator, BatchIterator):
+        state.iterator = iterator = loaders.divided(state.iterator)
+        if isinstance(iterator, BatchIterator):
             if ulfm.has_lost_ranks():
-                state.iterator.take_place()
-            state.iterator.check_alike()
-        with self._on_gpu(state), self._replicated(state):
-            yield
-
-    def regroup(self) -> None:
-        """Keep the copies of the survivors of a death equal, who have the same parameters already. Collective."""
-        if self._replicas is not None:
-            self._replicas.regroup()
-
-    @contextmanager
-    def _on_gpu(self, state: State) -> Iterator[None]:
-        """With usegpu, move the modules there, and let the iterator do so with batches, ahead of their use."""
-        if not self.usegpu:
-            yield
-            return
-        if process.device().type == "cpu":
-            raise ValueError("usegpu=True, but this session computes on the CPU: call mpi.start(with_cuda=True)")
-        for module in state.modules():
-            module.to(process.device())
-        iterator: Any = state.iterator
-        is_ours = isinstance(iterator, BatchIterator) and iterator.device is None
-        if is_ours:
-            iterator.device = process.device()
-        try:
-            yield
-        finally:
-            if is_ours:
-                iterator.device = None
-
-    @contextmanager
-    def _replicated(self, state: State) -> Iterator[None]:
-        """For training, keep the copies of the network equal; end the averaging of gradients afterwards."""
+                iterator.take_place()
+            iterator.check_alike()
+        device_of_user = getattr(iterator, "device", None)
         enclosing = self._replicas, self._sharded, self._gets_state_back  # a hook may train another network, or test
         self._replicas = self._sharded = None
         try:
+            if self.usegpu:
+                self._move(state)
             if state.training and process.size() > 1:
                 make_buckets = functools.partial(buckets_of, compression=self.compression)
                 self._replicas = Replicas(state, self.asynchronous, make_buckets)
                 self._replicas.renew()
             yield
         finally:
+            if isinstance(iterator, BatchIterator):
+                iterator.device = device_of_user
             if self._replicas is not None:
                 self._replicas.close()
             if self._sharded is not None:
@@ -153,6 +127,20 @@ class AllReduceSGDEngine(SGDEngine):
                 if self._gets_state_back and state.optimizer is self._sharded:  # an error has ended training
                     self._sharded.optimizer.state.clear()
             self._replicas, self._sharded, self._gets_state_back = enclosing
+
+    def _move(self, state: State) -> None:
+        """Move the modules to the device, and let the iterator do so with batches, ahead of their use."""
+        if process.device().type == "cpu":
+            raise ValueError("usegpu=True, but this session computes on the CPU: call mpi.start(with_cuda=True)")
+        for module in state.modules():
+            module.to(process.device())
+        if isinstance(state.iterator, BatchIterator):
+            state.iterator.device = state.iterator.device or process.device()
+
+    def regroup(self) -> None:
+        """Keep the copies of the survivors of a death equal. Collective."""
+        if self._replicas is not None:
+            self._replicas.regroup()
 
     def make_optimizer(
         self, state: State, lr: float | None, optimizer: OptimizerLike | None
@@ -214,11 +202,6 @@ class AllReduceSGDEngine(SGDEngine):
             self._replicas.register()
             if self.debug:
                 self._replicas.check()
-
-    def backward(self, state: State) -> None:
-        """As in ``SGDEngine``, then average the gradients over the ranks."""
-        super().backward(state)
-        self.reduce(state)
 
     def reduce(self, state: State) -> None:
         """Average the gradients over the ranks."""

@@ -47,14 +47,12 @@ def _of_former_keywords(former: dict[str, Any]) -> list[Extension]:
         text = f"train({name}=...) goes away; give extensions=[...] with {_INSTEAD[name]} (torchmpi_py.engine)"
         warnings.warn(text, DeprecationWarning, stacklevel=4)
     built: list[Extension] = []
+    options = {name: former[name] for name in ("every", "keep", "stateful") if name in former}
     if former.get("checkpoint") is not None:
-        options = {name: former[name] for name in ("every", "keep", "stateful") if name in former}
         built.append(Checkpoint(former["checkpoint"], **options))
-    elif lone := [name for name in ("every", "keep", "stateful") if former.get(name)]:
-        raise ValueError(
-            f"train({lone[0]}=...): expected a folder of checkpoints too; give "
-            f"extensions=[Checkpoint(folder, {lone[0]}=...)]"
-        )
+    elif any(options.values()):
+        example = f"extensions=[Checkpoint(folder, {next(iter(options))}=...)]"
+        raise ValueError(f"train({', '.join(options)}): expected checkpoint= too, found none; give {example}")
     if former.get("evaluator") is not None:
         built.append(Evaluate(former["evaluator"]))
     return built

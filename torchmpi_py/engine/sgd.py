@@ -93,16 +93,21 @@ class SGDEngine:
                 with within(each.around_epoch(state) for each in self.extensions), samples.closed(state):
                     if not place.is_ending and state.epoch < state.maxepoch:
                         hooks.on_start_epoch(state)
-                        for sample in self.samples(state):
+                        for sample in samples.of_epoch(state):
                             self.take_sample(state, sample)
-                            hooks.on_sample(state)
-                            self.prepare(state)
-                            self.forward(state)
-                            hooks.on_forward(state)
-                            self.forward_criterion(state)
-                            hooks.on_forward_criterion(state)
-                            self.zero_gradients(state)
-                            self.backward(state)
+                            if sample is None:  # other ranks have samples in this step: here gradients are zero
+                                self.prepare(state)
+                                self.zero_gradients(state)
+                            else:
+                                hooks.on_sample(state)
+                                self.prepare(state)
+                                self.forward(state)
+                                hooks.on_forward(state)
+                                self.forward_criterion(state)
+                                hooks.on_forward_criterion(state)
+                                self.zero_gradients(state)
+                                self.backward(state)
+                            self.reduce(state)
                             hooks.on_backward(state)
                             self.update(state)
                             self.complete(state)
@@ -113,7 +118,6 @@ class SGDEngine:
                         place.is_ending = False
                     if state.epoch >= state.maxepoch:
                         self.finish(state)
-                        place.is_finished = True
             hooks.on_end(state)
         return state
 
@@ -139,7 +143,9 @@ class SGDEngine:
         with self.session(state), self._taking_part(state, extensions) as hooks, torch.no_grad(), modes_restored(state):
             self.set_mode(state)
             hooks.on_start(state)
-            for sample in self.samples(state):
+            for sample in samples.of_epoch(state):
+                if sample is None:
+                    continue
                 self.take_sample(state, sample)
                 hooks.on_sample(state)
                 self.forward(state)
@@ -196,14 +202,6 @@ class SGDEngine:
     def begin(self, state: State) -> None:
         """The last action before the first epoch, of training: ``hooks.on_start`` may have changed the state."""
 
-    def samples(self, state: State) -> Iterator[Any]:
-        """The samples of one epoch, from ``state.position`` on; this rank takes part in the steps without any."""
-        for sample in samples.of_epoch(state):
-            if sample is not None:
-                yield sample
-            elif state.training:
-                self.take_part(state)
-
     def take_sample(self, state: State, sample: Any) -> None:
         """Set the sample, its weight and number of samples (the iterator's, else 1.0 and the target's length, or 1)."""
         state.sample = sample
@@ -211,23 +209,8 @@ class SGDEngine:
         state.place.weight = getattr(state.iterator, "weight", 1.0)
         state.num_samples = getattr(state.iterator, "num_samples", samples.length(sample))
 
-    def take_part(self, state: State) -> None:
-        """A step of the other ranks, in which this rank has no samples: ``state.sample`` is None.
-
-        Nothing is computed. The gradients of this rank count as zero, so that its parameters stay equal to those of
-        the others. Of the hooks only ``on_backward`` and ``on_update`` are called.
-        """
-        self.take_sample(state, None)
-        self.prepare(state)
-        self.zero_gradients(state)
-        self.reduce(state)
-        self.calls.on_backward(state)
-        self.update(state)
-        self.complete(state)
-        self.calls.on_update(state)
-
     def prepare(self, state: State) -> None:
-        """The last action before the forward pass, in training only: none here."""
+        """The last action before the forward pass, or before a step without samples, in training only: none here."""
 
     def forward(self, state: State) -> None:
         """``state.output = network(input)``; the samples are counted now if ``hooks.on_sample`` has made the pair."""
@@ -255,7 +238,7 @@ class SGDEngine:
         (state.loss if weight == 1.0 else state.loss * weight).backward()
 
     def reduce(self, state: State) -> None:
-        """Bring the gradients of the ranks together: none here."""
+        """Bring the gradients of the ranks together: there are no other ranks here."""
 
     def update(self, state: State) -> None:
         """One step of the optimizer, if there is one."""
@@ -272,4 +255,5 @@ class SGDEngine:
         state.epoch, state.place.position, state.place.is_ending = state.epoch + 1, 0, True
 
     def finish(self, state: State) -> None:
-        """The last action of training, after the last ``on_end_epoch`` and before ``hooks.on_end``: none here."""
+        """The last action of training, after the last ``on_end_epoch`` and before ``hooks.on_end``."""
+        state.place.is_finished = True

@@ -5,20 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchmpi_py.engine import outcomes
 from torchmpi_py.engine.extensions import Extension
 from torchmpi_py.engine.meters import Accuracy, Average, are_scores
 from torchmpi_py.engine.state import State
-
-
-class _Run(NamedTuple):
-    """One bar and its meters: an epoch of training, or a test."""
-
-    bar: Any
-    loss: Average
-    accuracy: Accuracy
 
 
 class ProgressBar(Extension):
@@ -36,7 +28,9 @@ class ProgressBar(Extension):
         except ImportError as error:
             raise ImportError("ProgressBar needs tqdm: pip install tqdm") from error
         self._tqdm = tqdm
-        self._runs: list[_Run] = []  # a hook may test, with the same bar, in the middle of training
+        self._runs: list[
+            tuple[Any, Average, Accuracy]
+        ] = []  # their bars and meters: a hook may test, with the same bar, in the middle of training
 
     def around_run(self, engine: Any, state: State) -> AbstractContextManager[None]:
         """Return the bracket in which the bar of a test is shown."""
@@ -49,12 +43,12 @@ class ProgressBar(Extension):
 
     def on_forward_criterion(self, state: State) -> None:
         """Count a batch."""
-        run, target = self._runs[-1], state.sample[1]
-        run.loss.add(state.loss, state.num_samples)
-        if are_scores(state.output, target):
-            run.accuracy.add(state.output, target, state.num_samples)
-        run.bar.set_postfix_str(f"loss {run.loss.value:.4f}", refresh=False)
-        run.bar.update()
+        bar, loss, accuracy = self._runs[-1]
+        loss.add(state.loss, state.num_samples)
+        if are_scores(state.output, state.sample[1]):
+            accuracy.add(state.output, state.sample[1], state.num_samples)
+        bar.set_postfix_str(f"loss {loss.value:.4f}", refresh=False)
+        bar.update()
 
     def on_end_epoch(self, state: State) -> None:
         """Show the means of the epoch, or test, over all ranks. Collective."""
@@ -73,8 +67,9 @@ class ProgressBar(Extension):
     def _shown(self, state: State, title: str) -> Iterator[None]:
         total = len(state.iterator) if isinstance(state.iterator, Sized) and state.position == 0 else None
         bar = self._tqdm(total=total, desc=title, disable=not outcomes.is_chief())
-        self._runs.append(_Run(bar, Average(), Accuracy()))
+        self._runs.append((bar, Average(), Accuracy()))
         try:
             yield
         finally:
-            self._runs.pop().bar.close()  # shows it as it stands
+            self._runs.pop()
+            bar.close()  # shows it as it stands
