@@ -80,14 +80,12 @@ def test_a_state_that_only_the_root_has_is_broadcast(mpi):
     assert [entries["step"] for entries in optimizer.state_dict()["state"].values()] == [steps + 1] * 6
 
 
-@pytest.mark.parametrize("kind", ["DistributedOptimizer", "ShardedOptimizer"])
-def test_an_optimizer_that_reduces_gradients_is_taken_and_left(mpi, kind):
+@pytest.mark.parametrize(
+    "wrap", [optim.DistributedOptimizer, lambda optimizer, _: optim.ShardedOptimizer.from_optimizer(optimizer)]
+)
+def test_an_optimizer_that_reduces_gradients_is_taken_and_left(mpi, wrap):
     plain, divided = network(), network()
-    optimizer, plain_optimizer = adam(divided.parameters()), adam(plain.parameters())
-    if kind == "ShardedOptimizer":
-        optimizer = optim.ShardedOptimizer.from_optimizer(optimizer)
-    else:
-        optimizer = optim.DistributedOptimizer(optimizer, divided)
+    optimizer, plain_optimizer = wrap(adam(divided.parameters()), divided), adam(plain.parameters())
     for asynchronous in (False, True):  # the second run of as few epochs goes on
         options = {"sharded": False, "asynchronous": asynchronous, "maxepoch": 1}
         assert trained(divided, optimizer=optimizer, **options).optimizer is optimizer
