@@ -46,13 +46,13 @@ def _of_former_keywords(former: dict[str, Any]) -> list[Extension]:
             raise TypeError(f"train() got an unexpected keyword argument {name!r}")
         text = f"train({name}=...) goes away; give extensions=[...] with {_INSTEAD[name]} (torchmpi_py.engine)"
         warnings.warn(text, DeprecationWarning, stacklevel=4)
-    built: list[Extension] = []
+    extensions: list[Extension] = []
     options = {name: former[name] for name in ("every", "keep", "stateful") if name in former}
     if former.get("checkpoint") is not None:
-        built.append(Checkpoint(former["checkpoint"], **options))
+        extensions.append(Checkpoint(former["checkpoint"], **options))
     elif any(options.values()):
         example = f"extensions=[Checkpoint(folder, {next(iter(options))}=...)]"
         raise ValueError(f"train({', '.join(options)}): expected checkpoint= too, found none; give {example}")
     if former.get("evaluator") is not None:
-        built.append(Evaluate(former["evaluator"]))
-    return built
+        extensions.append(Evaluate(former["evaluator"]))
+    return extensions

@@ -69,11 +69,11 @@ def digest(content: Any) -> str:
 
     Raises what pickling raises for content that cannot be pickled, such as a connection or a generator.
     """
-    found = hashlib.blake2b(digest_size=8)
-    pickler = _Pickler(SimpleNamespace(write=found.update), protocol=5)
+    hasher = hashlib.blake2b(digest_size=8)
+    pickler = _Pickler(SimpleNamespace(write=hasher.update), protocol=5)
     pickler.fast = True  # no memo: which strings, say, are one object is chance
     pickler.dump(content)
-    return found.hexdigest()
+    return hasher.hexdigest()
 
 
 class _Pickler(pickle.Pickler):

@@ -67,11 +67,11 @@ class State:
 
     def members(self) -> ParameterSnapshot:
         """What network, criterion and optimizer hold; the same object as the last time if nothing has changed."""
-        found = self.place.members
-        if found is None or not found.are_current(self.network, self.criterion, self.optimizer):
+        snapshot = self.place.members
+        if snapshot is None or not snapshot.are_current(self.network, self.criterion, self.optimizer):
             groups = self.parameter_groups()
-            found = self.place.members = ParameterSnapshot(self.network, self.criterion, self.optimizer, groups)
-        return found
+            snapshot = self.place.members = ParameterSnapshot(self.network, self.criterion, self.optimizer, groups)
+        return snapshot
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Parameters of network, criterion and optimizer that take a gradient, each once."""
