@@ -43,8 +43,6 @@ def test_a_misspelt_hook_raises():
         SGDEngine().hooks.on_forwards = print
     with pytest.raises(TypeError, match="onSample"):
         Hooks(onSample=print)
-    with pytest.raises(AttributeError, match=r"in one piece; .*state\.output\.retain_grad\(\)"):
-        SGDEngine().hooks.on_backward_criterion = print
 
 
 def test_a_hook_that_a_hook_sets_is_called():

@@ -80,16 +80,17 @@ def test_a_state_that_only_the_root_has_is_broadcast(mpi):
     assert [entries["step"] for entries in optimizer.state_dict()["state"].values()] == [steps + 1] * 6
 
 
-def test_a_sharded_optimizer_is_taken_and_left(mpi):
+@pytest.mark.parametrize(
+    "wrap", [optim.DistributedOptimizer, lambda optimizer, _: optim.ShardedOptimizer.from_optimizer(optimizer)]
+)
+def test_an_optimizer_that_reduces_gradients_is_taken_and_left(mpi, wrap):
     plain, divided = network(), network()
-    optimizer = optim.ShardedOptimizer(divided.parameters(), torch.optim.Adam, lr=0.01, weight_decay=0.001)
-    plain_optimizer = adam(plain.parameters())
-    for _ in range(2):  # the second run of as few epochs goes on
-        assert trained(divided, optimizer=optimizer, maxepoch=1).optimizer is optimizer
-        trained(plain, sharded=False, optimizer=plain_optimizer, maxepoch=1)
+    optimizer, plain_optimizer = wrap(adam(divided.parameters()), divided), adam(plain.parameters())
+    for asynchronous in (False, True):  # the second run of as few epochs goes on
+        options = {"sharded": False, "asynchronous": asynchronous, "maxepoch": 1}
+        assert trained(divided, optimizer=optimizer, **options).optimizer is optimizer
+        trained(plain, optimizer=plain_optimizer, **options)
     assert_close(divided.state_dict(), plain.state_dict())
-    with pytest.raises(ValueError, match="give the engine sharded=True"):
-        trained(divided, sharded=False, optimizer=optimizer)
     with pytest.raises(ValueError, match=r"give it compression=BF16\(\), not the engine"):
         trained(divided, optimizer=optimizer, compression=BF16())
     optimizer.remove()

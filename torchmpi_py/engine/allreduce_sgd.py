@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -46,6 +47,7 @@ from torchmpi_py.optim.wrapper import ReducingOptimizer
 from torchmpi_py.runtime import process
 
 
+@dataclass(eq=False)
 class AllReduceSGDEngine(SGDEngine):
     """Train one copy of the network per rank; all copies are equal at every step.
 
@@ -67,36 +69,28 @@ class AllReduceSGDEngine(SGDEngine):
         Gradients are reduced during the backward pass, asynchronous or not, and using ``p.grad`` in
         ``hooks.on_backward`` raises RuntimeError; clip by ``state.optimizer.clip_grad_norm_``. An optimizer that was
         made before ``train`` gets its whole state back at the end (none, if an error ends training); the state of one
-        that a function makes, or ``lr``, stays divided.
+        that a function makes, or ``lr``, stays divided. An ``optim.ShardedOptimizer`` or ``DistributedOptimizer`` of
+        your own needs no option here: it reduces the gradients, and stays as it is.
     buffers: how buffers that differ between ranks (BatchNorm's statistics are of each rank's batches) become equal
         before a test and at the end of training: "average" (whole numbers: rank 0's), "root": rank 0's, or "leave".
     """
 
     steps_together = True
 
-    def __init__(
-        self,
-        usegpu: bool = False,
-        asynchronous: bool = False,
-        devicesync: bool = True,
-        dynamicnetwork: bool = True,
-        debug: bool = False,
-        buffers: Literal["average", "root", "leave"] = "average",
-        compression: Compression | None = None,
-        sharded: bool = False,
-    ) -> None:
+    usegpu: bool = False
+    asynchronous: bool = False
+    devicesync: bool = True
+    dynamicnetwork: bool = True
+    debug: bool = False
+    buffers: Literal["average", "root", "leave"] = "average"
+    compression: Compression | None = None
+    sharded: bool = False
+
+    def __post_init__(self) -> None:
         super().__init__()
-        check_compression(compression)
-        if buffers not in ("average", "root", "leave"):
-            raise ValueError(f"buffers={buffers!r}: give 'average', 'root' or 'leave'")
-        self.usegpu = usegpu
-        self.asynchronous = asynchronous
-        self.devicesync = devicesync
-        self.dynamicnetwork = dynamicnetwork
-        self.debug = debug
-        self.buffers = buffers
-        self.compression = compression
-        self.sharded = sharded
+        check_compression(self.compression)
+        if self.buffers not in ("average", "root", "leave"):
+            raise ValueError(f"buffers={self.buffers!r}: give 'average', 'root' or 'leave'")
         # Of the train() in progress:
         self._replicas: Replicas | None = None  # None with one rank
         self._sharded: ShardedOptimizer | None = None  # if the engine has made it
@@ -107,55 +101,25 @@ class AllReduceSGDEngine(SGDEngine):
         """Check; divide the iterator; move network and samples to the device; keep the copies equal while training."""
         if not process.is_started():
             raise NotStarted("AllReduceSGDEngine needs a running session: call mpi.start() first, on every rank")
-        state.iterator = loaders.divided(state.iterator)
-        if isinstance(state.iterator, BatchIterator):
+        state.iterator = iterator = loaders.divided(state.iterator)
+        if isinstance(iterator, BatchIterator):
             if ulfm.has_lost_ranks():
-                state.iterator.take_place()
-            state.iterator.check_alike()
-        with self._on_gpu(state):
-            if state.training:
-                with self._replicated(state):
-                    yield
-            else:
-                yield
-
-    def regroup(self) -> None:
-        """Keep the copies of the survivors of a death equal, who have the same parameters already. Collective."""
-        if self._replicas is not None:
-            self._replicas = self._replicas.successor()
-
-    @contextmanager
-    def _on_gpu(self, state: State) -> Iterator[None]:
-        """With usegpu, move the modules there, and let the iterator do so with batches, ahead of their use."""
-        if not self.usegpu:
-            yield
-            return
-        if process.device().type == "cpu":
-            raise ValueError("usegpu=True, but this session computes on the CPU: call mpi.start(with_cuda=True)")
-        for module in state.modules():
-            module.to(process.device())
-        iterator: Any = state.iterator
-        is_ours = isinstance(iterator, BatchIterator) and iterator.device is None
-        if is_ours:
-            iterator.device = process.device()
+                iterator.take_place()
+            iterator.check_alike()
+        device_of_user = getattr(iterator, "device", None)
+        enclosing = self._replicas, self._sharded, self._gets_state_back  # a hook may train another network, or test
+        self._replicas = self._sharded = None
         try:
-            yield
-        finally:
-            if is_ours:
-                iterator.device = None
-
-    @contextmanager
-    def _replicated(self, state: State) -> Iterator[None]:
-        """Broadcast the parameters, register their gradients; undo the registration at the end."""
-        enclosing = self._replicas, self._sharded, self._gets_state_back  # a hook may train another network
-        self._replicas, self._sharded = None, None
-        try:
-            if process.size() > 1:
+            if self.usegpu:
+                self._move(state)
+            if state.training and process.size() > 1:
                 make_buckets = functools.partial(buckets_of, compression=self.compression)
-                self._replicas = Replicas(state, self.asynchronous and not self.sharded, make_buckets)
-                self._replicas.follow()
+                self._replicas = Replicas(state, self.asynchronous, make_buckets)
+                self._replicas.renew()
             yield
         finally:
+            if isinstance(iterator, BatchIterator):
+                iterator.device = device_of_user
             if self._replicas is not None:
                 self._replicas.close()
             if self._sharded is not None:
@@ -164,24 +128,35 @@ class AllReduceSGDEngine(SGDEngine):
                     self._sharded.optimizer.state.clear()
             self._replicas, self._sharded, self._gets_state_back = enclosing
 
+    def _move(self, state: State) -> None:
+        """Move the modules to the device, and let the iterator do so with batches, ahead of their use."""
+        if process.device().type == "cpu":
+            raise ValueError("usegpu=True, but this session computes on the CPU: call mpi.start(with_cuda=True)")
+        for module in state.modules():
+            module.to(process.device())
+        if isinstance(state.iterator, BatchIterator):
+            state.iterator.device = state.iterator.device or process.device()
+
+    def regroup(self) -> None:
+        """Keep the copies of the survivors of a death equal. Collective."""
+        if self._replicas is not None:
+            self._replicas.regroup()
+
     def make_optimizer(
         self, state: State, lr: float | None, optimizer: OptimizerLike | None
     ) -> torch.optim.Optimizer | None:
         """As in ``SGDEngine``; with ``sharded`` its state is divided. Collective."""
-        made = super().make_optimizer(state, lr, optimizer)
-        if isinstance(made, ShardedOptimizer):
-            _check_sharded(made, self.sharded, self.compression)
-            return made
-        if isinstance(made, ReducingOptimizer):
+        plain = super().make_optimizer(state, lr, optimizer)
+        if isinstance(plain, ReducingOptimizer) and self.compression is not None:
             raise ValueError(
-                f"optimizer is a {type(made).__name__}, and the engine averages gradients itself: give it the "
-                "optimizer that was wrapped"
+                f"optimizer is a {type(plain).__name__}, which reduces gradients itself: give it "
+                f"compression={self.compression!r}, not the engine"
             )
-        if made is None or not self.sharded:
-            return made
-        broadcast_optimizer_state(made)
-        self._sharded = ShardedOptimizer.from_optimizer(made, compression=self.compression)
-        self._gets_state_back = made is optimizer
+        if plain is None or not self.sharded or isinstance(plain, ShardedOptimizer):
+            return plain
+        broadcast_optimizer_state(plain)
+        self._sharded = ShardedOptimizer.from_optimizer(plain, compression=self.compression)
+        self._gets_state_back = plain is optimizer
         return self._sharded
 
     def set_mode(self, state: State) -> None:
@@ -206,7 +181,8 @@ class AllReduceSGDEngine(SGDEngine):
         if self._replicas is not None:
             _check_every_rank_computes(state)
             check_equal("states", allgather_object({"epoch": state.epoch, "maxepoch": state.maxepoch}))
-            self._replicas.make_equal(with_buffers=not state.place.is_resumed)
+            if not state.place.is_resumed:
+                self._replicas.renew()
             broadcast_optimizer_state(state.optimizer)
 
     def take_sample(self, state: State, sample: Any) -> None:
@@ -223,14 +199,9 @@ class AllReduceSGDEngine(SGDEngine):
         if self._replicas is not None:
             if self.dynamicnetwork:
                 self._replicas.follow()
+            self._replicas.register()
             if self.debug:
                 self._replicas.check()
-            self._replicas.look()
-
-    def backward(self, state: State) -> None:
-        """As in ``SGDEngine``, then average the gradients over the ranks."""
-        super().backward(state)
-        self.reduce(state)
 
     def reduce(self, state: State) -> None:
         """Average the gradients over the ranks."""
@@ -258,12 +229,3 @@ def _check_every_rank_computes(state: State) -> None:
             "train: SyncBatchNorm needs every rank in each forward pass, and with this iterator a rank may have no "
             f"samples in the last steps of an epoch: give the {type(state.iterator).__name__} drop_last=True"
         )
-
-
-def _check_sharded(optimizer: ShardedOptimizer, sharded: bool, compression: Compression | None) -> None:
-    """ValueError unless the engine leaves the gradients to a sharded optimizer of the user's."""
-    reduces = "optimizer is a ShardedOptimizer, which reduces gradients itself:"
-    if not sharded:
-        raise ValueError(f"{reduces} give the engine sharded=True")
-    if compression not in (None, optimizer.compression):
-        raise ValueError(f"{reduces} give it compression={compression!r}, not the engine")

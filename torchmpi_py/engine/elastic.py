@@ -12,15 +12,15 @@ per rank, so a global batch is smaller from then on.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from torchmpi_py.collectives.verbs import allgather_object
 from torchmpi_py.core import communicators, ulfm
 from torchmpi_py.engine.extensions import Extension
 from torchmpi_py.engine.state import State
+from torchmpi_py.optim.wrapper import ReducingOptimizer
 from torchmpi_py.runtime import survivors
 
 
@@ -33,20 +33,15 @@ class Elastic(Extension):
     Raises TypeError or ValueError, when training begins, where the survivors of a death could not go on.
     """
 
-    engine: Any = None
-
-    @contextmanager
-    def around_run(self, engine: Any, state: State) -> Iterator[None]:
-        """Check, on every rank, that survivors could go on."""
-        if not ulfm.is_elastic():
-            yield
-            return
-        _check(engine, state)
+    def around_run(self, engine: Any, state: State) -> AbstractContextManager[None]:
+        """Take the engine, which the survivors of a death need."""
         self.engine = engine
-        try:
-            yield
-        finally:
-            self.engine = None
+        return nullcontext()
+
+    def on_start(self, state: State) -> None:
+        """Check, on every rank, that survivors could go on."""
+        if ulfm.is_elastic():
+            _check(self.engine, state)
 
     @contextmanager
     def around_epoch(self, state: State) -> Iterator[None]:
@@ -64,18 +59,16 @@ class Elastic(Extension):
     def _recover(self, state: State, attempt: survivors.Attempt) -> None:
         """Make the survivors equal, and divide the rest of the epoch. Collective."""
         place = state.place
-        # The state of the rank that has come farthest becomes everyone's.
-        standing = state.epoch, place.position, state.t, -state.maxepoch  # a hook may have lowered it, to stop
-        endings = allgather_object((standing, place.is_ending))
         schedules = self._schedules()
-        # Of ranks that were in one hook some have made the step of a schedule there, and others have not.
-        steps = [getattr(schedule, "last_epoch", 0) for schedule in schedules]
-        optimizers = [] if state.optimizer is None else [state.optimizer]
-        farthest = survivors.catch_up((*standing, *steps), state.as_one_module(), *optimizers, *schedules)[:4]
+        parts = [state.as_one_module(), *schedules, *([] if state.optimizer is None else [state.optimizer])]
+        # The state of the rank that has come farthest becomes everyone's. Of ranks at the end of an epoch a rank that
+        # has not completed it counts as farthest, because all repeat it. Of ranks that were in one hook some have
+        # lowered maxepoch there, to stop, or made the step of a schedule, and others have not.
+        standing = state.epoch, place.position, state.t, place.is_ending, -state.maxepoch
+        farthest = survivors.catch_up((*standing, *(schedule.last_epoch for schedule in schedules)), *parts)
         # This rank has come as far, also if that rank dies before the others have.
-        state.epoch, place.position, state.t = farthest[:3]
-        state.maxepoch = -farthest[3]
-        place.is_ending, place.is_finished = (farthest, True) in endings, False
+        state.epoch, place.position, state.t, place.is_ending, end = farthest[: len(standing)]
+        state.maxepoch, place.is_finished = -end, False
         attempt.confirm()
         # From here on the survivors stand at the same step, and share the rest of the epoch.
         state.iterator.take_place()  # type: ignore[attr-defined]  # checked before the first epoch
@@ -93,18 +86,16 @@ def _check(engine: Any, state: State) -> None:
     iterator: Any = state.iterator
     if not hasattr(engine, "regroup"):
         raise TypeError(f"Elastic: expected an AllReduceSGDEngine, found {type(engine).__name__}; leave Elastic() out")
-    if not hasattr(iterator, "take_place"):
+    if not getattr(iterator, "follows_place", False):
         raise TypeError(
-            f"iterator is a {type(iterator).__name__}, which cannot share the rest of an epoch out among the "
-            "survivors of a death: give a DatasetIterator, a StreamIterator or a DataLoader without a sampler, or "
-            "start the job without --elastic"
+            f"iterator is a {type(iterator).__name__} that cannot share the rest of an epoch out among the survivors "
+            "of a death: give a StreamIterator, a DatasetIterator without rank= and size=, or a DataLoader without a "
+            "sampler, or start the job without --elastic"
         )
-    if not iterator.follows_place:
-        raise ValueError("the DatasetIterator was given rank= and size=, which change when a rank dies: give none")
-    if engine.sharded:
+    if isinstance(state.optimizer, ReducingOptimizer):
         raise ValueError(
-            "the optimizer's state is divided among the ranks, and the survivors of a death would lack the dead rank's "
-            "part: start the job without --elastic, and resume from a checkpoint"
+            f"optimizer is a {type(state.optimizer).__name__}, which needs all the ranks that it was made for: leave "
+            "sharded=True out or give a plain optimizer, or start the job without --elastic"
         )
     if communicators.resolve(None).size < communicators.stack().levels[0].size:
         raise ValueError(

@@ -47,7 +47,6 @@ class EndRequests:
 
     def __init__(self) -> None:
         self._has_come = False
-        self._is_ours = False
         self._is_known = False  # ``requested`` has returned True
         self._steps_left = 1
         self._num_steps = 1  # from the last exchange to the next one
@@ -58,15 +57,12 @@ class EndRequests:
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, _is_known_already):
             signal.signal(signal.SIGTERM, self._on_signal)
-            self._is_ours = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if not self._is_ours:
+        if signal.getsignal(signal.SIGTERM) != self._on_signal:
             return
-        if signal.getsignal(signal.SIGTERM) == self._on_signal:
-            signal.signal(signal.SIGTERM, _is_known_already if self._is_known else signal.SIG_DFL)
-        self._is_ours = False
+        signal.signal(signal.SIGTERM, _is_known_already if self._is_known else signal.SIG_DFL)
         if self._has_come and not self._is_known and (error is None or isinstance(error, Exception)):
             if error is not None:
                 logger.error("SIGTERM came before this error, and has its usual effect now", exc_info=error)

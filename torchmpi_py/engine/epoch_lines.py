@@ -8,9 +8,9 @@ import time
 
 import torch
 
+from torchmpi_py.engine import outcomes
 from torchmpi_py.engine.extensions import Extension
 from torchmpi_py.engine.state import State
-from torchmpi_py.runtime import chief, process
 
 
 class EpochLines(Extension):
@@ -32,7 +32,7 @@ class EpochLines(Extension):
 
     def on_end_epoch(self, state: State) -> None:
         """Print the line."""
-        if process.is_started() and not chief.is_chief():
+        if not outcomes.is_chief():
             return
         seconds = time.perf_counter() - self._begin
         loss = f"loss {float(self._total) / self._num_samples:.4f}, " if self._num_samples else ""

@@ -6,8 +6,8 @@ run, so a moment at which nothing happens costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from torchmpi_py.engine.state import MOMENTS, Hook, Hooks, State, nothing
@@ -53,6 +53,15 @@ class Extension:
     def around_epoch(self, state: State) -> AbstractContextManager[Any]:
         """Return the bracket around an epoch, or the rest of one; if it swallows an error, the loop goes on."""
         return nullcontext()
+
+
+@contextmanager
+def within(brackets: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
+    """Enter the brackets in their order; the block ends quietly where one of them swallows an error."""
+    with ExitStack() as stack:
+        for each in brackets:
+            stack.enter_context(each)
+        yield
 
 
 @contextmanager

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchmpi_py.core import ulfm
+from torchmpi_py.engine import outcomes
 from torchmpi_py.engine.checkpoint import Checkpoint
 from torchmpi_py.engine.elastic import Elastic
 from torchmpi_py.engine.epoch_lines import EpochLines
 from torchmpi_py.engine.evaluate import Evaluate
 from torchmpi_py.engine.extensions import Extension
+from torchmpi_py.engine.same_batches import FirstBatches
 from torchmpi_py.engine.state import nothing
 
 _INSTEAD = {
@@ -30,6 +32,8 @@ def extensions_of_run(engine: Any, chosen: Sequence[Extension] | None, former: d
     extensions = [*(chosen or ()), *_of_former_keywords(former)]
     if former.get("epoch_lines", chosen is None) and engine.hooks.on_end_epoch is nothing:
         extensions.append(EpochLines())
+    if engine.steps_together and outcomes.size() > 1:
+        extensions.append(FirstBatches())
     if engine.steps_together and ulfm.is_elastic() and not any(isinstance(each, Elastic) for each in extensions):
         extensions.insert(0, Elastic())
     # What the others have done at a moment is saved, and nothing is drawn from random generators after a save.
@@ -42,15 +46,13 @@ def _of_former_keywords(former: dict[str, Any]) -> list[Extension]:
             raise TypeError(f"train() got an unexpected keyword argument {name!r}")
         text = f"train({name}=...) goes away; give extensions=[...] with {_INSTEAD[name]} (torchmpi_py.engine)"
         warnings.warn(text, DeprecationWarning, stacklevel=4)
-    built: list[Extension] = []
+    extensions: list[Extension] = []
+    options = {name: former[name] for name in ("every", "keep", "stateful") if name in former}
     if former.get("checkpoint") is not None:
-        options = {name: former[name] for name in ("every", "keep", "stateful") if name in former}
-        built.append(Checkpoint(former["checkpoint"], **options))
-    elif lone := [name for name in ("every", "keep", "stateful") if former.get(name)]:
-        raise ValueError(
-            f"train({lone[0]}=...): expected a folder of checkpoints too; give "
-            f"extensions=[Checkpoint(folder, {lone[0]}=...)]"
-        )
+        extensions.append(Checkpoint(former["checkpoint"], **options))
+    elif any(options.values()):
+        example = f"extensions=[Checkpoint(folder, {next(iter(options))}=...)]"
+        raise ValueError(f"train({', '.join(options)}): expected checkpoint= too, found none; give {example}")
     if former.get("evaluator") is not None:
-        built.append(Evaluate(former["evaluator"]))
-    return built
+        extensions.append(Evaluate(former["evaluator"]))
+    return extensions

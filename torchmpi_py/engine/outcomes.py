@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 from torchmpi_py.collectives import verbs
 from torchmpi_py.core import agree, backoff, communicators, journal, ulfm
 from torchmpi_py.errors import CheckpointError
-from torchmpi_py.runtime import process
+from torchmpi_py.runtime import chief, process
 
 T = TypeVar("T")
 
@@ -26,6 +26,11 @@ def rank() -> int:
 def size() -> int:
     """The number of ranks in the current level; 1 without ``mpi.start()``."""
     return process.size() if process.is_started() else 1
+
+
+def is_chief() -> bool:
+    """Whether this process writes what is written once, as ``mpi.is_chief`` says; True without ``mpi.start()``."""
+    return not process.is_started() or chief.is_chief()
 
 
 def of_all(work: Callable[[], T], what: str, mistakes: tuple[type[Exception], ...] = ()) -> list[T]:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from torchmpi_py import nn
-from torchmpi_py.collectives.check import check_all_with_allreduce, differing
-from torchmpi_py.core import ulfm
+from torchmpi_py.collectives.check import check_all_with_allreduce
 from torchmpi_py.core.communicators import resolve
-from torchmpi_py.engine.same_batches import FirstBatches
 from torchmpi_py.engine.state import State
 from torchmpi_py.nn.async_backward import BucketFactory
 from torchmpi_py.nn.buckets import Buckets
 from torchmpi_py.nn.members import ParameterSnapshot
-from torchmpi_py.nn.synchronize import check_unregistered, parameters_to_reduce, reduced_in_backward
-from torchmpi_py.optim.sharded import ShardedOptimizer
-from torchmpi_py.runtime import process
+from torchmpi_py.nn.synchronize import parameters_to_reduce
+from torchmpi_py.optim.wrapper import ReducingOptimizer
 
 
 class Replicas:
@@ -33,78 +32,55 @@ class Replicas:
         self.registration: nn.AsyncBackward | None = None
         self.buckets: Buckets | None = None  # where gradients are reduced after the backward pass
         self.bucketed: ParameterSnapshot | None = None  # whose gradients are in them
-        self._first_batches = FirstBatches()
+
+    def renew(self) -> None:
+        """Give every rank rank 0's parameters and buffers, and forget where gradients were reduced."""
+        self.close()
+        self.module, self.members = self.state.as_one_module(), self.state.members()
+        nn.synchronize_parameters(self.module)
+
+    def regroup(self) -> None:
+        """Go on with the survivors of a death, who may know of different changes of the network."""
+        with suppress(Exception):  # of what was under way: the death has ended it
+            self.close()
+        self.renew()
 
     def follow(self) -> None:
-        """Broadcast and register, if the set of trained parameters is not the one of the last time."""
-        members = self.state.members()
-        if members is not self.members and not self._trains(members):
-            self.close()
-            nn.synchronize_parameters(self.state.as_one_module())
-            self._register()
-        self.members = members
+        """Renew the copies if the set of trained parameters is not the one of the last time."""
+        members, former = self.state.members(), self.members
+        if members is not former:
+            if former is None or list(map(id, members.trained)) != list(map(id, former.trained)):
+                self.renew()
+            self.members = members
 
-    def make_equal(self, with_buffers: bool) -> None:
-        """Broadcast parameters and buffers where the ranks' differ; buffers alone may, unless ``with_buffers``."""
-        module = self.state.as_one_module()
-        named = dict(module.named_parameters()) | (dict(module.named_buffers()) if with_buffers else {})
-        if differing(named, resolve(None)):
-            nn.synchronize_parameters(module)
-
-    def successor(self) -> Replicas | None:
-        """The replicas of the survivors, which are equal already; None for a single survivor."""
-        try:
-            self.close()
-        except Exception as error:
-            if not ulfm.is_death(error):  # the death has ended what was under way
-                raise
-        if process.size() == 1:
-            return None
-        successor = Replicas(self.state, self.asynchronous, self.make_buckets)
-        if self._trains(self.state.members()):
-            successor._register()
-        else:
-            successor.follow()
-        return successor
-
-    def _trains(self, members: ParameterSnapshot) -> bool:
-        """Whether these are the parameters that were last broadcast, whatever else has changed."""
-        return self.members is not None and list(map(id, members.trained)) == list(map(id, self.members.trained))
-
-    def _register(self) -> None:
-        self.module = self.state.as_one_module()
-        if self.asynchronous and self.state.parameters():
+    def register(self) -> None:
+        """Have the next backward pass reduce gradients, if that is asked for and the optimizer does not do it."""
+        is_due = self.asynchronous and self.registration is None and self.state.parameters()
+        if is_due and not isinstance(self.state.optimizer, ReducingOptimizer):
             self.registration = nn.AsyncBackward(self.module, make_buckets=self.make_buckets)
-        self.members = self.state.members()
-
-    def look(self) -> None:
-        """Look, before the forward pass, whether other ranks train on the same batches."""
-        self._first_batches.look(self.state.sample)
 
     def average_gradients(self) -> None:
-        """Make every gradient its mean over the ranks; a ShardedOptimizer's are by the end of a backward pass.
+        """Make every gradient its mean over the ranks; a ReducingOptimizer's are by the end of a backward pass.
 
         In a step without samples there was no pass, and the gradients of this rank count as zero.
         """
-        has_samples, optimizer = self.state.sample is not None, self.state.optimizer
-        if isinstance(optimizer, ShardedOptimizer):
+        optimizer = self.state.optimizer
+        if isinstance(optimizer, ReducingOptimizer):
             optimizer.synchronize()
         elif self.registration is None:
             self._present_buckets().reduce("avg")
-        elif has_samples:
+        elif self.state.sample is not None:
             self.registration.synchronize()
         else:
             self.registration.reduce_now()
 
     def _present_buckets(self) -> Buckets:
         """The buckets of the gradients; without another look at each if nothing has changed since the last step."""
-        if reduced_in_backward:
-            check_unregistered("train", self.module.named_parameters())
-        members, buckets, comm = self.state.place.members, self.buckets, resolve(None)
+        members, buckets = self.state.place.members, self.buckets
         is_same = buckets is not None and (members is self.bucketed or buckets.serve(self.module))
-        if buckets is None or not is_same or buckets.comm is not comm or not buckets.all_fit():
-            named = parameters_to_reduce("train", self.module, comm)
-            buckets = self.buckets = self.make_buckets(self.module, list(named.values()), comm)
+        if buckets is None or not is_same or not buckets.all_fit():
+            named = parameters_to_reduce("train", self.module, resolve(None))
+            buckets = self.buckets = self.make_buckets(self.module, list(named.values()), resolve(None))
         self.bucketed = members
         return buckets
 
@@ -113,7 +89,7 @@ class Replicas:
         check_all_with_allreduce(dict(self.module.named_parameters()))
 
     def close(self) -> None:
-        """Undo the registration."""
-        if self.registration is not None:
-            registration, self.registration = self.registration, None
+        """Undo the registration, and forget the buckets."""
+        registration, self.registration, self.buckets = self.registration, None, None
+        if registration is not None:
             registration.remove()

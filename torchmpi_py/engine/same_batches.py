@@ -16,6 +16,8 @@ import numpy as np
 import torch
 
 from torchmpi_py.collectives import verbs
+from torchmpi_py.engine.extensions import Extension
+from torchmpi_py.engine.state import State
 from torchmpi_py.runtime import process
 
 logger = logging.getLogger("torchmpi_py")
@@ -25,22 +27,29 @@ _END = 1024  # elements at both ends of a tensor or array, which count
 _BY_NAME = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 
-class FirstBatches:
-    """The digests of this rank's first batches in a training. All ranks of the current level look at theirs."""
+class FirstBatches(Extension):
+    """Have rank 0 warn after the second step if ranks have had the same batches. Collective then.
+
+    ``AllReduceSGDEngine`` adds it on several ranks.
+    """
 
     def __init__(self) -> None:
         self._digests: list[str | None] = []
 
-    def look(self, batch: Any) -> None:
-        """Note a batch; after the second one rank 0 warns if ranks have had the same. Collective then."""
+    def on_update(self, state: State) -> None:
+        """Note the batch, and compare after the second one."""
         if len(self._digests) == _NUM_BATCHES:
             return
         mine = None
         with suppress(Exception):  # of a batch that cannot be compared
-            mine = batch if batch is None else digest(batch)
+            mine = None if state.sample is None else digest(state.sample)
         self._digests.append(mine)
         if len(self._digests) == _NUM_BATCHES:
             _warn_of_equal(verbs.allgather_object(None if None in self._digests else tuple(self._digests)))
+
+    def on_recovery(self, state: State) -> None:
+        """Begin again, because a death may have come between the ranks."""
+        self._digests.clear()
 
 
 def _warn_of_equal(digests: list[Any]) -> None:
@@ -60,11 +69,11 @@ def digest(content: Any) -> str:
 
     Raises what pickling raises for content that cannot be pickled, such as a connection or a generator.
     """
-    found = hashlib.blake2b(digest_size=8)
-    pickler = _Pickler(SimpleNamespace(write=found.update), protocol=5)
+    hasher = hashlib.blake2b(digest_size=8)
+    pickler = _Pickler(SimpleNamespace(write=hasher.update), protocol=5)
     pickler.fast = True  # no memo: which strings, say, are one object is chance
     pickler.dump(content)
-    return found.hexdigest()
+    return hasher.hexdigest()
 
 
 class _Pickler(pickle.Pickler):

@@ -12,28 +12,18 @@ that is called after it. The engine does not know of ranks, devices, clocks, fil
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
 
 from torchmpi_py.engine import samples
-from torchmpi_py.engine.extensions import Extension, called
+from torchmpi_py.engine.extensions import Extension, called, within
 from torchmpi_py.engine.extensions_of_run import extensions_of_run
 from torchmpi_py.engine.state import EpochPlace, Hooks, State, modes_restored
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
-
-
-def check_one_given(lr: float | None, optimizer: OptimizerLike | None) -> None:
-    """ValueError unless exactly one of ``lr`` and ``optimizer`` is given."""
-    if (lr is None) == (optimizer is None):
-        raise ValueError(
-            f"train(lr={lr!r}, optimizer={optimizer!r}): give exactly one of them; lr=0.1 for plain SGD, "
-            "lr=0 for no update, or optimizer=torch.optim.Adam(network.parameters())"
-        )
 
 
 class SGDEngine:
@@ -87,12 +77,11 @@ class SGDEngine:
 
         Raises:
             ValueError: Not exactly one of ``lr`` and ``optimizer`` is given.
-            TypeError: The optimizer needs a closure (LBFGS); the iterator can be run through only once (a generator)
-                with ``maxepoch`` > 1; a sample is not (input, target); an extension is not an ``Extension``.
+            TypeError: The optimizer's step needs a closure (LBFGS); the iterator can be run through only once (a
+                generator) with ``maxepoch`` > 1; a sample is not (input, target); an extension is not an ``Extension``.
         """
         place = EpochPlace(is_training=True)
         state = State(network, criterion, iterator, maxepoch=maxepoch, place=place)
-        check_one_given(lr, optimizer)
         samples.check_repeatable(iterator, maxepoch)
         extensions = extensions_of_run(self, extensions, former)
         with self.session(state), self._taking_part(state, extensions) as hooks:
@@ -101,19 +90,24 @@ class SGDEngine:
             hooks.on_start(state)
             self.begin(state)
             while not place.is_finished:
-                with self._epoch(state), samples.closed(state):
+                with within(each.around_epoch(state) for each in self.extensions), samples.closed(state):
                     if not place.is_ending and state.epoch < state.maxepoch:
                         hooks.on_start_epoch(state)
-                        for sample in self.samples(state):
+                        for sample in samples.of_epoch(state):
                             self.take_sample(state, sample)
-                            hooks.on_sample(state)
-                            self.prepare(state)
-                            self.forward(state)
-                            hooks.on_forward(state)
-                            self.forward_criterion(state)
-                            hooks.on_forward_criterion(state)
-                            self.zero_gradients(state)
-                            self.backward(state)
+                            if sample is None:  # other ranks have samples in this step: here gradients are zero
+                                self.prepare(state)
+                                self.zero_gradients(state)
+                            else:
+                                hooks.on_sample(state)
+                                self.prepare(state)
+                                self.forward(state)
+                                hooks.on_forward(state)
+                                self.forward_criterion(state)
+                                hooks.on_forward_criterion(state)
+                                self.zero_gradients(state)
+                                self.backward(state)
+                            self.reduce(state)
                             hooks.on_backward(state)
                             self.update(state)
                             self.complete(state)
@@ -124,7 +118,6 @@ class SGDEngine:
                         place.is_ending = False
                     if state.epoch >= state.maxepoch:
                         self.finish(state)
-                        place.is_finished = True
             hooks.on_end(state)
         return state
 
@@ -150,7 +143,9 @@ class SGDEngine:
         with self.session(state), self._taking_part(state, extensions) as hooks, torch.no_grad(), modes_restored(state):
             self.set_mode(state)
             hooks.on_start(state)
-            for sample in self.samples(state):
+            for sample in samples.of_epoch(state):
+                if sample is None:
+                    continue
                 self.take_sample(state, sample)
                 hooks.on_sample(state)
                 self.forward(state)
@@ -169,21 +164,12 @@ class SGDEngine:
         """
         enclosing = self.extensions, self.calls
         try:
-            with called(self.hooks, extensions) as self.calls, ExitStack() as stack:
+            with called(self.hooks, extensions) as self.calls:
                 self.extensions = list(extensions)
-                for each in extensions:
-                    stack.enter_context(each.around_run(self, state))
-                yield self.calls
+                with within(each.around_run(self, state) for each in extensions):
+                    yield self.calls
         finally:
             self.extensions, self.calls = enclosing
-
-    @contextmanager
-    def _epoch(self, state: State) -> Iterator[None]:
-        """The block of an epoch, or the rest of one; the loop goes on where an extension swallows an error."""
-        with ExitStack() as stack:
-            for each in self.extensions:
-                stack.enter_context(each.around_epoch(state))
-            yield
 
     # The actions of the loop, in its order. Subclasses override these; each reads and writes the state only.
 
@@ -195,20 +181,18 @@ class SGDEngine:
         self, state: State, lr: float | None, optimizer: OptimizerLike | None
     ) -> torch.optim.Optimizer | None:
         """The optimizer that ``lr`` or ``optimizer`` stands for, or None; the parameters are on their device by now."""
+        if (lr is None) == (optimizer is None):
+            raise ValueError(
+                f"train(lr={lr!r}, optimizer={optimizer!r}): give exactly one of them; lr=0.1 for plain SGD, "
+                "lr=0 for no update, or optimizer=torch.optim.Adam(network.parameters())"
+            )
         if lr is not None:
             return torch.optim.SGD(state.parameters(), lr=lr) if lr != 0 else None
-        made: Any = optimizer
-        if isinstance(optimizer, type) or not hasattr(optimizer, "step"):
-            if not callable(optimizer):
-                raise TypeError(f"optimizer={optimizer!r} is neither a torch optimizer nor a function that makes one")
-            made = optimizer(state.parameters())
-        closure = inspect.signature(made.step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
-            raise TypeError(
-                f"optimizer: {type(made).__name__}.step needs a closure, to compute several gradients per step; the "
-                "engine computes one per sample: give an optimizer that needs none, such as torch.optim.SGD or Adam"
-            )
-        return cast(torch.optim.Optimizer, made)
+        if hasattr(optimizer, "step") and not isinstance(optimizer, type):
+            return cast(torch.optim.Optimizer, optimizer)
+        if not callable(optimizer):
+            raise TypeError(f"optimizer={optimizer!r} is neither a torch optimizer nor a function that makes one")
+        return optimizer(state.parameters())
 
     def set_mode(self, state: State) -> None:
         """Put network and criterion into training or evaluation mode."""
@@ -218,46 +202,19 @@ class SGDEngine:
     def begin(self, state: State) -> None:
         """The last action before the first epoch, of training: ``hooks.on_start`` may have changed the state."""
 
-    def samples(self, state: State) -> Iterator[Any]:
-        """The samples of one epoch, from ``state.position`` on; this rank takes part in the steps without any."""
-        for sample in samples.of_epoch(state):
-            if sample is not None:
-                yield sample
-            elif state.training:
-                self.take_part(state)
-
     def take_sample(self, state: State, sample: Any) -> None:
         """Set the sample, its weight and number of samples (the iterator's, else 1.0 and the target's length, or 1)."""
         state.sample = sample
         state.place.next_position = getattr(state.iterator, "position", state.place.position + 1)
         state.place.weight = getattr(state.iterator, "weight", 1.0)
-        num_samples = getattr(state.iterator, "num_samples", None)
-        if num_samples is None:
-            num_samples = samples.length(sample)
-        state._is_counted = num_samples is not None
-        state.num_samples = 1 if num_samples is None else num_samples
-
-    def take_part(self, state: State) -> None:
-        """A step of the other ranks, in which this rank has no samples: ``state.sample`` is None.
-
-        Nothing is computed. The gradients of this rank count as zero, so that its parameters stay equal to those of
-        the others. Of the hooks only ``on_backward`` and ``on_update`` are called.
-        """
-        self.take_sample(state, None)
-        self.prepare(state)
-        self.zero_gradients(state)
-        self.reduce(state)
-        self.calls.on_backward(state)
-        self.update(state)
-        self.complete(state)
-        self.calls.on_update(state)
+        state.num_samples = getattr(state.iterator, "num_samples", samples.length(sample))
 
     def prepare(self, state: State) -> None:
-        """The last action before the forward pass, in training only: none here."""
+        """The last action before the forward pass, or before a step without samples, in training only: none here."""
 
     def forward(self, state: State) -> None:
         """``state.output = network(input)``; the samples are counted now if ``hooks.on_sample`` has made the pair."""
-        if not state._is_counted and state.num_samples == 1:
+        if state.num_samples is None:
             state.num_samples = samples.length(state.sample) or 1
         state.output = state.network(samples.split(state.sample)[0])
 
@@ -281,7 +238,7 @@ class SGDEngine:
         (state.loss if weight == 1.0 else state.loss * weight).backward()
 
     def reduce(self, state: State) -> None:
-        """Bring the gradients of the ranks together: none here."""
+        """Bring the gradients of the ranks together: there are no other ranks here."""
 
     def update(self, state: State) -> None:
         """One step of the optimizer, if there is one."""
@@ -298,4 +255,5 @@ class SGDEngine:
         state.epoch, state.place.position, state.place.is_ending = state.epoch + 1, 0, True
 
     def finish(self, state: State) -> None:
-        """The last action of training, after the last ``on_end_epoch`` and before ``hooks.on_end``: none here."""
+        """The last action of training, after the last ``on_end_epoch`` and before ``hooks.on_end``."""
+        state.place.is_finished = True

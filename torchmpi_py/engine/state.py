@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from torchmpi_py.nn.members import ParameterSnapshot
-from torchmpi_py.optim.sharded import ShardedOptimizer
 
 
 @dataclass(eq=False)
@@ -37,7 +36,7 @@ class State:
     iterator: Iterable[Any]  # gives samples; iterated once an epoch
     optimizer: torch.optim.Optimizer | None = None  # None in test(), and in train() with lr=0: no update
     sample: Any = None  # (input, target, ...)
-    num_samples: int = 0  # in this batch; 0: this rank has none in this step, and sample is None
+    num_samples: Any = 0  # in this batch; 0: this rank has none, and sample is None; None: on_sample makes the pair
     output: Any = None  # of the network
     loss: Any = None  # scalar tensor: mean over this rank's samples, never scaled by the batch's weight
     epoch: int = 0  # epochs completed; a hook may set it in on_start to resume, or maxepoch to stop after this epoch
@@ -46,7 +45,6 @@ class State:
     place: EpochPlace = field(
         default_factory=EpochPlace, repr=False
     )  # within the epoch; hooks read it, and leave it alone
-    _is_counted: bool = True  # whether num_samples is known, or may be once on_sample has made a pair
 
     @property
     def position(self) -> int:
@@ -69,21 +67,20 @@ class State:
 
     def members(self) -> ParameterSnapshot:
         """What network, criterion and optimizer hold; the same object as the last time if nothing has changed."""
-        found = self.place.members
-        if found is None or not found.are_current(self.network, self.criterion, self.optimizer):
+        snapshot = self.place.members
+        if snapshot is None or not snapshot.are_current(self.network, self.criterion, self.optimizer):
             groups = self.parameter_groups()
-            found = self.place.members = ParameterSnapshot(self.network, self.criterion, self.optimizer, groups)
-        return found
+            snapshot = self.place.members = ParameterSnapshot(self.network, self.criterion, self.optimizer, groups)
+        return snapshot
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Parameters of network, criterion and optimizer that take a gradient, each once."""
         return self.members().trained
 
     def parameter_groups(self) -> list[list[torch.nn.Parameter]]:
-        """The parameters of the optimizer's groups; those of a ShardedOptimizer hold shards in their place."""
-        if isinstance(self.optimizer, ShardedOptimizer):
-            return [self.optimizer.parameters]
-        return [] if self.optimizer is None else [group["params"] for group in self.optimizer.param_groups]
+        """The parameters of the optimizer's groups; an optimizer whose groups hold shards has ``whole_groups`` too."""
+        groups = [group["params"] for group in getattr(self.optimizer, "param_groups", ())]
+        return getattr(self.optimizer, "whole_groups", groups)
 
     def parameters_of_optimizer_alone(self) -> list[torch.nn.Parameter]:
         """The trained parameters that are in no module."""
@@ -128,11 +125,6 @@ class Hooks:
         self.__dict__["followers"] = []  # functions of a moment's name, called when its hook is set
 
     def __setattr__(self, moment: str, hook: Hook) -> None:
-        if moment == "on_backward_criterion":
-            raise AttributeError(
-                "hooks.on_backward_criterion: the backward pass is in one piece; use hooks.on_backward, and "
-                "state.output.retain_grad() in hooks.on_forward for the gradient at the output"
-            )
         if moment not in MOMENTS:
             raise AttributeError(f"hooks.{moment}: there is no such moment; there are {', '.join(MOMENTS)}")
         self.__dict__[moment] = hook

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from torchmpi_py.engine import outcomes
 from torchmpi_py.engine.extensions import Extension
 from torchmpi_py.engine.state import State
-from torchmpi_py.runtime import process
 
 
 class TensorBoard(Extension):
     """Write rank 0's loss of each step into a folder for TensorBoard; on other ranks do nothing.
+
+    Under ``torchmpirun --groups`` rank 0 of the first group writes, as ``mpi.is_chief`` says.
 
     Args:
         folder: Where torch's ``SummaryWriter`` writes. ``writer`` is that object from ``on_start`` on, on rank 0.
@@ -25,7 +27,7 @@ class TensorBoard(Extension):
 
     def on_start(self, state: State) -> None:
         """Open the folder, on rank 0."""
-        if self.writer is None and (not process.is_started() or process.rank() == 0):
+        if self.writer is None and outcomes.is_chief():
             from torch.utils.tensorboard import SummaryWriter
 
             self.writer = SummaryWriter(os.fspath(self.folder))

@@ -73,7 +73,7 @@ class ShardedOptimizer(ReducingOptimizer):
     ) -> None:
         super().__init__()
         self.optimizer = optimizer_class(parameters, **defaults)
-        self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
+        self.whole_groups = self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
         self.parameters = [p for members in self._groups for p in members]
         _check(self.parameters, self.optimizer)
         check_compression(compression)
