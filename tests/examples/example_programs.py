@@ -65,8 +65,7 @@ class Jobs:
 
 def _run_together(num_ranks, commands, folder):
     """What each of these commands prints, which the ranks of one job run one after the other in ``folder``."""
-    words = [command.split() for command in commands]
-    programs = json.dumps([[str(EXAMPLES / name), *options] for name, *options in words])
+    programs = json.dumps([[str(EXAMPLES / name), *options] for name, *options in map(str.split, commands)])
     line = [TORCHMPIRUN, "-n", num_ranks, _ONE_AFTER_ANOTHER, _MARK, programs]
     _, *parts = run(*line, seconds=560, folder=folder).split(f"{_MARK}\n")
     return dict(zip(commands, parts, strict=True))

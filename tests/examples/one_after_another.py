@@ -7,7 +7,8 @@ import json
 import os
 import runpy
 import sys
-from pathlib import Path
+
+import torchmpi_py as mpi
 
 mark, commands = sys.argv[1:]
 sys.stderr = sys.stdout  # in one order
@@ -15,6 +16,6 @@ for program, *options in json.loads(commands):
     if os.environ["RANK"] == "0":
         sys.stdout.write(f"{mark}\n")
         sys.stdout.flush()
-    sys.path[0] = str(Path(program).parent)
-    sys.argv = [program, *options]
+    sys.path[0], sys.argv = os.path.dirname(program), [program, *options]
     runpy.run_path(program, run_name="__main__")
+    mpi.stop()  # which a program on init_process_group leaves to the end of the process
