@@ -33,24 +33,20 @@ def is_chief() -> bool:
     return not process.is_started() or chief.is_chief()
 
 
-def of_all(work: Callable[[], T], what: str, mistakes: tuple[type[Exception], ...] = ()) -> list[T]:
+def of_all(work: Callable[[], T], what: str) -> list[T]:
     """Do the work on every rank, and return the results of all. Collective; results should be small.
 
-    CheckpointError on every rank if it fails on one; ``what`` says what will not be. Errors in ``mistakes`` are the
-    caller's own, and raised as what they are.
+    CheckpointError on every rank if it fails on one; ``what`` says what will not be.
     """
 
-    def describe(error: Exception) -> tuple[str, type[Exception] | None]:
+    def describe(error: Exception) -> str:
         if ulfm.is_death(error):
             raise error
-        mistake = next((kind for kind in mistakes if isinstance(error, kind)), None)
-        return f"on {socket.gethostname()}: {error if mistake else _text_of(error)}", mistake
+        return f"on {socket.gethostname()}: {_text_of(error)}"
 
-    def failed(failures: Mapping[int, tuple[str, type[Exception] | None]]) -> Exception:
-        kinds = {kind for _, kind in failures.values()}
-        text = "; ".join(f"rank {rank} {text}" for rank, (text, _) in failures.items())
-        mistake = kinds.pop() if len(kinds) == 1 else None
-        return mistake(text) if mistake else CheckpointError(f"{what}: {text}")
+    def failed(failures: Mapping[int, str]) -> Exception:
+        text = "; ".join(f"rank {rank} {text}" for rank, text in failures.items())
+        return CheckpointError(f"{what}: {text}")
 
     return agree.gather_results(_exchanged if size() > 1 else agree.alone, work, (Exception,), describe, failed)
 

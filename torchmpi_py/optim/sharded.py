@@ -73,14 +73,14 @@ class ShardedOptimizer(ReducingOptimizer):
     ) -> None:
         super().__init__()
         self.optimizer = optimizer_class(parameters, **defaults)
-        self.whole_groups = self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
-        self.parameters = [p for members in self._groups for p in members]
+        self.whole_groups = [list(group["params"]) for group in self.optimizer.param_groups]
+        self.parameters = [p for members in self.whole_groups for p in members]
         _check(self.parameters, self.optimizer)
         check_compression(compression)
         self.comm = resolve(comm)
         self.compression = compression
         self._num_loads = 0
-        group_of = {p: index for index, members in enumerate(self._groups) for p in members if p.requires_grad}
+        group_of = {p: index for index, members in enumerate(self.whole_groups) for p in members if p.requires_grad}
         owner_of = owners(self.parameters, placement, type(self.optimizer), self.comm.size)
         self._module = torch.nn.ParameterDict({f"parameter {n}": p for n, p in enumerate(self.parameters)})
         self._register(
@@ -197,7 +197,8 @@ class ShardedOptimizer(ReducingOptimizer):
         try:
             self.optimizer.state = {p: whole.pop(p) for p in self.parameters if p in whole} | whole  # type: ignore[assignment]
             self.optimizer.param_groups = [
-                {**group, **updated.get(index, {}), "params": self._groups[index]} for index, group in enumerate(groups)
+                {**group, **updated.get(index, {}), "params": self.whole_groups[index]}
+                for index, group in enumerate(groups)
             ]
             return self.optimizer.state_dict()
         finally:
@@ -214,7 +215,7 @@ class ShardedOptimizer(ReducingOptimizer):
 
     def _hold_parameters(self) -> None:
         """Let the optimizer hold the whole parameters."""
-        for group, members in zip(self.optimizer.param_groups, self._groups, strict=True):
+        for group, members in zip(self.optimizer.param_groups, self.whole_groups, strict=True):
             group["params"] = members
 
     def _hold_shards(self) -> None:
