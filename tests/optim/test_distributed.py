@@ -70,6 +70,12 @@ def test_accumulation_and_clipping(mpi, average):
 def test_another_part_of_the_network_is_trained_from_then_on(mpi):
     """A pass that reaches no parameter of those that are averaged."""
     module, _ = pair()
+    ours = DistributedOptimizer(sgd(module[2]), module)
+    ours.optimizer = sgd(module)
+    with pytest.raises(RuntimeError, match=r"0\.weight, 0\.bias: new or trainable"):
+        train(module, ours, [0], [mpi.rank()])
+    ours.remove()
+    module.zero_grad()
     module[0].requires_grad_(False)
     ours = DistributedOptimizer(sgd(module), module, backward_passes_per_step=2)
     module[0].requires_grad_(True)

@@ -1,6 +1,7 @@
 """Ranks with unequal numbers of batches: each step is the mean over those that have one, and all end alike."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,14 +123,19 @@ def test_schedulers_and_scalers_end_alike(mpi):
     optimizer = optim.DistributedOptimizer(torch.optim.SGD(module.parameters(), 0.1), module)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
-    with torchmpi_py.join(optimizer, schedule, scaler):
+    steps = set()  # which rank 0 alone completes
+    own = SimpleNamespace(
+        state_dict=lambda: {"steps": steps}, load_state_dict=lambda state: steps.update(state["steps"])
+    )
+    with torchmpi_py.join(optimizer, schedule, scaler, own):
         for step in range(counts[mpi.rank()]):
             optimizer.zero_grad()
             scaler.scale(loss_of(module, step, [mpi.rank()])).backward()
             scaler.step(optimizer)
             scaler.update()
             schedule.step()
-    assert schedule.last_epoch == 5
+            steps.add(step)
+    assert schedule.last_epoch == len(steps) == 5
     assert scaler.get_scale() == 8.0 * 2**5
     mpi.check_with_allreduce(optimizer.param_groups[0]["lr"])
 

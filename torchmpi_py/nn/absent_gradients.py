@@ -25,7 +25,8 @@ class AbsentGradient(torch.Tensor):
             f"a gradient was read or changed that is {cls.place}. Or backward() ran again before synchronize() or "
             "step(): to accumulate, use frequency= or backward_passes_per_step=. Activation checkpointing needs "
             "checkpoint(..., use_reentrant=False). Register a hook that changes gradients before the registration or "
-            "the optimizer is made. After a backward() that raised, call zero_grad(set_to_none=True)"
+            "the optimizer is made. Keep a DistributedOptimizer, and remove() it before you train without it. After a "
+            "backward() that raised, call zero_grad(set_to_none=True)"
         )
 
     @staticmethod

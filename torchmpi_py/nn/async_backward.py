@@ -261,7 +261,7 @@ class AsyncBackward:
 
 
 registered: weakref.WeakKeyDictionary[torch.nn.Module, list[AsyncBackward]] = weakref.WeakKeyDictionary()
-"""Keeps the registrations of each module: if the caller drops one, or its optimizer, later passes raise an error."""
+"""Keeps the registrations of each module: if the caller drops one, or its DistributedOptimizer, later passes raise."""
 
 
 def register_async_backward(

@@ -38,7 +38,7 @@ from torchmpi_py.collectives import verbs
 from torchmpi_py.core import communicators, compiling
 from torchmpi_py.core.collective import COLLECTIVES, Writes
 from torchmpi_py.core.communicators import Communicator
-from torchmpi_py.core.tensors import NO_TRANSFORM, check_tensor
+from torchmpi_py.core.tensors import NO_TRANSFORM, check_rank, check_tensor
 from torchmpi_py.errors import RanksDisagree
 
 
@@ -122,7 +122,8 @@ def sendreceive(x: Tensor, source: int, destination: int, *, comm: Communicator 
 
 
 def _call(verb: str, x: Tensor, comm: Communicator | None, **arguments: Any) -> Tensor:
-    """Check tensor and op, and apply the verb, which checks the rest. TypeError or ValueError with the remedy."""
+    """Check what the verb is given, before anything is sent, and apply it. TypeError or ValueError with the remedy."""
+    comm = communicators.resolve(comm)
     if torch._C._are_functorch_transforms_active():
         raise TypeError(f"nn.functional.{verb}: {NO_TRANSFORM}")
     check_tensor(f"nn.functional.{verb}", "x", x)
@@ -130,6 +131,8 @@ def _call(verb: str, x: Tensor, comm: Communicator | None, **arguments: Any) -> 
         raise ValueError(
             f"nn.functional.{verb}: op {arguments['op']!r} has no gradient here; take sum or avg, or mpi.{verb}"
         )
+    for name in arguments.keys() - {"op"}:
+        check_rank(verb, name, arguments[name], comm.size)
     if verb in ("allgather", "gather") and x.dim() == 0:
         x = x.reshape(1)  # it counts as one row
     return _apply(verb, x, own_communicator(comm), **arguments)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.collectives.check import digest_of
@@ -26,7 +26,6 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, *, comm: Communicat
     Where the states are the same, the ranks exchange only a digest. The optimizer may be another object with a state,
     such as a scheduler. One without ``state_dict`` and ``load_state_dict`` is left as it is. The optimizers are of one
     kind, over the same parameters in the same order.
-    ``load_state_dict`` gets tensors on the CPU; torch's brings them to the devices of the parameters.
 
     Raises RanksDisagree, on all ranks, where kinds or numbers of parameters differ, or where ``load_state_dict`` has
     changed the state (torch's gives it the dtype of the parameters).
@@ -37,11 +36,13 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, *, comm: Communicat
         return
     if not _differing(optimizer, comm):
         return
-    state = optimizer.state_dict() if comm.rank == root else None
-    # By pickle, because states differ seldom: where a rank is new, or has left join() early.
-    state = verbs.broadcast_object(tree_map_only(Tensor, lambda x: x.detach().cpu(), state), root, comm=comm)
+    # In one piece, because states differ seldom: where a rank is new, or has left join() early.
+    torch.save(optimizer.state_dict() if comm.rank == root else None, content := io.BytesIO())
+    content = io.BytesIO(verbs.broadcast_object(content.getvalue(), root, comm=comm))
     if comm.rank != root:
-        optimizer.load_state_dict(state)
+        # A tensor that is on a GPU of root comes to this rank's own.
+        gpus = {f"cuda:{number}": "cuda" for number in range(torch.cuda.device_count())}
+        optimizer.load_state_dict(torch.load(content, map_location=gpus, weights_only=False))
     if differing := _differing(optimizer, comm):
         raise RanksDisagree(
             f"{type(optimizer).__name__}.load_state_dict has not taken the state of rank {root} as it is, on rank "

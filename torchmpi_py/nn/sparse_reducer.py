@@ -1,8 +1,8 @@
 """The sparse gradient of one parameter, such as the weight of an ``Embedding(sparse=True)``.
 
-All ranks gather the rows of all, so that the reduced gradient is sparse too, with the bytes of the rows alone. It is
-sparse also where another layer uses the weight, and the gradient of a rank is dense: then it has all the rows that are
-not zero, and ``sparse_as_dense`` is faster.
+All ranks gather the rows of all, so that the reduced gradient is sparse too, with the bytes of the rows alone. Where
+another layer uses the weight too, autograd's gradient is dense, and so is the reduced one on every rank: a row past the
+last one tells the other ranks. ``sparse_as_dense`` is faster then.
 """
 
 from __future__ import annotations
@@ -40,9 +40,13 @@ class SparseReducer(GradientReducer):
         rows, values = torch.empty(0, dtype=torch.int64, device=p.device), self.flat.new_empty(0)
         if gradient is not None:
             sparse = gradient.detach()
-            sparse = sparse if sparse.is_sparse else sparse.to_sparse(1)
+            is_dense = not sparse.is_sparse
+            sparse = sparse.to_sparse(1) if is_dense else sparse
             total = _added(sparse._indices(), sparse._values(), p.shape)
             rows, values = total.indices()[0], total.values().to(p.dtype)
+            if is_dense:
+                rows = torch.cat([rows, rows.new_tensor([p.shape[0]])])
+                values = torch.cat([values, values.new_zeros(1, *p.shape[1:])])
         columns = values.reshape(-1, *p.shape[1:])
         self._handles = [verbs.allgather_async(x, comm=self.comm) for x in (rows, columns)]
         return self._handles
@@ -54,11 +58,15 @@ class SparseReducer(GradientReducer):
         (p,) = self.parameters
         rows, values = (handle.wait() for handle in self._handles)
         self._handles = []
-        total = _added(rows[None], values, p.shape)
+        is_row = rows < p.shape[0]
+        total = _added(rows[is_row][None], values[is_row], p.shape)
         if op == "avg":
             total.values().div_(self.comm.size)
         self._result = total.to(p.dtype).coalesce()
         self.flat = self._result.values()
+        if not is_row.all():
+            self._result = self._result.to_dense()
+            self.flat = self._result.view(-1)
         p.grad = self._result
 
 

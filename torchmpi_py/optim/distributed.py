@@ -12,6 +12,7 @@ Source: Horovod's DistributedOptimizer (Sergeev and Del Balso, 2018) for the nam
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -81,7 +82,7 @@ class DistributedOptimizer(ReducingOptimizer):
         self._register(
             module,
             make_buckets=functools.partial(buckets_of, compression=compression, sparse_as_dense=sparse_as_dense),
-            parameters=lambda module: (p for group in optimizer.param_groups for p in group["params"]),
+            parameters=functools.partial(_parameters_of, weakref.ref(self)),
             frequency=backward_passes_per_step,
             average=average,
         )
@@ -113,3 +114,10 @@ class DistributedOptimizer(ReducingOptimizer):
         if isinstance(loss, Tensor):
             return verbs.allreduce(loss.detach(), out=torch.empty_like(loss), op="avg", comm=self.comm)
         return loss if loss is None else verbs.allreduce(float(loss), op="avg", comm=self.comm)
+
+
+def _parameters_of(reference: weakref.ref[DistributedOptimizer], _: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters that the optimizer holds now; the registration must not keep the optimizer alive."""
+    distributed = reference()
+    groups = [] if distributed is None else distributed.optimizer.param_groups
+    return [p for group in groups for p in group["params"]]

@@ -121,5 +121,9 @@ def join(module_or_optimizer: torch.nn.Module | DistributedOptimizer, *stateful:
     root = steps.index(max(steps))
     tensors = [x.detach() for x in (*module.parameters(), *module.buffers())]
     fused(tensors, lambda flat: verbs.broadcast(flat, root, comm=reduction.buckets.comm))
-    for each in stateful if optimizer is None else (optimizer.optimizer, *stateful):
-        broadcast_optimizer_state(each, root, comm=reduction.buckets.comm)
+    if optimizer is not None:
+        broadcast_optimizer_state(optimizer.optimizer, root, comm=reduction.buckets.comm)
+    for each in stateful:
+        state = verbs.broadcast_object(each.state_dict(), root, comm=reduction.buckets.comm)
+        if reduction.buckets.comm.rank != root:
+            each.load_state_dict(state)

@@ -75,13 +75,10 @@ class LocalSGD(LocalOptimizer):
             self.average_over(due[-1])  # the one over most ranks
         return loss
 
+    @torch.no_grad()
     def average(self) -> None:
         """Make parameters the average over all ranks now, with slow momentum. Collective."""
         self.average_over(next(reversed(self.periods)))
-        self._take_slow_step()
-
-    @torch.no_grad()
-    def _take_slow_step(self) -> None:
         for p, before in self._before.items():
             momentum = self._momentum.setdefault(p, torch.zeros_like(p))
             momentum.mul_(self.slow_momentum).add_(before - p)
@@ -96,9 +93,11 @@ class LocalSGD(LocalOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what ``state_dict`` has given, or the state of the optimizer alone."""
         own = state_dict.get("local_sgd", {"num_steps": 0, "slow": []})
+        if "rates" in own:
+            raise ValueError("LocalSGD: the slow momentum is of an earlier version; leave out the entry 'local_sgd'")
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "local_sgd"})
         self.num_steps = own["num_steps"]
-        slow = list(zip(self.parameters(), own["slow"], strict=False))
+        slow = list(zip(self.parameters(), own["slow"] if self.slow_momentum else (), strict=False))
         self._before = {p: before.to(p, copy=True) for p, (before, _) in slow if before is not None}
         self._momentum = {p: momentum.to(p, copy=True) for p, (_, momentum) in slow if momentum is not None}
 

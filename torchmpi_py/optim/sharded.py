@@ -59,6 +59,8 @@ class ShardedOptimizer(ReducingOptimizer):
     Raises TypeError or ValueError for what is not as above, RanksDisagree by the first step where parameters differ.
     """
 
+    ends_by = "take the plain optimizer that its to_optimizer() returns"
+
     def __init__(
         self,
         parameters: Iterable[Any],
@@ -78,7 +80,6 @@ class ShardedOptimizer(ReducingOptimizer):
         _check(self.parameters, self.optimizer)
         check_compression(compression)
         self.comm = resolve(comm)
-        self.compression = compression
         self._num_loads = 0
         group_of = {p: index for index, members in enumerate(self.whole_groups) for p in members if p.requires_grad}
         owner_of = owners(self.parameters, placement, type(self.optimizer), self.comm.size)

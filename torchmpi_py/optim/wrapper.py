@@ -66,6 +66,7 @@ class ReducingOptimizer(OptimizerWrapper):
 
     reduction: AsyncBackward
     comm: Communicator
+    ends_by = "remove() it, and use the plain optimizer, its .optimizer"
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ class ReducingOptimizer(OptimizerWrapper):
     def synchronize(self) -> None:
         """Reduce gradients that are not reduced yet, as after no backward pass, or fewer than on other ranks."""
         if self.reduction.names and not self.reduction._hooks:
-            raise RuntimeError(f"{type(self).__name__}: remove() has ended it; use the plain optimizer, its .optimizer")
+            raise RuntimeError(f"{type(self).__name__}: remove() has ended it; make another one")
         if not self._is_reduced:
             self.reduction.reduce_now()
             self._end_reduction()
@@ -101,8 +102,8 @@ class ReducingOptimizer(OptimizerWrapper):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """TypeError: buckets are made with the optimizer."""
         raise TypeError(
-            f"add_param_group: a {type(self).__name__} takes no more parameters; remove() it, add them to the plain "
-            "optimizer, its .optimizer, and make another one of that"
+            f"add_param_group: a {type(self).__name__} takes no more parameters; {self.ends_by}: add them to it, and "
+            "make another one of it"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -163,8 +164,8 @@ class LocalOptimizer(OptimizerWrapper):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
-        if isinstance(optimizer, OptimizerWrapper):
-            raise TypeError(f"{type(self).__name__}: expected a plain optimizer, found {optimizer!r}; unwrap it")
+        if isinstance(optimizer, LocalOptimizer) or hasattr(optimizer, "whole_groups"):
+            raise TypeError(f"{type(self).__name__}: give it a plain optimizer, not a {type(optimizer).__name__}")
         self.optimizer = optimizer
         check_whole(type(self).__name__, dict(enumerate(self.parameters())))
 
