@@ -99,10 +99,12 @@ def test_only_data_is_saved(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     tagged = torch.zeros(3)
     tagged.tag = Tag()
-    for value in (lambda: None, np.ones(1), np.float64(1), 2**2039, tagged, {1: Tag()}):
+    for value in (lambda: None, np.ones(1), 2**2039, tagged, {1: Tag()}):
         for parts, own in ({"x": {"y": value}}, {}), ({}, {"x": {"y": value}}):
             with pytest.raises(errors.CheckpointError, match=r"\['x'\]\['y'\](\[1\])? is a \w+ that a checkpoint does"):
                 checkpoints.save(1, parts, own=own)
+    with pytest.raises(errors.CheckpointError, match=r"\['x'\]\[0\]\['y'\] is a ndarray"):
+        checkpoints.save(1, {"x": [{"y": np.ones(1)}]})
     with pytest.raises(errors.CheckpointError, match="step=-1"):
         checkpoints.save(-1, {})
     with pytest.raises(errors.CheckpointError, match=r"\['a'\] are both in parts and in own"):
@@ -132,8 +134,13 @@ class Tag:
 def test_values_come_back_as_they_were(tmp_path):
     tensor, versions = torch.zeros(3, requires_grad=True), torch.nn.BatchNorm1d(2).state_dict()
     parameter = torch.nn.Parameter(torch.ones(2), requires_grad=False)
-    Checkpoints(tmp_path).save(1, {"p": parameter, "views": [tensor, tensor.detach()], "m": versions})
+    numbers = [np.float64(2), torch.zeros(10**5)[:3]]  # of a part of a tensor the rest is not written
+    file = Checkpoints(tmp_path).save(
+        1, {"p": parameter, "views": [tensor, tensor.detach()], "m": versions, "n": numbers}
+    )
+    assert file.stat().st_size < 10**5
     parts = Checkpoints(tmp_path).load().parts
+    assert parts["n"][0] == 2
     assert (type(parts["p"]), parts["p"].requires_grad) == (torch.nn.Parameter, False)
     assert parts["views"][0].data_ptr() == parts["views"][1].data_ptr()
     assert parts["m"]._metadata == versions._metadata

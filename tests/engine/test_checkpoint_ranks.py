@@ -10,7 +10,7 @@ import torch
 from runs import classes, listed, numbers_in, on_few, together, train
 from torch.utils.data import TensorDataset
 
-from torchmpi_py import errors, optim
+from torchmpi_py import errors, nn as mpinn, optim
 from torchmpi_py.engine import AllReduceSGDEngine, Checkpoints, DatasetIterator, SGDEngine, checkpoints
 
 pytestmark = pytest.mark.mpi
@@ -225,3 +225,6 @@ def test_ranks_with_steps_of_their_own(mpi, folder):
             run(2, every=5)
     for maxepoch in (2, 3):  # the second run goes on from the first
         assert run(maxepoch) == maxepoch * steps
+    network = torch.nn.Linear(6, 3)  # all ranks go on from rank 0's parameters if they take steps together
+    train(network, [BATCH] * 5, checkpoint=folder, maxepoch=4)
+    mpinn.check_with_allreduce(network)

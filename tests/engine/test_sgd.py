@@ -132,6 +132,7 @@ def test_an_optimizer_is_made_by_a_function_or_taken_as_it_is():
         ({}, ValueError, "optimizer"),
         ({"lr": 0.1, "optimizer": torch.optim.Adam}, ValueError, "optimizer"),
         ({"optimizer": 3}, TypeError, "optimizer"),
+        ({"optimizer": lambda parameters: None}, TypeError, "function that returns one"),
         ({"optimizer": torch.optim.LBFGS}, TypeError, "closure"),
         ({"optimizer": torch.optim.LBFGS(linear().parameters())}, TypeError, "closure"),
     ],
@@ -156,7 +157,11 @@ def test_a_sample_that_is_no_pair_is_refused(sample):
 
 
 def test_a_hook_may_replace_the_sample():
-    engine, network = SGDEngine(), linear()
+    class Forward(SGDEngine):  # the count does not depend on it
+        def forward(self, state):
+            state.output = state.network(state.sample[0])
+
+    engine, network = Forward(), linear()
     engine.hooks.on_sample = lambda state: setattr(state, "sample", (state.sample["x"], state.sample["y"]))
     ((x, y),) = pairs(1)
     state = engine.test(network=network, criterion=loss_of, iterator=[{"x": x, "y": y}])

@@ -91,9 +91,14 @@ def test_an_optimizer_that_reduces_gradients_is_taken_and_left(mpi, wrap):
         assert trained(divided, optimizer=optimizer, **options).optimizer is optimizer
         trained(plain, optimizer=plain_optimizer, **options)
     assert_close(divided.state_dict(), plain.state_dict())
-    with pytest.raises(ValueError, match=r"give it compression=BF16\(\), not the engine"):
+    with pytest.raises(ValueError, match="leave out compression= and sharded= of the engine"):
         trained(divided, optimizer=optimizer, compression=BF16())
     optimizer.remove()
+    if wrap is optim.DistributedOptimizer:
+        optimizer = wrap(optimizer.optimizer, divided, backward_passes_per_step=2)
+        with pytest.raises(ValueError, match="backward_passes_per_step= and comm= of the optimizer"):
+            trained(divided, optimizer=optimizer)
+        optimizer.remove()
 
 
 @pytest.mark.parametrize(("kind", "before"), [("Adam", True), ("Adam", False), ("Adafactor", True)])

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_map_only
 from torchmpi_py import nn
 from torchmpi_py.collectives.verbs import allgather_object
 from torchmpi_py.core import ulfm
+from torchmpi_py.core.communicators import resolve
 from torchmpi_py.engine import loaders
 from torchmpi_py.engine.batches import BatchIterator, check_equal
 from torchmpi_py.engine.replicas import Replicas
@@ -147,17 +148,19 @@ class AllReduceSGDEngine(SGDEngine):
     ) -> torch.optim.Optimizer | None:
         """As in ``SGDEngine``; with ``sharded`` its state is divided. Collective."""
         plain = super().make_optimizer(state, lr, optimizer)
-        if isinstance(plain, ReducingOptimizer) and self.compression is not None:
-            raise ValueError(
-                f"optimizer is a {type(plain).__name__}, which reduces gradients itself: give it "
-                f"compression={self.compression!r}, not the engine"
-            )
-        if plain is None or not self.sharded or isinstance(plain, ShardedOptimizer):
-            return plain
-        broadcast_optimizer_state(plain)
-        self._sharded = ShardedOptimizer.from_optimizer(plain, compression=self.compression)
-        self._gets_state_back = plain is optimizer
-        return self._sharded
+        if isinstance(plain, ReducingOptimizer):
+            is_other = self.compression is not None or (self.sharded and not isinstance(plain, ShardedOptimizer))
+            if is_other or plain.reduction.frequency > 1 or plain.comm is not resolve(None):
+                raise ValueError(
+                    f"optimizer is a {type(plain).__name__}, which reduces gradients: leave out compression= and "
+                    "sharded= of the engine, and backward_passes_per_step= and comm= of the optimizer"
+                )
+        elif plain is not None and self.sharded:
+            broadcast_optimizer_state(plain)
+            self._sharded = ShardedOptimizer.from_optimizer(plain, compression=self.compression)
+            self._gets_state_back = plain is optimizer
+            return self._sharded
+        return plain
 
     def set_mode(self, state: State) -> None:
         """As in ``SGDEngine``; then, for a test, make the buffers equal.
@@ -181,8 +184,7 @@ class AllReduceSGDEngine(SGDEngine):
         if self._replicas is not None:
             _check_every_rank_computes(state)
             check_equal("states", allgather_object({"epoch": state.epoch, "maxepoch": state.maxepoch}))
-            if not state.place.is_resumed:
-                self._replicas.renew()
+            self._replicas.renew(with_buffers=not state.place.is_resumed)
             broadcast_optimizer_state(state.optimizer)
 
     def take_sample(self, state: State, sample: Any) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
+from torchmpi_py.core import config
 from torchmpi_py.engine import outcomes, samples
 from torchmpi_py.engine.checkpoints import Checkpoints, Collected, check_collected
 from torchmpi_py.engine.end_requests import EndRequests
@@ -155,6 +156,7 @@ class Checkpoint(Extension):
         is_common = self.steps_together and getattr(state.iterator, "follows_place", False)
         is_own = not self.steps_together and not isinstance(optimizer, ReducingOptimizer)
         parts: dict[str, Any] = {"maxepoch": (self.asked, state.maxepoch)}
+        parts["experiment"] = os.environ.get(config.EXPERIMENT)
         own = {
             "buffers": {name: _buffers(module) for name, module in modules.items()},
             "epoch": state.epoch,
@@ -169,6 +171,12 @@ class Checkpoint(Extension):
         return parts, own
 
     def _restore(self, state: State, parts: dict[str, Any]) -> None:
+        experiment, now = parts["experiment"], os.environ.get(config.EXPERIMENT)
+        if experiment != now:
+            raise ValueError(
+                f"it is of experiment {experiment} of a sweep, and this is {now}: give each experiment a folder of its "
+                "own, such as Checkpoint(mpi.experiment_folder())"
+            )
         trained = parts["trained"]
         for name, module in state.as_one_module().named_children():
             content = trained["modules"].get(name, {})

@@ -22,6 +22,7 @@ on; with an earlier torch, load only files whose author you trust.
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import io
 import os
@@ -32,6 +33,7 @@ import uuid
 import zlib
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchmpi_py import trusted_files
@@ -60,14 +62,34 @@ def packed(content: Any, where: str = "checkpoint") -> memoryview:
         torch.save(content, stream)
         stream.seek(0)
         torch.load(stream, map_location="meta", weights_only=True)
+    except MemoryError:
+        raise
     except Exception as error:
-        for key, value in content.items() if isinstance(content, dict) else ():
+        is_list = isinstance(content, (list, tuple))
+        for key, value in enumerate(content) if is_list else getattr(content, "items", tuple)():
             packed(value, f"{where}[{key!r}]")
         raise TypeError(
             f"{where} is a {type(content).__qualname__} that a checkpoint does not hold: it holds tensors, numbers, "
-            "strings, and lists, tuples, sets and dicts of them (numpy: torch.from_numpy(x), x.item())"
+            "strings, and lists, tuples, sets and dicts of them (numpy: torch.from_numpy(x))"
         ) from error
     return stream.getbuffer()
+
+
+def compact(content: Any) -> Any:
+    """Return the content with numpy's numbers as Python's, and with tensors that are no part of a larger memory.
+
+    ``torch.save`` would write all of the memory that a view lies in.
+    """
+    if isinstance(content, torch.Tensor):
+        is_part = content.layout is torch.strided and content.untyped_storage().nbytes() > content.nbytes
+        return content.detach().clone() if is_part else content
+    if isinstance(content, dict):
+        copied = copy.copy(content)  # with its attributes: a state_dict's versions
+        copied.update({key: compact(value) for key, value in content.items()})
+        return copied
+    if type(content) in (list, tuple):
+        return type(content)(map(compact, content))
+    return content.item() if isinstance(content, (np.number, np.bool_)) else content
 
 
 def write(path: pathlib.Path, content: Any) -> None:

@@ -120,7 +120,7 @@ class Checkpoints:
         def pack() -> int:
             if operator.index(step) < 0:
                 raise ValueError(f"step={step} must not be negative")
-            parts, own = collect()
+            parts, own = (files.compact(dict(each)) for each in collect())
             if both := sorted(parts.keys() & own.keys()):
                 raise ValueError(f"{both} are both in parts and in own: give them different names")
             collected.append((parts, _bytes(files.packed({"own": own, "random": samples.random_states()}))))
@@ -173,7 +173,7 @@ class Checkpoints:
                 "remove it, or use another folder"
             )
         path = self.directory / f"step-{step:06}.pt"
-        files.write(path, {"step": step, "parts": dict(parts), "own": list(own)})
+        files.write(path, {"step": step, "parts": parts, "own": list(own)})
         for _, old in files.complete(self.directory)[self.keep :]:
             files.discard(old)
         return path
@@ -196,7 +196,7 @@ class Checkpoints:
 def check_collected(parts: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Each rank: raise TypeError where a save of this rank's share of these would."""
     for content in (parts, own) if outcomes.rank() == 0 else (own,):
-        files.packed(content)
+        files.packed(files.compact(dict(content)))
 
 
 def _bytes(content: Any) -> torch.Tensor:

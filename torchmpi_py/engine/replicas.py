@@ -33,17 +33,17 @@ class Replicas:
         self.buckets: Buckets | None = None  # where gradients are reduced after the backward pass
         self.bucketed: ParameterSnapshot | None = None  # whose gradients are in them
 
-    def renew(self) -> None:
-        """Give every rank rank 0's parameters and buffers, and forget where gradients were reduced."""
+    def renew(self, *, with_buffers: bool = True) -> None:
+        """Give every rank rank 0's parameters, and buffers, and forget where gradients were reduced."""
         self.close()
         self.module, self.members = self.state.as_one_module(), self.state.members()
-        nn.synchronize_parameters(self.module)
+        nn.synchronize_parameters(self.module if with_buffers else torch.nn.ParameterList(self.module.parameters()))
 
     def regroup(self) -> None:
         """Go on with the survivors of a death, who may know of different changes of the network."""
         with suppress(Exception):  # of what was under way: the death has ended it
             self.close()
-        self.renew()
+        self.renew(with_buffers=False)  # each rank's statistics are of its own batches
 
     def follow(self) -> None:
         """Renew the copies if the set of trained parameters is not the one of the last time."""

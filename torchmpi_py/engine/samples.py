@@ -69,6 +69,12 @@ def of_epoch(state: State) -> Iterator[Any]:
     return batches
 
 
+def count(state: State) -> None:
+    """Count the samples of a batch that is a pair only since ``hooks.on_sample``."""
+    if state.num_samples is None:
+        state.num_samples = length(state.sample) or 1
+
+
 @contextmanager
 def closed(state: State) -> Iterator[None]:
     """Close the samples of an epoch at the end of the block, also where an error ends it: it may keep them alive."""
@@ -160,7 +166,8 @@ def restore_random_states(states: dict[str, Any]) -> None:
     """Set the global random generators to these states. CUDA's is left alone where there is no GPU."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
+    if states["numpy"]["bit_generator"] == np.random.get_state(legacy=False)["bit_generator"]:
+        np.random.set_state(states["numpy"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
 

@@ -54,7 +54,8 @@ class SGDEngine:
     ) -> State:
         """Train for ``maxepoch`` epochs and return the last state.
 
-        A hook that adds layers adds their parameters to ``state.optimizer`` too, as anywhere in torch.
+        A hook that adds layers adds their parameters to ``state.optimizer`` too, as anywhere in torch. An optimizer
+        that reduces gradients (``ShardedOptimizer``, ``DistributedOptimizer``) takes no more parameters.
 
         An iterator, or a sampler that it draws from, with ``set_epoch`` gets the epoch, and draws its order from (seed,
         epoch). Each call counts from epoch 0: several calls with ``maxepoch=1`` all see the same order. Make one call
@@ -100,6 +101,7 @@ class SGDEngine:
                                 self.zero_gradients(state)
                             else:
                                 hooks.on_sample(state)
+                                samples.count(state)
                                 self.prepare(state)
                                 self.forward(state)
                                 hooks.on_forward(state)
@@ -148,6 +150,7 @@ class SGDEngine:
                     continue
                 self.take_sample(state, sample)
                 hooks.on_sample(state)
+                samples.count(state)
                 self.forward(state)
                 hooks.on_forward(state)
                 self.forward_criterion(state)
@@ -188,11 +191,12 @@ class SGDEngine:
             )
         if lr is not None:
             return torch.optim.SGD(state.parameters(), lr=lr) if lr != 0 else None
-        if hasattr(optimizer, "step") and not isinstance(optimizer, type):
-            return cast(torch.optim.Optimizer, optimizer)
-        if not callable(optimizer):
-            raise TypeError(f"optimizer={optimizer!r} is neither a torch optimizer nor a function that makes one")
-        return optimizer(state.parameters())
+        chosen: Any = optimizer
+        if callable(chosen) and (isinstance(chosen, type) or not hasattr(chosen, "step")):
+            chosen = chosen(state.parameters())
+        if not hasattr(chosen, "step"):
+            raise TypeError(f"optimizer={optimizer!r} is neither a torch optimizer nor a function that returns one")
+        return cast(torch.optim.Optimizer, chosen)
 
     def set_mode(self, state: State) -> None:
         """Put network and criterion into training or evaluation mode."""
@@ -213,9 +217,7 @@ class SGDEngine:
         """The last action before the forward pass, or before a step without samples, in training only: none here."""
 
     def forward(self, state: State) -> None:
-        """``state.output = network(input)``; the samples are counted now if ``hooks.on_sample`` has made the pair."""
-        if state.num_samples is None:
-            state.num_samples = samples.length(state.sample) or 1
+        """``state.output = network(input)``."""
         state.output = state.network(samples.split(state.sample)[0])
 
     def forward_criterion(self, state: State) -> None:

@@ -42,9 +42,7 @@ class State:
     epoch: int = 0  # epochs completed; a hook may set it in on_start to resume, or maxepoch to stop after this epoch
     t: int = 0  # samples (batches) completed, over all epochs
     maxepoch: int = 1
-    place: EpochPlace = field(
-        default_factory=EpochPlace, repr=False
-    )  # within the epoch; hooks read it, and leave it alone
+    place: EpochPlace = field(default_factory=EpochPlace, repr=False)  # within the epoch; hooks leave it alone
 
     @property
     def position(self) -> int:
@@ -82,19 +80,15 @@ class State:
         groups = [group["params"] for group in getattr(self.optimizer, "param_groups", ())]
         return getattr(self.optimizer, "whole_groups", groups)
 
-    def parameters_of_optimizer_alone(self) -> list[torch.nn.Parameter]:
-        """The trained parameters that are in no module."""
-        inside = {id(parameter) for module in self.modules() for parameter in module.parameters()}
-        return [parameter for parameter in self.parameters() if id(parameter) not in inside]
-
     def as_one_module(self) -> torch.nn.Module:
         """Everything that is trained as one module: its gradients are reduced in one order, the same on every rank."""
-        outside = self.parameters_of_optimizer_alone()
+        inside = {id(parameter) for module in self.modules() for parameter in module.parameters()}
+        outside = [parameter for parameter in self.parameters() if id(parameter) not in inside]
         for tensor in outside:
             if not isinstance(tensor, torch.nn.Parameter):
                 raise TypeError(
-                    f"the optimizer holds a plain tensor of shape {tuple(tensor.shape)}, which cannot be trained on "
-                    "several ranks: make it a torch.nn.Parameter"
+                    f"the optimizer holds a plain tensor of shape {tuple(tensor.shape)}, which has no name for the "
+                    "other ranks, or for a checkpoint: make it a torch.nn.Parameter"
                 )
         return torch.nn.ModuleDict({**self.named_modules(), "optimizer": torch.nn.ParameterList(outside)})
 

@@ -28,9 +28,8 @@ class ProgressBar(Extension):
         except ImportError as error:
             raise ImportError("ProgressBar needs tqdm: pip install tqdm") from error
         self._tqdm = tqdm
-        self._runs: list[
-            tuple[Any, Average, Accuracy]
-        ] = []  # their bars and meters: a hook may test, with the same bar, in the middle of training
+        # Bar, loss and accuracy of each run: a hook may test, with this object, in the middle of training.
+        self._runs: list[tuple[Any, Average, Accuracy]] = []
 
     def around_run(self, engine: Any, state: State) -> AbstractContextManager[None]:
         """Return the bracket in which the bar of a test is shown."""
