@@ -96,18 +96,17 @@ class SGDEngine:
                         hooks.on_start_epoch(state)
                         for sample in samples.of_epoch(state):
                             self.take_sample(state, sample)
-                            if sample is None:  # other ranks have samples in this step: here gradients are zero
-                                self.prepare(state)
-                                self.zero_gradients(state)
-                            else:
+                            if sample is not None:  # otherwise other ranks have samples, and gradients are zero here
                                 hooks.on_sample(state)
                                 samples.count(state)
-                                self.prepare(state)
+                            self.prepare(state)
+                            if sample is not None:
                                 self.forward(state)
                                 hooks.on_forward(state)
                                 self.forward_criterion(state)
                                 hooks.on_forward_criterion(state)
-                                self.zero_gradients(state)
+                            self.zero_gradients(state)
+                            if sample is not None:
                                 self.backward(state)
                             self.reduce(state)
                             hooks.on_backward(state)
