@@ -71,7 +71,7 @@ class AllReduceSGDEngine(SGDEngine):
         ``hooks.on_backward`` raises RuntimeError; clip by ``state.optimizer.clip_grad_norm_``. An optimizer that was
         made before ``train`` gets its whole state back at the end (none, if an error ends training); the state of one
         that a function makes, or ``lr``, stays divided. An ``optim.ShardedOptimizer`` or ``DistributedOptimizer`` of
-        your own needs no option here: it reduces the gradients, and stays as it is.
+        your own needs no option here: it reduces the gradients, and stays as it is until you call its ``remove``.
     buffers: how buffers that differ between ranks (BatchNorm's statistics are of each rank's batches) become equal
         before a test and at the end of training: "average" (whole numbers: rank 0's), "root": rank 0's, or "leave".
     """

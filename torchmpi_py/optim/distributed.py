@@ -44,10 +44,10 @@ class DistributedOptimizer(ReducingOptimizer):
 
     ``remove()`` ends the averaging. Making it, ``step``
     and, with gradients that are not reduced yet, ``synchronize`` are collective. Parameters start equal on all ranks
-    (``nn.synchronize_parameters``), which the first step checks.
+    (``nn.synchronize_parameters``), which the first reduction checks.
 
-    Raises on every rank: RanksDisagree where the ranks' parameters differ in name, shape or dtype, or by the first step
-    in value, or where a rank has called ``step`` more often than another since the last reduction (not compared in
+    Raises on every rank: RanksDisagree where the ranks' parameters differ in name, shape or dtype, or by the first
+    reduction in value, or where a rank has called ``step`` more often than another since the last reduction (not compared in
     ``mpi.join``); ValueError where the optimizer has parameters that ``module`` has not, where another registration
     reduces them already, or where backward_passes_per_step is no whole number above 0; TypeError for another
     compression.
