@@ -29,28 +29,40 @@ from torchmpi_py.optim.wrapper import ReducingOptimizer
 
 
 class DistributedOptimizer(ReducingOptimizer):
-    """``optimizer``, with gradients averaged over the ranks of ``comm`` (default: the current level).
+    """Average the gradients of ``optimizer`` over the ranks; everything else is the optimizer's own.
 
-    Everything else is the optimizer's: ``param_groups``, ``state``, ``state_dict``, hooks, schedulers, GradScaler.
-    Every rank makes it alike, and calls ``step`` equally often (``mpi.join``, if some run out of data earlier).
+    ``param_groups``, ``state``, ``state_dict``, hooks, schedulers and GradScaler work as with the plain optimizer.
+    Every rank makes it with the same arguments, and calls ``step`` equally often (``mpi.join``, if some ranks run out
+    of data earlier). Making it and ``step`` are collective; ``synchronize`` is too, if gradients are not reduced yet.
+    Parameters start equal on all ranks (``nn.synchronize_parameters``), which the first reduction checks.
+    ``remove()`` ends the averaging.
 
-    optimizer: any torch optimizer of parameters of ``module``. Its type decides what an update is.
-    module: holds the parameters; those that are not in the optimizer are left alone.
-    backward_passes_per_step: gradients of so many passes are added up, and reduced in the last one.
-    compression: of what travels, such as ``optim.compression.BF16()``; None: as it is.
-    average: mean over the ranks; False: sum.
-    sparse_as_dense: make sparse gradients (``Embedding(sparse=True)``) dense, and reduce them so; else the ranks gather
-        each other's rows, and gradients stay sparse.
+    Args:
+        optimizer: any torch optimizer of parameters of ``module``. Its type decides what an update is.
+        module: holds the parameters; parameters that are not in the optimizer are left alone.
+        backward_passes_per_step: gradients of so many passes are added up, and reduced in the last one; default: 1.
+        compression: of what travels, such as ``optim.compression.BF16()``; None: gradients travel as they are.
+        average: mean over the ranks; False: sum.
+        sparse_as_dense: make sparse gradients (``Embedding(sparse=True)``) dense before they are reduced; otherwise the
+            ranks gather each other's rows, and gradients stay sparse.
+        comm: the ranks to average over; default: the current level.
 
-    ``remove()`` ends the averaging. Making it, ``step``
-    and, with gradients that are not reduced yet, ``synchronize`` are collective. Parameters start equal on all ranks
-    (``nn.synchronize_parameters``), which the first reduction checks.
+    Raises:
+        RanksDisagree: on every rank, where the parameters differ in name, shape or dtype, or, in the first reduction,
+            in value; or where a rank has called ``step`` more often than another since the last reduction (not compared
+            in ``mpi.join``).
+        ValueError: the optimizer has parameters that ``module`` has not, another registration reduces them already, or
+            backward_passes_per_step is not a whole number above 0.
+        TypeError: ``optimizer`` is not a torch optimizer, or ``compression`` is not a compression.
 
-    Raises on every rank: RanksDisagree where the ranks' parameters differ in name, shape or dtype, or by the first
-    reduction in value, or where a rank has called ``step`` more often than another since the last reduction (not compared in
-    ``mpi.join``); ValueError where the optimizer has parameters that ``module`` has not, where another registration
-    reduces them already, or where backward_passes_per_step is no whole number above 0; TypeError for another
-    compression.
+    Example:
+        ::
+
+            optimizer = optim.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), net)
+            for x, y in batches:
+                optimizer.zero_grad()
+                criterion(net(x), y).backward()
+                optimizer.step()
     """
 
     def __init__(
