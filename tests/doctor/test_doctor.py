@@ -13,7 +13,7 @@ from support import jobs
 
 from torchmpi_py.doctor import OK, PROBLEM, WARNING, Finding, host, probes, software
 from torchmpi_py.doctor.__main__ import main
-from torchmpi_py.launch import binding
+from torchmpi_py.launch import topology
 
 IN_NAMESPACE = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("unshare") is None, reason="a namespace of its own wants root and unshare"
@@ -156,7 +156,7 @@ def test_little_memory(tmp_path, names):
 
 
 def test_cores(monkeypatch):
-    monkeypatch.setattr(binding, "_smallest_quota", lambda: 1.0)
+    monkeypatch.setattr(topology, "_smallest_quota", lambda: 1.0)
     only(host.cores(), OK, "1 to use")
 
 

@@ -5,30 +5,35 @@ import math
 import pytest
 from support import jobs
 
-from torchmpi_py.launch import binding, variables, wrap
+from torchmpi_py.launch import binding, topology, variables, wrap
 
 pytestmark = pytest.mark.timeout(240)
+
+
+def parts_of(cpus, local_size, near=()):
+    """Return the CPUs of each rank's part where each CPU is a core."""
+    cores = [topology.Core(0, 0, False, (cpu,)) for cpu in cpus]
+    parts = [binding.cores_of_rank(cores, rank, local_size, near) for rank in range(local_size)]
+    return [tuple(cpu for core in part for cpu in core.cpus) for part in parts]
 
 
 @pytest.mark.parametrize("local_size", [1, 2, 3, 5, 8, 13, 36, 37])
 def test_parts_are_disjoint_contiguous_equal_and_complete(local_size):
     for num_cores in range(local_size, 65):
         cores = [3 * core for core in range(num_cores)]
-        parts = [binding.cores_of_rank(cores, rank, local_size) for rank in range(local_size)]
+        parts = parts_of(cores, local_size)
         assert [core for part in parts for core in part] == cores  # in rank order: disjoint, contiguous, complete
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
         assert all(len(part) >= binding.threads_per_rank(num_cores, local_size) for part in parts)
 
 
-def test_few_cores_bind_nobody_cores_need_no_order_and_a_rank_has_to_be_one():
+def test_few_cores_bind_nobody_and_a_rank_has_to_be_one():
     for num_cores in (1, 2, 3, 36):
-        cores = tuple(range(num_cores))
-        assert {binding.cores_of_rank(cores, rank, 37) for rank in range(37)} == {cores}
+        assert set(parts_of(range(num_cores), 37)) == {tuple(range(num_cores))}
         assert binding.threads_per_rank(num_cores, 37) == 1
-    assert [binding.cores_of_rank([7, 1, 5, 3], rank, 2) for rank in range(2)] == [(1, 3), (5, 7)]
     for local_rank in (-1, 2):
         with pytest.raises(ValueError, match=f"local rank {local_rank} is not in 0..1"):
-            binding.cores_of_rank([0, 1], local_rank, 2)
+            binding.cores_of_rank(topology.cores(), local_rank, 2)
 
 
 TWO_SOCKETS = [range(16), range(16), range(16, 32), range(16, 32)]  # 4 GPUs, 2 on each
@@ -43,8 +48,6 @@ HALF = [range(4), range(8, 12), range(4, 8), range(12, 16)]
         (32, TWO_SOCKETS[::-1], [range(16, 24), range(24, 32), range(8), range(8, 16)]),
         # Ranks share GPUs, and the cores near them.
         (32, TWO_SOCKETS[1:3], [range(8), range(16, 24), range(8, 16), range(24, 32)]),
-        # Two threads a core: 0-7 and 16-23 are those of the first socket.
-        (24, [{*range(8), *range(16, 24)}], [(0, 1, 16, 17), (2, 3, 18, 19), (4, 5, 20, 21), (6, 7, 22, 23)]),
         # Half of the machine is near no GPU: half of the part, but not less.
         (16, HALF, HALF),
         (32, [range(8)] * 2, [None] * 4),
@@ -57,9 +60,7 @@ HALF = [range(4), range(8, 12), range(4, 8), range(12, 16)]
     ],
 )
 def test_cores_near_the_gpu_of_each_rank(num_cores, near, expected):
-    cores, near = range(num_cores), [frozenset(some) for some in near]
-    plain = [binding.cores_of_rank(cores, rank, 4) for rank in range(4)]
-    parts = [binding.cores_of_rank(cores, rank, 4, near) for rank in range(4)]
+    plain, parts = parts_of(range(num_cores), 4), parts_of(range(num_cores), 4, [frozenset(some) for some in near])
     assert parts == [usual if wanted is None else tuple(wanted) for wanted, usual in zip(expected, plain, strict=True)]
 
 
@@ -68,12 +69,12 @@ def test_parts_near_gpus_are_disjoint_and_allowed(local_size):
     for num_gpus in range(1, 9):
         near = [frozenset(range(gpu // 2 * 12, gpu // 2 * 12 + 12)) for gpu in range(num_gpus)]
         cores = [core for core in range(48) if core % 7]
-        parts = [binding.cores_of_rank(cores, rank, local_size, near) for rank in range(local_size)]
+        parts = parts_of(cores, local_size, near)
         bound = [core for part in parts for core in part]
         assert len(set(bound)) == len(bound)
         assert set(bound) <= set(cores)
         assert min(map(len, parts)) >= len(cores) // local_size // 2
-    assert binding.cores_of_rank(range(8), 0, 1, [frozenset(range(4))]) == tuple(range(8))  # a rank alone has all
+    assert parts_of(range(8), 1, [frozenset(range(4))]) == [tuple(range(8))]  # a rank alone has all
 
 
 @pytest.fixture
@@ -127,25 +128,25 @@ def test_what_is_not_told_is_not_guessed(machine, cores):
 
 
 @pytest.mark.parametrize(
-    ("how", "near", "cores"), [("core", [], 4), ("core", [range(2), range(4, 6)], 2), ("none", [], 0)]
+    ("how", "near", "cores"),
+    [("core", [], 4), ("core", [range(2), range(4, 6)], 2), ("numa", [], 8), ("socket", [], 8), ("none", [], 0)],
 )
 def test_a_rank_is_bound_and_told_its_threads(monkeypatch, how, near, cores):
     bound = []
     monkeypatch.setattr(binding, "cores_near_gpus", lambda environment: [frozenset(some) for some in near])
-    monkeypatch.setattr(binding, "allowed_cores", lambda: tuple(range(8)))
-    monkeypatch.setattr(binding, "num_usable_cores", lambda: 8)
+    monkeypatch.setattr(topology, "cores", lambda: [topology.Core(0, 0, False, (cpu,)) for cpu in range(8)])
+    monkeypatch.setattr(topology, "num_usable_cores", lambda: 8)
     monkeypatch.setattr(wrap.os, "sched_setaffinity", lambda process, cores: bound.append(cores))
     monkeypatch.setattr(wrap.os, "environ", {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
     wrap.bind(how)
     assert [len(some) for some in bound] == ([cores] if cores else [])
-    assert not bound or min(bound[0]) == 4
-    assert {wrap.os.environ[name] for name in binding.THREAD_VARIABLES} == {str(cores or 4)}
+    assert how != "core" or min(bound[0]) == 4
+    assert {wrap.os.environ[name] for name in binding.THREAD_VARIABLES} == {str(min(cores or 4, 4))}
 
 
 def test_quota():
     limits = {"max 100000": math.inf, "150000 100000\n": 1.5, "-1\n 100000": math.inf, "": math.inf}
-    assert {text: binding.quota_cores(text) for text in limits} == limits
-    assert 1 <= binding.num_usable_cores() <= len(binding.allowed_cores())
+    assert {text: topology.quota_cores(text) for text in limits} == limits
 
 
 MVAPICH = {"MV2_COMM_WORLD_RANK": "5", "MV2_COMM_WORLD_LOCAL_RANK": "1", "MV2_COMM_WORLD_LOCAL_SIZE": "4"}

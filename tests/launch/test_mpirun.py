@@ -252,7 +252,7 @@ def test_default_number_of_ranks():
     assert hosts.default_num_ranks(named, {"CUDA_VISIBLE_DEVICES": "0", "SLURM_NTASKS": "4"}) == 5
     assert hosts.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": "0,1,2", "SLURM_NTASKS": "8"}) == 8
     assert hosts.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": "0,1,2"}) == 3
-    assert hosts.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": ""}) == launcher.binding.num_usable_cores()
+    assert hosts.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": ""}) == launcher.topology.num_usable_cores()
 
 
 @pytest.mark.parametrize(

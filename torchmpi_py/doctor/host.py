@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torchmpi_py.core import process_memory
 from torchmpi_py.doctor import OK, PROBLEM, WARNING, Finding
-from torchmpi_py.launch import binding
+from torchmpi_py.launch import topology
 
 _MIB = 1 << 20
 _ENOUGH_SHARED_BYTES, _LEAST_SHARED_BYTES = 512 * _MIB, 32 * _MIB
@@ -30,10 +30,12 @@ _MORE_SHARED = "give the container more: docker run --shm-size=1g, or --ipc=host
 
 
 def cores() -> Iterator[Finding]:
-    """Cores that this process may use, by affinity and by the quota of a cgroup."""
-    allowed, usable, there = len(binding.allowed_cores()), binding.num_usable_cores(), os.cpu_count() or 1
-    limits = [f"{allowed} of {there} by affinity"] if allowed < there else []
-    limits += [f"{usable} by a cgroup's quota"] if usable < allowed else []
+    """Physical cores that this process may use, by affinity and by the quota of a cgroup."""
+    cpus, there = os.sched_getaffinity(0), os.cpu_count() or 1
+    num_cores, usable = len(topology.cores(cpus)), topology.num_usable_cores()
+    limits = [f"of {len(cpus)} hardware threads"] if num_cores < len(cpus) else []
+    limits += [f"{len(cpus)} of {there} CPUs by affinity"] if len(cpus) < there else []
+    limits += [f"{usable} by a cgroup's quota"] if usable < num_cores else []
     yield Finding(OK, "cores", ", ".join([f"{usable} to use", *limits]))
 
 
@@ -41,12 +43,12 @@ def memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Iterable[Path] | None
     """Memory for one rank for each core. ``cgroups``: the folders of this process's, for tests."""
     lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     free, limit = int(lines.get("MemAvailable", lines["MemFree"]).split()[0]) << 10, ""
-    for folder in binding.cgroup_folders("memory") if cgroups is None else cgroups:
+    for folder in topology.cgroup_folders("memory") if cgroups is None else cgroups:
         left = _left_in(folder)
         if left is not None and left < free:
             free, limit = left, " by a cgroup's limit"
     text = f"{free // _MIB} MiB free{limit}"
-    wanted = binding.num_usable_cores() * _BYTES_OF_A_RANK
+    wanted = topology.num_usable_cores() * _BYTES_OF_A_RANK
     if free >= wanted:
         yield Finding(OK, "memory", text)
     else:

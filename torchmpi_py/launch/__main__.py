@@ -35,6 +35,7 @@ from torchmpi_py.launch import (
     surroundings,
     terminal,
     timeline_file,
+    topology,
     transports,
     variables,
     wrap,
@@ -159,7 +160,7 @@ def plan(
     hostfile = folder / "hostfile" if named else None
     num_here = hosts.num_ranks_on_busiest(named, num_ranks)
     surroundings.raise_open_files(num_here)
-    busy = len(named) > 1 or num_here >= binding.num_usable_cores()
+    busy = len(named) > 1 or num_here >= topology.num_usable_cores()
     has_srun = "SLURM_JOB_ID" in environment  # in place of ssh
     with_ssh = bool(named) and not (options.launch_agent or has_srun)
     inherited, given = inherited_environment(environment), given_environment(options.env, environment)

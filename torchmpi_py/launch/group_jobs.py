@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import binding, child_python, exit_marks, host_check, hosts, variables
+from torchmpi_py.launch import binding, child_python, exit_marks, host_check, hosts, topology, variables
 from torchmpi_py.launch.cleanup import Guardian
 from torchmpi_py.launch.hosts import Host
 from torchmpi_py.launch.job import STARTING_SECONDS, TIMEOUT_CODE, die_with_parent, new_folder
@@ -106,14 +106,14 @@ def divide(
     slots = [host.name for host in named for _ in range(host.num_slots)]
     if named and len(slots) < num_ranks:
         raise LaunchError(f"--groups: {num_ranks} ranks need as many slots, and the hosts have {len(slots)}")
-    cores = () if named else binding.allowed_cores()
-    is_crowded = not named and len(cores) < count
+    cores = [] if named else topology.cores()
+    is_crowded = not named and sum(len(core.cpus) for core in cores) < count
     num_gpus = 0 if named else hosts.num_gpus(environment)
     groups = []
     for index in range(count):
         own = slots[index * size : (index + 1) * size]
         others = slots[: index * size] + slots[(index + 1) * size : num_ranks]
-        part = () if is_crowded else cores[len(cores) * index // count : len(cores) * (index + 1) // count]
+        part = () if is_crowded else binding.cores_of_rank(cores, index, count)
         groups.append(
             GroupOfRanks(
                 index,
@@ -123,7 +123,7 @@ def divide(
                 size,
                 ",".join(map(str, hosts.merge(map(Host, own)))),
                 shares_host=is_crowded or bool(set(own) & set(others)),
-                cores=part,
+                cores=tuple(cpu for core in part for cpu in core.cpus),
                 gpus=_gpus(range(index * size, (index + 1) * size), num_gpus, environment),
             )
         )

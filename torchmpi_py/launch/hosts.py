@@ -22,7 +22,7 @@ from pathlib import Path
 
 from torchmpi_py import trusted_files
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import binding, variables
+from torchmpi_py.launch import topology, variables
 
 _FORM = re.compile(
     r"""(?P<name> \[[0-9A-Fa-f:.]+\] | [A-Za-z0-9_][\w.-]*(?:@[\w.-]+)? )   # a name, or an IPv6 address in brackets
@@ -150,7 +150,7 @@ def default_num_ranks(named: tuple[Host, ...], environment: Mapping[str, str]) -
     num_slots = sum(host.num_slots for host in named or allocated(environment))
     if named or num_slots > 1:
         return num_slots
-    return variables.number(environment.get("SLURM_NTASKS", "")) or num_gpus(environment) or binding.num_usable_cores()
+    return variables.number(environment.get("SLURM_NTASKS", "")) or num_gpus(environment) or topology.num_usable_cores()
 
 
 def num_ranks_as_torchrun(options: argparse.Namespace, environment: Mapping[str, str]) -> int:

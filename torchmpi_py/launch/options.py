@@ -30,7 +30,7 @@ _OF_TORCHRUN |= {
     "local-ranks-filter": "write --log-dir DIRECTORY, which shows rank 0 alone",
     "duplicate-stdout-filters": _NONE,
     "duplicate-stderr-filters": _NONE,
-    "numa-binding": "leave it away: --bind core is the default",
+    "numa-binding": "leave it away: --bind core is the default, and --bind numa or socket are there",
     "signals-to-handle": "write --grace SECONDS, the time that ranks have after a signal",
     "shutdown-timeout": "write --grace SECONDS",
     "virtual-local-rank": "leave it away: every rank sees all GPUs, and takes that of its LOCAL_RANK",
@@ -39,7 +39,7 @@ _OF_MPIRUN = (
     dict.fromkeys(("-x", "-env", "-genv"), "write --env NAME=VALUE")
     | dict.fromkeys(("-N", "-ppn", "--npernode", "--pernode"), "name the hosts and their ranks: --hosts a:4,b:4")
     | dict.fromkeys(("--oversubscribe", "--allow-run-as-root"), "leave it away: it is given where it is needed")
-    | dict.fromkeys(("--bind-to", "-bind-to"), "write --bind core (the default), or --bind none")
+    | dict.fromkeys(("--bind-to", "-bind-to"), "write --bind core (the default), numa, socket or none")
     | dict.fromkeys(("--wdir", "-wdir"), "change to the folder before torchmpirun")
     | {"--prefix": "install the same environment at the same path on all hosts"}
     | {"-c": "write -n"}
@@ -131,7 +131,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("-n", "-np", dest="num_ranks", type=_RANKS, metavar="N", help="ranks; default: slots; SLURM; GPUs; cores")
     add("--hostfile", type=Path, metavar="F", help="lines of `host`, `host:4` or `host slots=4`")
     add("--hosts", metavar="a:2,b:2", help="the same on the command line; default: those of PBS, LSF or Slurm")
-    add("--bind", choices=("core", "none"), default="core", help="give each rank its own cores (default), or do not")
+    add("--bind", choices=("core", "numa", "socket", "none"), default="core", help="what each rank gets: its own cores "
+        "(default), all cores of its NUMA node or of its socket, or all cores")  # fmt: skip
     add("--log-dir", type=Path, metavar="D", help="each rank's output in D/rank-R.log; rank 0's is shown as well")
     add("--timeout", type=_LIMIT, metavar="S", help="end the job after S seconds, with exit code 124")
     add("--grace", type=_GRACE, default=30.0, metavar="S", help="time for ranks that heed Ctrl-C or SIGTERM (30 s)")

@@ -1,7 +1,7 @@
 """Runs in every rank, around the user's program: cores and threads before torch loads, the whole job's end after.
 
-    mpirun -n 4 python .../launch/wrap.py [--bind core|none] [--log-dir D] [--profile D] [--ended FILE] [--quoted]
-        [-m] program args...
+    mpirun -n 4 python .../launch/wrap.py [--bind core|numa|socket|none] [--log-dir D] [--profile D] [--ended FILE]
+        [--quoted] [-m] program args...
 
 A rank that fails while the others wait for it in a collective would hang them all. So an uncaught exception, or
 sys.exit with a code that is not 0, prints its traceback once and then ends the job with MPI_Abort. A normal end just
@@ -44,7 +44,7 @@ if __name__ == "__main__":
 
 from torchmpi_py import trusted_files
 from torchmpi_py.errors import EndRequested
-from torchmpi_py.launch import binding, exit_marks, handed_input, notices, transports, variables
+from torchmpi_py.launch import binding, exit_marks, handed_input, notices, topology, transports, variables
 
 _ARRIVAL_SECONDS = 30  # for the other ranks to start MPI, of which one has failed before it did
 _SILENT = "99"  # for torch's profiler, which else reports on stderr that it starts and stops
@@ -69,7 +69,7 @@ def unquote(words: list[str]) -> list[str]:
 def parse(argv: list[str]) -> argparse.Namespace:
     """Read this file's own options; what follows the first other word is the program's."""
     parser = argparse.ArgumentParser(prog="wrap.py", allow_abbrev=False)
-    parser.add_argument("--bind", choices=("core", "none"), default="core")
+    parser.add_argument("--bind", choices=("core", "numa", "socket", "none"), default="core")
     parser.add_argument("--log-dir", type=Path)
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--ended", type=Path, metavar="FILE", help="for rank 0 to write to when the ranks agree to end")
@@ -93,11 +93,10 @@ def local_rank_and_size(environment: Mapping[str, str]) -> tuple[int, int]:
 def bind(how: str) -> None:
     """Give this rank its cores, and as many threads as cores, unless the environment says how many."""
     local_rank, local_size = local_rank_and_size(os.environ)
-    threads = binding.threads_per_rank(binding.num_usable_cores(), local_size)
-    if how == "core":
-        near = binding.cores_near_gpus(os.environ)
-        cores = binding.cores_of_rank(binding.allowed_cores(), local_rank, local_size, near)
-        os.sched_setaffinity(0, cores)
+    threads = binding.threads_per_rank(topology.num_usable_cores(), local_size)
+    if how != "none":
+        cores = binding.bound_cores(how, topology.cores(), local_rank, local_size)
+        os.sched_setaffinity(0, [cpu for core in cores for cpu in core.cpus])
         threads = min(threads, len(cores))
     for name in binding.THREAD_VARIABLES:
         os.environ.setdefault(name, os.environ.get("OMP_NUM_THREADS", str(threads)))

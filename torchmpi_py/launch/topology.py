@@ -1,0 +1,118 @@
+"""The cores that this process may use, as the system describes them: sockets, NUMA nodes, hardware threads, a quota.
+
+The *allowed* CPUs are those that the scheduler lets this process run on (an affinity mask, as batch systems and
+containers set it). A physical core has one CPU, or several, its hardware threads. Linux numbers CPUs in many ways: the
+second threads after all first ones or beside them, sockets one after the other or alternately. So the numbers say
+nothing, and the files of ``/sys/devices/system`` are read. Where a container hides them, each CPU counts as a core.
+
+A container may also limit processor *time* (a cgroup quota) without saying on which cores. Such a quota bounds the
+number of threads, and leaves the cores as they are.
+"""
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+_DEVICES = Path("/sys/devices")
+_SMALL = 0.8  # of the largest capacity: below it a core is one of the small ones of a hybrid processor
+
+
+class Core(NamedTuple):
+    """A physical core. The order is that of sockets, of NUMA nodes in each, and there the small cores last."""
+
+    socket: int
+    node: int
+    is_small: bool
+    cpus: tuple[int, ...]  # its hardware threads that this process may use
+
+
+def cores(allowed: Collection[int] | None = None, devices: Path = _DEVICES) -> list[Core]:
+    """The physical cores of the allowed CPUs (default: those of this process), in their order."""
+    allowed = os.sched_getaffinity(0) if allowed is None else allowed
+    system, atoms = devices / "system", _listed(devices / "cpu_atom/cpus")
+    node_of = {cpu: int(path.name[4:]) for path in system.glob("node/node[0-9]*") for cpu in _listed(path / "cpulist")}
+    threads, capacities = defaultdict(list), {}
+    for cpu in sorted(allowed):
+        folder = system / f"cpu/cpu{cpu}"
+        first = min(_listed(folder / "topology/thread_siblings_list") or {cpu})
+        threads[_number(folder / "topology/physical_package_id"), node_of.get(cpu, 0), first].append(cpu)
+        capacities[cpu] = _number(folder / "cpu_capacity") or 2 - (cpu in atoms)
+    least = _SMALL * max(capacities.values(), default=0)
+    return sorted(
+        Core(socket, node, capacities[cpus[0]] < least, tuple(cpus)) for (socket, node, _), cpus in threads.items()
+    )
+
+
+def _listed(path: Path) -> frozenset[int]:
+    """The CPUs that a file lists; none where the system does not have it."""
+    try:
+        return read_cpus(path.read_text())
+    except (OSError, ValueError):
+        return frozenset()
+
+
+def _number(path: Path) -> int:
+    """The number in a file; 0 where the system does not have it."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def read_cpus(text: str) -> frozenset[int]:
+    """Read the system's ``0-15,32-47``."""
+    cpus: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)
+
+
+def quota_cores(text: str) -> float:
+    """Read a cgroup's ``quota period`` (microseconds) as a number of cores; infinite when there is no limit."""
+    try:
+        quota, period = text.split()
+        return float(quota) / float(period) if float(quota) > 0 else math.inf
+    except ValueError:  # "max 100000": no limit
+        return math.inf
+
+
+def num_usable_cores() -> int:
+    """Cores' worth of time this process and its siblings may use: physical cores, or less under a cgroup quota."""
+    return max(1, min(len(cores()), math.floor(_smallest_quota())))
+
+
+def _smallest_quota() -> float:
+    """The tightest limit of our cgroups; math.floor needs a finite number, so no limit is a large one."""
+    quotas = [float(1 << 20)]
+    for folder in cgroup_folders("cpu"):
+        try:
+            if (folder / "cpu.max").exists():
+                quotas.append(quota_cores((folder / "cpu.max").read_text()))
+            elif (folder / "cpu.cfs_quota_us").exists():
+                period = (folder / "cpu.cfs_period_us").read_text()
+                quotas.append(quota_cores((folder / "cpu.cfs_quota_us").read_text() + " " + period))
+        except OSError:
+            continue
+    return max(1.0, min(quotas))
+
+
+def cgroup_folders(controller: str) -> list[Path]:
+    """Folders of this process's cgroup and of its ancestors, of version 2 and of a controller of version 1."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    folders: list[Path] = []
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = _CGROUP_ROOT / (controller if controllers else "")
+        leaf = root / name.lstrip("/")
+        folders += [leaf, *(parent for parent in leaf.parents if parent.is_relative_to(root))]
+    return folders
