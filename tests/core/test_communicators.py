@@ -188,9 +188,21 @@ def test_a_step_of_all_ranks_that_a_handler_breaks_off(mpi):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_ranks_that_are_tuned_differently_cannot_start(mpi):
-    rank = mpi.rank()
+def test_ranks_that_differ_in_version_or_tuning_cannot_start(mpi, monkeypatch, caplog):
+    rank, last = mpi.rank(), mpi.size() - 1
     mpi.stop()
+    with monkeypatch.context() as patched:
+        if rank == last:
+            patched.setattr(mpi, "__version__", "0.0.1")
+        told = rf"rank 0 has torchmpi_py .+, and rank {last} has torchmpi_py 0\.0\.1 on .+; install the same"
+        with pytest.raises(RanksDisagree, match=told):
+            mpi.start()
+    with monkeypatch.context() as patched:
+        if rank == last:
+            patched.setattr(torch, "__version__", "1.0")
+        mpi.start()
+        mpi.stop()
+    assert (f"and rank {last} has torchmpi_py {mpi.__version__}, torch 1.0" in caplog.text) is (rank == 0)
     with pytest.raises(NotStarted, match=r"mpi.stop\(\) was called"):
         mpi.rank()
     with pytest.raises(RanksDisagree, match=r"start: rank 0 has Tuning\(native_async_bytes=0.*rank 1 has"):

@@ -77,7 +77,7 @@ def _start(options: sessions.StartOptions, wait: arrival.Wait) -> None:
     log_level = config.log_level()  # an error before the ranks meet
     with wait.watched():
         world = _initialise_mpi()
-        sessions.check_tuning(world, options.tuning)
+        sessions.check_same(world, options.tuning)
     with building.watched(wait.called, options.tuning):
         sessions.open_session(world, options)
     os.environ[STARTED_PID] = str(os.getpid())

@@ -23,11 +23,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import socket
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 
+import torchmpi_py
 from torchmpi_py.collectives import measured_cache
 from torchmpi_py.collectives.flavours import gpu_probe, rendezvous
 from torchmpi_py.collectives.flavours.node_group import part_bytes
@@ -207,13 +209,25 @@ def narrowed(group: MPI.Comm) -> Iterator[Stack]:
         communicators.current_stack = outer
 
 
-def check_tuning(world: MPI.Comm, tuning: config.Tuning) -> None:
-    """RanksDisagree if the ranks were given different tunings. Collective."""
-    tunings = world.allgather(tuning)
+def check_same(world: MPI.Comm, tuning: config.Tuning) -> None:
+    """RanksDisagree if the ranks have different versions of this package, or different tunings. Collective.
+
+    Rank 0 warns of different versions of torch and of the MPI. The ranks exchange text, which every version can read.
+    """
+    mine = f"torchmpi_py {torchmpi_py.__version__}", str(tuning), kept_boards.versions(), socket.gethostname()
+    packages, tunings, versions, hosts = zip(*world.allgather(mine), strict=True)
+    if (rank := agree.first_different(packages)) is not None:
+        raise RanksDisagree(
+            f"start: rank 0 has {packages[0]} on {hosts[0]}, and rank {rank} has {packages[rank]} on {hosts[rank]}; "
+            "install the same version on all hosts"
+        )
     if (rank := agree.first_different(tunings)) is not None:
         raise RanksDisagree(
             f"start: rank 0 has {tunings[0]}, rank {rank} has {tunings[rank]}; set TORCHMPI_* alike on all hosts"
         )
+    if (rank := agree.first_different(versions)) is not None and world.rank == 0:
+        text = "rank 0 has %s on %s, and rank %d has %s on %s; install the same versions on all hosts"
+        logger.warning(text, versions[0], hosts[0], rank, versions[rank], hosts[rank])
 
 
 def _use_tuning(tuning: config.Tuning, *, inline: bool, logs: bool) -> None:

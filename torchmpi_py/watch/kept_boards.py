@@ -62,11 +62,12 @@ def describe(world: Communicator, start_ns: int = 0) -> int:
                 clock = json.loads(path.read_text())["clock"]
             about = {"start_ns": begin_ns, "num_ranks": world.size, "host": socket.gethostname()}
             about["restart"] = int(os.environ.get("TORCHMPIRUN_RESTART", "0"))
-            config.keep(path, about | {"versions": _versions(), "clock": [*clock, reading._asdict()]})
+            config.keep(path, about | {"versions": versions(), "clock": [*clock, reading._asdict()]})
     return begin_ns
 
 
-def _versions() -> str:
+def versions() -> str:
+    """The versions of this package, of torch and of the MPI."""
     vendor, numbers = MPI.get_vendor()
     return f"torchmpi_py {torchmpi_py.__version__}, torch {torch.__version__}, {vendor} {'.'.join(map(str, numbers))}"
 
