@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Start a program with MPICH's or Intel MPI's mpiexec, without torchmpirun:   launch/mpich.sh train.py --epochs 5
-#   NP=4          ranks (default: one per core)          BIND=none     leave the cores alone (default: core)
+#   NP=4          ranks (default: one per CPU)           BIND=none     leave the cores alone (default: core)
 #   LOG_DIR=logs  each rank's output in logs/rank-R.log  PROFILE=prof  each rank's trace in prof/rank-R.json
 #   PYTHON=...    the interpreter (default: python)      MPIEXEC=...   the starter (default: mpiexec)
 # For several hosts use mpich_hostfile.sh. Options of your own for mpiexec go into MPIEXEC_OPTIONS, split at spaces.

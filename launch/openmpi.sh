@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Start a program with Open MPI's own mpirun, without torchmpirun:   launch/openmpi.sh train.py --epochs 5
-#   NP=4          ranks (default: one per core)          BIND=none     leave the cores alone (default: core)
+#   NP=4          ranks (default: one per CPU)           BIND=none     leave the cores alone (default: core)
 #   LOG_DIR=logs  each rank's output in logs/rank-R.log  PROFILE=prof  each rank's trace in prof/rank-R.json
 #   PYTHON=...    the interpreter (default: python)      MPIRUN=...    the starter (default: mpirun)
 # For several hosts use openmpi_hostfile.sh. Options of your own for mpirun go into MPIRUN_OPTIONS, split at spaces.

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(240)
 
 def parts_of(cpus, local_size, near=()):
     """Return the CPUs of each rank's part where each CPU is a core."""
-    cores = [topology.Core(0, 0, False, (cpu,)) for cpu in cpus]
+    cores = [topology.Core(0, 0, False, cpu, (cpu,)) for cpu in cpus]
     parts = [binding.cores_of_rank(cores, rank, local_size, near) for rank in range(local_size)]
     return [tuple(cpu for core in part for cpu in core.cpus) for part in parts]
 
@@ -134,8 +134,8 @@ def test_what_is_not_told_is_not_guessed(machine, cores):
 def test_a_rank_is_bound_and_told_its_threads(monkeypatch, how, near, cores):
     bound = []
     monkeypatch.setattr(binding, "cores_near_gpus", lambda environment: [frozenset(some) for some in near])
-    monkeypatch.setattr(topology, "cores", lambda: [topology.Core(0, 0, False, (cpu,)) for cpu in range(8)])
-    monkeypatch.setattr(topology, "num_usable_cores", lambda: 8)
+    monkeypatch.setattr(topology, "cores", lambda: [topology.Core(0, 0, False, cpu, (cpu,)) for cpu in range(8)])
+    monkeypatch.setattr(topology, "num_usable_cores", lambda num_cores: num_cores)
     monkeypatch.setattr(wrap.os, "sched_setaffinity", lambda process, cores: bound.append(cores))
     monkeypatch.setattr(wrap.os, "environ", {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
     wrap.bind(how)

@@ -23,7 +23,7 @@ def divide(count, num_ranks, named="", environment=None):
 @pytest.mark.parametrize(("count", "size"), [(1, 1), (2, 1), (3, 2), (4, 4)])
 def test_cores_of_this_host(monkeypatch, count, size):
     for num_cores in range(1, 40):
-        cores = [topology.Core(0, 0, False, (cpu,)) for cpu in range(0, 2 * num_cores, 2)]
+        cores = [topology.Core(0, 0, False, cpu, (cpu,)) for cpu in range(0, 2 * num_cores, 2)]
         monkeypatch.setattr(topology, "cores", lambda cores=cores: cores)
         groups = divide(count, count * size, environment={"CUDA_VISIBLE_DEVICES": ""})
         places = [(group.index, group.count, group.num_ranks) for group in groups]

@@ -43,6 +43,7 @@ MACHINES = {  # name: the machine, --bind, what each rank gets
     "Core i5-1240P": (Machine(["0-15"], siblings=1, small="8-15"), "core", ["0-3,8-11", "4-7,12-15"]),
     "Core i9-13900K": (Machine(["0-31"], siblings=1, small="16-31"), "core", ["0-7,16-23", "8-15,24-31"]),
     "RK3588": (Machine(["0-7"], [], small="0-3"), "core", ["0-1,4-5", "2-3,6-7"]),
+    "a guest with a socket per CPU": (Machine(list("0123"), ["0,2", "1,3"]), "numa", ["0,2", "1,3"]),
     "2 x Xeon 6130, threads off": (Machine([even(0, 30), even(1, 31)]), "core", [even(0, 30), even(1, 31)]),
     "2 x Xeon 6130": (DELL, "core", [even(0, 14) + "," + even(32, 46), even(16, 30) + "," + even(48, 62),
                                      even(1, 15) + "," + even(33, 47), even(17, 31) + "," + even(49, 63)]),
@@ -81,8 +82,8 @@ def cores_of(tmp_path):
                 folder = f"system/cpu/cpu{cpu}"
                 jobs.write(tmp_path, ",".join(map(str, threads)) + "\n", f"{folder}/topology/thread_siblings_list")
                 jobs.write(tmp_path, f"{socket}\n", f"{folder}/topology/physical_package_id")
-                if small and not step:  # Arm tells the capacity, Intel lists the small cores
-                    jobs.write(tmp_path, f"{530 if cpu in small else 1024}\n", f"{folder}/cpu_capacity")
+                if small:  # Arm tells the capacity; Intel lists the small cores, and has one capacity
+                    jobs.write(tmp_path, f"{530 if cpu in small and not step else 1024}\n", f"{folder}/cpu_capacity")
         if small and step:
             jobs.write(tmp_path, f"{machine.small}\n", "cpu_atom/cpus")
         for node, text in enumerate(machine.sockets if machine.nodes is None else machine.nodes):
@@ -94,9 +95,7 @@ def cores_of(tmp_path):
 
 def parts_of(cores, how, num_ranks):
     """Return what each rank gets."""
-    if how == "core":
-        return [binding.cores_of_rank(cores, rank, num_ranks) for rank in range(num_ranks)]
-    return [binding.domain_of_rank(cores, rank, num_ranks, 1 if how == "socket" else 2) for rank in range(num_ranks)]
+    return [binding.bound_cores(how, cores, rank, num_ranks)[0] for rank in range(num_ranks)]
 
 
 def cpus_of(cores):
@@ -118,8 +117,13 @@ def test_no_core_is_in_two_parts(cores_of, name):
         parts = parts_of(cores, "core", num_ranks)
         assert sorted(core for part in parts for core in part) == cores
         assert min(map(len, parts)) >= 1
-        if not any(core.is_small for core in cores):
-            assert max(map(len, parts)) - min(map(len, parts)) <= 1
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_ranks_that_share_a_domain_share_its_threads(cores_of):
+    cores = cores_of(XEON_8358)
+    assert [binding.bound_cores("socket", cores, rank, 3)[1] for rank in range(3)] == [16, 16, 32]
+    assert binding.bound_cores("socket", cores, 0, 1)[1] == 64
 
 
 def test_gpus_are_near_nodes_in_any_order(cores_of):

@@ -32,7 +32,8 @@ _MORE_SHARED = "give the container more: docker run --shm-size=1g, or --ipc=host
 def cores() -> Iterator[Finding]:
     """Physical cores that this process may use, by affinity and by the quota of a cgroup."""
     cpus, there = os.sched_getaffinity(0), os.cpu_count() or 1
-    num_cores, usable = len(topology.cores(cpus)), topology.num_usable_cores()
+    num_cores = len(topology.cores(cpus))
+    usable = topology.num_usable_cores(num_cores)
     limits = [f"of {len(cpus)} hardware threads"] if num_cores < len(cpus) else []
     limits += [f"{len(cpus)} of {there} CPUs by affinity"] if len(cpus) < there else []
     limits += [f"{usable} by a cgroup's quota"] if usable < num_cores else []

@@ -1,7 +1,7 @@
 """Which cores a rank gets: arithmetic on the cores that ``topology`` reads.
 
 Rank i of k on a host gets the i-th of k contiguous parts of the physical cores, whose sizes differ by at most one. The
-order of cores is that of sockets and NUMA nodes, because neighbours share a cache and a memory controller, and each
+order of cores is that of NUMA nodes and sockets, because neighbours share a cache and a memory controller, and each
 core comes with its hardware threads. A hybrid processor has fast and small cores: each rank gets a part of both,
 because ranks that meet in every step should be of one speed. With more ranks than physical cores the hardware threads
 are divided. With more ranks than these nobody is bound: two ranks pinned to one core would wait for each other while
@@ -15,6 +15,7 @@ unclear, the rule above holds for all ranks of the host.
 import os
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 from torchmpi_py.launch.topology import Core, read_cpus
@@ -25,11 +26,13 @@ _DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")  # a folder per GPU, named by it
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
-def bound_cores(how: str, cores: Sequence[Core], local_rank: int, local_size: int) -> tuple[Core, ...]:
-    """What ``--bind core``, ``numa`` or ``socket`` gives a rank."""
+def bound_cores(how: str, cores: Sequence[Core], local_rank: int, local_size: int) -> tuple[tuple[Core, ...], int]:
+    """What ``--bind core``, ``numa`` or ``socket`` gives a rank, and how many threads fill its share of that."""
     if how == "core":
-        return cores_of_rank(cores, local_rank, local_size, cores_near_gpus(os.environ))
-    return domain_of_rank(cores, local_rank, local_size, depth=1 if how == "socket" else 2)
+        part = cores_of_rank(cores, local_rank, local_size, cores_near_gpus(os.environ))
+        return part, len(part)
+    part, num_sharers = domain_of_rank(cores, local_rank, local_size, "socket" if how == "socket" else "node")
+    return part, max(1, len(part) // num_sharers)
 
 
 def cores_of_rank(
@@ -50,21 +53,22 @@ def cores_of_rank(
     return parts[local_rank] if parts else _part(cores, local_rank, local_size)
 
 
-def domain_of_rank(cores: Sequence[Core], local_rank: int, local_size: int, depth: int) -> tuple[Core, ...]:
-    """All cores of the sockets (``depth`` 1) or NUMA nodes (2) of a rank; more ranks than these share them."""
-    domains = [tuple(group) for _, group in groupby(cores, lambda core: core[:depth])]
-    first = len(domains) * local_rank // local_size
-    last = max(first + 1, len(domains) * (local_rank + 1) // local_size)
-    return tuple(core for domain in domains[first:last] for core in domain)
+def domain_of_rank(cores: Sequence[Core], local_rank: int, local_size: int, kind: str) -> tuple[tuple[Core, ...], int]:
+    """All cores of the sockets or NUMA nodes ("socket" or "node") of a rank, and how many ranks share these."""
+    of_kind = attrgetter(kind)
+    domains = [tuple(group) for _, group in groupby(sorted(cores, key=of_kind), of_kind)]
+    firsts = [len(domains) * rank // local_size for rank in range(local_size + 1)]
+    first, last = firsts[local_rank : local_rank + 2]
+    part = tuple(core for domain in domains[first : max(first + 1, last)] for core in domain)
+    return part, firsts[:local_size].count(first)
 
 
 def _part(cores: Sequence[Core], index: int, num_parts: int) -> tuple[Core, ...]:
-    kinds = [[core for core in cores if core.is_small == is_small] for is_small in (False, True)]
-    if max(map(len, kinds)) < num_parts:
-        kinds = [list(cores)]
-    return tuple(
-        core for kind in kinds for core in kind[len(kind) * index // num_parts : len(kind) * (index + 1) // num_parts]
-    )
+    """A part of the cores of both kinds; the rarer kind is divided first, and the other one makes the parts equal."""
+    few, many = sorted(([core for core in cores if core.is_small == small] for small in (False, True)), key=len)
+    ends = [len(few) * number // num_parts for number in (index, index + 1)]
+    rest = [len(cores) * number // num_parts - end for number, end in zip((index, index + 1), ends, strict=True)]
+    return (*few[slice(*ends)], *many[slice(*rest)])
 
 
 def _parts_near(cores: Sequence[Core], num_ranks: int, near: Sequence[frozenset[int]]) -> list[tuple[Core, ...]]:

@@ -18,15 +18,17 @@ from typing import NamedTuple
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _DEVICES = Path("/sys/devices")
+_CAPACITY = 1024  # of a core, where the system does not say
 _SMALL = 0.8  # of the largest capacity: below it a core is one of the small ones of a hybrid processor
 
 
 class Core(NamedTuple):
-    """A physical core. The order is that of sockets, of NUMA nodes in each, and there the small cores last."""
+    """A physical core. The order is that of NUMA nodes, of sockets in each, and there the small cores last."""
 
-    socket: int
     node: int
+    socket: int
     is_small: bool
+    number: int  # the lowest of its CPUs, whether this process may use it or not
     cpus: tuple[int, ...]  # its hardware threads that this process may use
 
 
@@ -39,11 +41,13 @@ def cores(allowed: Collection[int] | None = None, devices: Path = _DEVICES) -> l
     for cpu in sorted(allowed):
         folder = system / f"cpu/cpu{cpu}"
         first = min(_listed(folder / "topology/thread_siblings_list") or {cpu})
-        threads[_number(folder / "topology/physical_package_id"), node_of.get(cpu, 0), first].append(cpu)
-        capacities[cpu] = _number(folder / "cpu_capacity") or 2 - (cpu in atoms)
+        threads[node_of.get(cpu, 0), _number(folder / "topology/physical_package_id"), first].append(cpu)
+        # Linux may give all cores of a hybrid processor of Intel one capacity, and lists its small ones.
+        capacities[cpu] = (_number(folder / "cpu_capacity") or _CAPACITY) >> (cpu in atoms)
     least = _SMALL * max(capacities.values(), default=0)
     return sorted(
-        Core(socket, node, capacities[cpus[0]] < least, tuple(cpus)) for (socket, node, _), cpus in threads.items()
+        Core(node, socket, capacities[cpus[0]] < least, first, tuple(cpus))
+        for (node, socket, first), cpus in threads.items()
     )
 
 
@@ -81,9 +85,12 @@ def quota_cores(text: str) -> float:
         return math.inf
 
 
-def num_usable_cores() -> int:
-    """Cores' worth of time this process and its siblings may use: physical cores, or less under a cgroup quota."""
-    return max(1, min(len(cores()), math.floor(_smallest_quota())))
+def num_usable_cores(num_cores: int | None = None) -> int:
+    """Cores' worth of time this process and its siblings may use: physical cores, or less under a cgroup quota.
+
+    num_cores: of this process, if it is known; default: ``len(cores())``.
+    """
+    return max(1, min(num_cores or len(cores()), math.floor(_smallest_quota())))
 
 
 def _smallest_quota() -> float:

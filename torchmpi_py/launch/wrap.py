@@ -93,11 +93,12 @@ def local_rank_and_size(environment: Mapping[str, str]) -> tuple[int, int]:
 def bind(how: str) -> None:
     """Give this rank its cores, and as many threads as cores, unless the environment says how many."""
     local_rank, local_size = local_rank_and_size(os.environ)
-    threads = binding.threads_per_rank(topology.num_usable_cores(), local_size)
+    cores = topology.cores()
+    threads = binding.threads_per_rank(topology.num_usable_cores(len(cores)), local_size)
     if how != "none":
-        cores = binding.bound_cores(how, topology.cores(), local_rank, local_size)
-        os.sched_setaffinity(0, [cpu for core in cores for cpu in core.cpus])
-        threads = min(threads, len(cores))
+        part, most = binding.bound_cores(how, cores, local_rank, local_size)
+        os.sched_setaffinity(0, [cpu for core in part for cpu in core.cpus])
+        threads = min(threads, most)
     for name in binding.THREAD_VARIABLES:
         os.environ.setdefault(name, os.environ.get("OMP_NUM_THREADS", str(threads)))
 

@@ -47,7 +47,7 @@ def prepare_environment() -> None:
     if not transports.is_chosen("btl"):
         os.environ[transports.COMPONENTS] = "^ofi"  # for one-sided messages; it sleeps for a second when MPI starts
     size, local_size = variables.size_in(os.environ) or 1, variables.local_size_in(os.environ) or 1
-    if local_size < size or local_size >= len(topology.cores()):
+    if local_size < size or local_size >= len(os.sched_getaffinity(0)):
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "true")
         os.environ.setdefault("MPIR_CVAR_POLLS_BEFORE_YIELD", "1")
     if variables.is_srun(os.environ) and not transports.is_chosen("opal_abort_delay", "mpi_abort_delay"):
@@ -70,7 +70,7 @@ def check_world(size: int) -> None:
 
 def locate(node: MPI.Comm) -> Local:
     """This rank's place among the ranks of its node. Collective over the node."""
-    mine = (variables.local_rank_in(os.environ), topology.cores())
+    mine = (variables.local_rank_in(os.environ), [core.number for core in topology.cores()])
     claims, cores = zip(*node.allgather(mine), strict=True)
     claimed = [rank for rank in claims if rank is not None]
     rank = mine[0] if sorted(claimed) == list(range(node.size)) else None
