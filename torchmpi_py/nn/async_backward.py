@@ -217,7 +217,7 @@ class AsyncBackward:
             names = [name for name, p in module.named_parameters() if p in unknown] or ["parameters of other modules"]
             raise RuntimeError(
                 f"{', '.join(names)}: new or trainable only since the registration, so that no gradient of it is "
-                "averaged; remove() the registration, or the optimizer that averages, and make another one"
+                "averaged; remove() the registration or optimizer, or end train() of the engine, and make another one"
             )
         if not self.buckets.all_fit():
             raise RuntimeError(
