@@ -106,13 +106,9 @@ def cpus_of(cores):
 @pytest.mark.parametrize("name", MACHINES)
 def test_what_each_rank_gets(cores_of, name):
     machine, how, expected = MACHINES[name]
-    parts = parts_of(cores_of(machine), how, len(expected))
+    cores = cores_of(machine)
+    parts = parts_of(cores, how, len(expected))
     assert [cpus_of(part) for part in parts] == [topology.read_cpus(text) for text in expected]
-
-
-@pytest.mark.parametrize("name", [name for name, (_, how, _) in MACHINES.items() if how == "core"])
-def test_no_core_is_in_two_parts(cores_of, name):
-    cores = cores_of(MACHINES[name][0])
     for num_ranks in {1, 2, 3, 7, 13, 24, len(cores)} & {*range(len(cores) + 1)}:
         parts = parts_of(cores, "core", num_ranks)
         assert sorted(core for part in parts for core in part) == cores
@@ -129,7 +125,8 @@ def test_ranks_that_share_a_domain_share_its_threads(cores_of):
 def test_gpus_are_near_nodes_in_any_order(cores_of):
     """A DGX A100: GPUs 0 and 1 are near node 3, 2 and 3 near node 1, 4 and 5 near node 7, 6 and 7 near node 5."""
     near = [topology.read_cpus(NPS4[node]) for node in (3, 3, 1, 1, 7, 7, 5, 5)]
-    parts = [binding.cores_of_rank(cores_of(EPYC_7742), rank, 8, near) for rank in range(8)]
+    cores = cores_of(EPYC_7742)
+    parts = [binding.cores_of_rank(cores, rank, 8, near) for rank in range(8)]
     halves = [(48, 55), (56, 63), (16, 23), (24, 31), (112, 119), (120, 127), (80, 87), (88, 95)]
     assert [cpus_of(part) for part in parts] == [
         {*range(first, last + 1), *range(first + 128, last + 129)} for first, last in halves
