@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from torchmpi_py.collectives import verbs
 from torchmpi_py.engine import checkpoint_file as files, folder_lock, outcomes, samples
@@ -194,9 +195,13 @@ class Checkpoints:
 
 
 def check_collected(parts: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Each rank: raise TypeError where a save of this rank's share of these would."""
+    """Each rank: raise TypeError where a save of this rank's share of these would, without the numbers of tensors."""
+
+    def emptied(x: torch.Tensor) -> torch.Tensor:
+        return x.new_empty(0) if type(x) in (torch.Tensor, torch.nn.Parameter) and not vars(x) else x
+
     for content in (parts, own) if outcomes.rank() == 0 else (own,):
-        files.packed(files.compact(dict(content)))
+        files.packed(files.compact(tree_map_only(torch.Tensor, emptied, dict(content))))
 
 
 def _bytes(content: Any) -> torch.Tensor:
