@@ -20,7 +20,7 @@ class Machine(NamedTuple):
 
 
 def even(first, last):
-    """Return every second CPU, as Dell numbers those of a socket."""
+    """Return every second CPU, as Dell numbers the CPUs of a socket."""
     return ",".join(map(str, range(first, last + 1, 2)))
 
 

@@ -3,7 +3,7 @@
 What it adds to ``SGDEngine``, by overriding the loop's small methods, so that all hooks stay the user's:
 
 * before the first sample, rank 0's parameters and buffers of network and criterion, the parameters that only the
-  optimizer holds, and its state are broadcast, again if ``hooks.on_start`` has changed them on some rank;
+  optimizer holds, and its state are broadcast, and again after ``hooks.on_start``, which may change them on a rank;
 * before a test, and at the end of training, buffers that differ between ranks are averaged;
 * after each backward pass, gradients are averaged over the ranks; ``hooks.on_backward`` sees the averages. Synchronous:
   after the pass. Asynchronous: a gradient is reduced during the pass, as soon as it is complete, and the end of the

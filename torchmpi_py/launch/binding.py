@@ -1,11 +1,11 @@
 """Which cores a rank gets: arithmetic on the cores that ``topology`` reads.
 
 Rank i of k on a host gets the i-th of k contiguous parts of the physical cores, whose sizes differ by at most one. The
-order of cores is that of NUMA nodes and sockets, because neighbours share a cache and a memory controller, and each
-core comes with its hardware threads. A hybrid processor has fast and small cores: each rank gets a part of both,
-because ranks that meet in every step should be of one speed. With more ranks than physical cores the hardware threads
-are divided. With more ranks than these nobody is bound: two ranks pinned to one core would wait for each other while
-another core idles.
+cores are ordered by NUMA node and socket, because neighbours share a cache and a memory controller, and each
+core comes with its hardware threads. A hybrid processor has fast and small cores: both kinds are divided, because ranks
+that synchronize in every step should be equally fast. With more ranks than physical cores the hardware threads are
+divided. With more ranks than hardware threads no rank is bound: two ranks pinned to one core would wait for each other
+while another core idles.
 
 Where the machine says which cores are *near* each GPU (on the same socket, or part of one), the ranks of a GPU share
 those instead. Rank i computes on GPU i modulo their number, in the order of PCI addresses. Wherever something is

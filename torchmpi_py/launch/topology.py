@@ -2,7 +2,7 @@
 
 The *allowed* CPUs are those that the scheduler lets this process run on (an affinity mask, as batch systems and
 containers set it). A physical core has one CPU, or several, its hardware threads. Linux numbers CPUs in many ways: the
-second threads after all first ones or beside them, sockets one after the other or alternately. So the numbers say
+second threads after all first ones or next to them, sockets one after the other or alternately. So the numbers say
 nothing, and the files of ``/sys/devices/system`` are read. Where a container hides them, each CPU counts as a core.
 
 A container may also limit processor *time* (a cgroup quota) without saying on which cores. Such a quota bounds the
@@ -23,7 +23,7 @@ _SMALL = 0.8  # of the largest capacity: below it a core is one of the small one
 
 
 class Core(NamedTuple):
-    """A physical core. The order is that of NUMA nodes, of sockets in each, and there the small cores last."""
+    """A physical core. Cores are ordered by NUMA node, then by socket; small cores come last."""
 
     node: int
     socket: int
@@ -33,7 +33,7 @@ class Core(NamedTuple):
 
 
 def cores(allowed: Collection[int] | None = None, devices: Path = _DEVICES) -> list[Core]:
-    """The physical cores of the allowed CPUs (default: those of this process), in their order."""
+    """The physical cores of the allowed CPUs (default: the CPUs of this process), in their order."""
     allowed = os.sched_getaffinity(0) if allowed is None else allowed
     system, atoms = devices / "system", _listed(devices / "cpu_atom/cpus")
     node_of = {cpu: int(path.name[4:]) for path in system.glob("node/node[0-9]*") for cpu in _listed(path / "cpulist")}

@@ -284,7 +284,7 @@ def register_async_backward(
 
 
 def _remove_former() -> None:
-    """Remove registrations that nobody can end any more: mpi.stop() was called, or their optimizer is gone."""
+    """Remove registrations that the program can no longer end: mpi.stop() was called, or their optimizer is gone."""
     if reduced_in_backward:
         gc.collect()  # a scheduler and its optimizer refer to each other; on all ranks the same optimizers are gone
     for former in list(reduced_in_backward):
