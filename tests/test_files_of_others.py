@@ -17,7 +17,7 @@ from torchmpi_py.bench import UsageError, results, timeline_calls
 from torchmpi_py.collectives import measured_cache
 from torchmpi_py.collectives.flavours import gpu_probe
 from torchmpi_py.engine import Checkpoints
-from torchmpi_py.launch import __main__ as torchmpirun, parameter_files, terminal, wrap
+from torchmpi_py.launch import checks, parameter_files, terminal, wrap
 from torchmpi_py.sweeps.ledger import Ledger
 from torchmpi_py.sweeps.outcome import Experiment, Results
 from torchmpi_py.watch import tracing
@@ -136,7 +136,7 @@ WRITES = {
     "page of a trace": ("rank-0.part", trace_page),
 }
 REPLACES = {
-    "log in torchmpirun": ("rank-0.log", lambda at: torchmpirun.check_folder("--log-dir", at, replaced="rank-0.log")),
+    "log in torchmpirun": ("rank-0.log", lambda at: checks.check_output_folder("--log-dir", at, replaced="rank-0.log")),
     "new sweep": ("torchmpi-sweep", lambda folder: Ledger(folder, "first", 0).prepare([1], 0, resume=False)),
     "claim": ("0000.log", claim),
     "measured": (_FACTS.path().name, lambda folder: measured_cache.write(_FACTS.path(), _FACTS, {})),

@@ -22,6 +22,8 @@ from pathlib import Path
 from support.jobs import TORCHMPIRUN, VENDOR
 
 from torchmpi_py.launch import cleanup, mpirun
+from torchmpi_py.launch.command import starter_words
+from torchmpi_py.launch.job_spec import JobSpec
 
 HERE = Path(__file__).parent
 WORK = HERE / "work.py"
@@ -79,7 +81,7 @@ def command(ranks: int, program: Path, *arguments: str, starter: str = "torchmpi
     if starter == "torchmpirun":
         return [*TORCHMPIRUN, "-n", str(ranks), "--bind", "none", str(program), *arguments]
     vendor, own = mpirun.find("", os.environ)
-    return [own, *mpirun.arguments(vendor, num_ranks=ranks), sys.executable, str(program), *arguments]
+    return [own, *starter_words(JobSpec(vendor=vendor, num_ranks=ranks)), sys.executable, str(program), *arguments]
 
 
 def run(

@@ -8,19 +8,22 @@ from support import jobs
 LAUNCHER = """
 import os, signal, sys
 from pathlib import Path
-from torchmpi_py.launch import cleanup, job as jobs, last_wait, signals, terminal
+from torchmpi_py.launch import cleanup, job as jobs, last_wait, mpirun, signals, terminal
+from torchmpi_py.launch.command import Command
+from torchmpi_py.launch.hosts import Host
+from torchmpi_py.launch.job_spec import JobSpec
 
 def make(folder, attempt, begin):
     environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder), "TORCHMPIRUN_RESTART": str(attempt)}
     command = [sys.executable, "-c", sys.argv[1], str(folder), *sys.argv[4:]]
-    return jobs.Job(command, environment, folder, begin=begin, **options)
+    return jobs.Job(Command(command, environment, {}), JobSpec(**{"grace": 0.0, **options}), folder, begin)
 
 def hear(*_):
     os.kill(os.getpid(), signal.SIGTERM)
 
-options, tail = {}, None
+options, tail = {}, terminal.Tail(None)
 exec(sys.argv[3])
-sys.exit(jobs.run(make, int(sys.argv[2]), tail))
+sys.exit(jobs.run(make, int(sys.argv[2]), tail)[0])
 """
 
 

@@ -6,24 +6,31 @@ A program that needs no MPI stands in for the MPI's starter, and for the ranks.
 import os
 import re
 import signal
-from types import SimpleNamespace
 
 import pytest
 import stand_in
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import __main__ as main
+from torchmpi_py.launch.command import Command
+from torchmpi_py.launch.job import Job
+from torchmpi_py.launch.job_spec import JobSpec
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("no_leftovers")]
 
 # The command, whose options are those of the stand-in's launcher.
 IN_MAIN = """
 from torchmpi_py.launch import __main__ as main
-main.run = lambda options: jobs.run(make, 0)
+main.run = lambda spec: jobs.run(make, 0, tail)[0]
 sys.exit(main.main(["-m", "os"]))
 """
 NO_FOLDER = "import tempfile; tempfile.tempdir = '/no/such'"
-NO_STARTER = "make_job = make\ndef make(*_):\n    job = make_job(*_); job.command = ['/etc/passwd']\n    return job"
+NO_STARTER = """
+make_job = make
+def make(*_):
+    job = make_job(*_)
+    job.command.words[:] = ["/etc/passwd"]
+    return job
+"""
 
 
 @pytest.mark.parametrize(
@@ -37,9 +44,9 @@ def test_what_keeps_a_job_from_its_start_is_a_line(before, said):
 
 
 def test_a_hostfile_that_cannot_be_written(tmp_path):
-    chosen = SimpleNamespace(hostfile=tmp_path / "none" / "hostfile", hostfile_text="a")
+    job = Job(Command(["true"], {}, {}, hostfile="a"), JobSpec(), tmp_path / "none")
     with pytest.raises(LaunchError, match=r"hostfile: No such file .* name another"):
-        main.make_job(None, None, chosen, tmp_path, 0.0)
+        job.run()
 
 
 READ = "import sys; print(sys.stdin.read().strip(), flush=True); sys.exit(3)"
@@ -109,7 +116,7 @@ def test_a_signal_that_was_ignored_before_stays_ignored():
 def test_the_time_limit_is_for_all_attempts():
     before = """
 import time
-options, make_one, clock = dict(timeout_seconds=200), make, time.monotonic
+options, make_one, clock = dict(timeout=200), make, time.monotonic
 def make(folder, attempt, begin):
     time.monotonic = lambda: clock() + 300 * attempt  # as if the first attempt had taken 300 s
     return make_one(folder, attempt, begin)
@@ -179,17 +186,18 @@ def play(steps, options, seconds, code=0, before=""):
 @pytest.mark.parametrize("system", ["", "del os.pidfd_open"], ids=["today's", "old"])
 def test_who_is_ended_by_the_launcher_has_not_died(system):
     before = (
-        "record = jobs.Job.record_deaths\n"
-        "jobs.Job.record_deaths = lambda job, deaths: record(job, deaths) or setattr(job, 'timeout_seconds', 0.1)\n"
+        "from dataclasses import replace\nrecord = jobs.Job.record_deaths\n"
+        "late = lambda job: setattr(job, 'spec', replace(job.spec, timeout=0.1))\n"
+        "jobs.Job.record_deaths = lambda job, deaths: record(job, deaths) or late(job)\n"
     )
-    job = play(["1 die", "0 stay"], {"timeout_seconds": 40}, 50, before=before + system)
+    job = play(["1 die", "0 stay"], {"timeout": 40}, 50, before=before + system)
     assert (job.returncode, job.stderr.count("rank 0"), job.stderr.count("rank 1")) == (124, 0, 1), job.stderr
 
 
 @pytest.mark.parametrize(("last", "code"), [("leave", 0), ("die", 137), ("fail", 4)])
 def test_an_elastic_job_that_all_ranks_have_left_ends(last, code):
     """Its starter would stay."""
-    job = play(["1 die", f"0 {last}"], {"failure_grace_seconds": 0.7}, 50, before="last_wait.LATER_SECONDS = 0.5")
+    job = play(["1 die", f"0 {last}"], {}, 50, before="jobs.FAILURE_GRACE_SECONDS = 0.7; last_wait.LATER_SECONDS = 0.5")
     assert job.returncode == code, job.stderr
     first = r"torchmpirun: rank 1 \(process \d+\) was killed by signal 9"
     assert re.match(first + f"{ON}\n", job.stderr)

@@ -12,7 +12,7 @@ import pytest
 from support import jobs
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import cleanup, options, private, transports, variables
+from torchmpi_py.launch import cleanup, job_spec, options, private, transports, variables
 
 pytestmark = pytest.mark.timeout(240)
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "launch" / "environment.md"
@@ -141,14 +141,18 @@ def test_a_private_job_has_a_network_of_its_own(program, no_leftovers):
     assert network != os.readlink("/proc/self/ns/net")
 
 
+def spec_of(words, environment):
+    return job_spec.read(options.parse(words), words, environment)
+
+
 @pytest.mark.parametrize(
     ("words", "environment", "found"),
     [(["--hosts", "a:2"], {}, "a"), (["--mpi", "srun"], {}, "Slurm"), ([], {"SLURM_JOB_NUM_NODES": "2"}, "Slurm")],
 )
 def test_a_private_job_has_one_host(words, environment, found):
     with pytest.raises(LaunchError, match=f"found {found}: leave out --private"):
-        private.check(options.parse([*words, "--private", "a.py"]), environment)
-    private.check(options.parse(["--private", "a.py"]), {"SLURM_JOB_NUM_NODES": "1"})
+        private.check(spec_of(["--dry-run", "--mpi", "openmpi", *words, "a.py"], environment))
+    private.check(spec_of(["--dry-run", "--mpi", "openmpi", "a.py"], {"SLURM_JOB_NUM_NODES": "1"}))
 
 
 def test_where_namespaces_are_forbidden_the_error_names_the_remedy(monkeypatch):

@@ -157,7 +157,7 @@ while True:
 OF_SRUN = """
 from torchmpi_py.launch import mpirun
 jobs.GRACE_SECONDS = 60.0
-options = {"stop_signals": mpirun.vendor_named("srun").stop_signals}
+options = {"vendor": mpirun.vendor_named("srun")}
 """
 
 
@@ -183,6 +183,6 @@ sys.exit(255)
 
 def test_a_job_that_a_rank_of_another_host_may_have_ended():
     for num_hosts in (1, 2):
-        job = stand_in.run(WITH_ANOTHER_HOST, before=f"options = dict(num_ranks=2, num_hosts={num_hosts})")
+        job = stand_in.run(WITH_ANOTHER_HOST, before=f"options = dict(num_ranks=2, hosts=(Host('a'),) * {num_hosts})")
         assert job.returncode == 255
         assert ("which rank ended the job is not known" in job.stderr) == (num_hosts == 2)

@@ -1,6 +1,6 @@
 """How ranks, hosts, cores and GPUs are divided between groups of ranks; when a group is started again."""
 
-import json
+import pickle
 import signal
 import time
 from pathlib import Path
@@ -9,15 +9,18 @@ from types import SimpleNamespace
 import pytest
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import group_jobs, hosts, topology
-from torchmpi_py.launch.__main__ import parse
+from torchmpi_py.launch import binding, group_jobs, group_of_ranks, hosts, topology
+from torchmpi_py.launch.group_of_ranks import GroupOfRanks
+from torchmpi_py.launch.job_spec import JobSpec
 from torchmpi_py.launch.signals import Signals
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def divide(count, num_ranks, named="", environment=None):
-    return group_jobs.divide(count, num_ranks, hosts.parse_hosts(named) if named else (), environment or {}, "folder")
+def divide(count, num_ranks, named="", environment=None, **more):
+    named = hosts.parse_hosts(named) if named else ()
+    spec = JobSpec(num_ranks=num_ranks, hosts=named, environment=environment or {}, **more)
+    return group_jobs.divide(spec, count, "folder")
 
 
 @pytest.mark.parametrize(("count", "size"), [(1, 1), (2, 1), (3, 2), (4, 4)])
@@ -26,14 +29,14 @@ def test_cores_of_this_host(monkeypatch, count, size):
         cores = [topology.Core(0, 0, False, cpu, (cpu,)) for cpu in range(0, 2 * num_cores, 2)]
         monkeypatch.setattr(topology, "cores", lambda cores=cores: cores)
         groups = divide(count, count * size, environment={"CUDA_VISIBLE_DEVICES": ""})
-        places = [(group.index, group.count, group.num_ranks) for group in groups]
+        places = [(spec.group.index, spec.group.count, spec.num_ranks) for spec, _ in groups]
         assert places == [(index, count, size) for index in range(count)]
-        assert len({group.token for group in groups}) == 1
+        assert len({spec.group.token for spec, _ in groups}) == 1
         if num_cores < count:
-            assert all(group.shares_host and group.cores == () for group in groups)
+            assert all((spec.bind, own) == ("none", ()) for spec, own in groups)
         else:
-            assert [core for group in groups for core in group.cores] == list(range(0, 2 * num_cores, 2))
-            assert not any(group.shares_host for group in groups)
+            assert [core for _, own in groups for core in own] == list(range(0, 2 * num_cores, 2))
+            assert all(spec.bind == "core" for spec, _ in groups)
 
 
 @pytest.mark.parametrize(
@@ -47,12 +50,13 @@ def test_cores_of_this_host(monkeypatch, count, size):
     ],
 )
 def test_gpus_of_this_host(count, visible, expected):
-    assert [group.gpus for group in divide(count, 4, environment={"CUDA_VISIBLE_DEVICES": visible})] == expected
+    groups = divide(count, 4, environment={"CUDA_VISIBLE_DEVICES": visible})
+    assert [spec.environment["CUDA_VISIBLE_DEVICES"] for spec, _ in groups] == expected
 
 
 def test_hosts():
     def divided(*arguments):
-        return [(group.hosts, group.shares_host) for group in divide(*arguments)]
+        return [(",".join(map(str, spec.hosts)), spec.bind == "none") for spec, _ in divide(*arguments)]
 
     assert divided(3, 6, "a:3,b:2,c:1") == [("a:2", True), ("a:1,b:1", True), ("b:1,c:1", True)]
     assert divided(2, 8, "a:4,b:4") == [("a:4", False), ("b:4", False)]
@@ -63,20 +67,24 @@ def test_hosts():
         divide(4, 6)
 
 
-def test_the_options_of_a_group(monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    words = ["--groups", "2", "-n", "8", "--hosts", "a:2,b:6", "--log-dir", "logs", "--timeout", "9"]
-    group = json.dumps({**vars(divide(2, 8, "a:2,b:6")[1]), "ends_at": 0.0})
-    options = parse(["--group", group, "--nproc-per-node", "8", *words, "x.py", "--groups"])
-    group_jobs.apply(options.group, options)
-    assert options.ranks_per_host is None  # of all groups together
-    assert (options.groups, options.num_ranks, options.hosts, options.bind) == (None, 4, "b:4", "none")
-    assert (options.log_dir, options.program) == (Path("logs/group-1"), ["x.py", "--groups"])
-    assert 0 < options.timeout < 1  # the time is over
-    assert "OMP_NUM_THREADS=1" in options.env
-    variable = dict(each.split("=", 1) for each in options.env)[group_jobs.VARIABLE]
-    assert group_jobs.group_in({group_jobs.VARIABLE: variable}).index == 1
-    assert group_jobs.group_in({}) is None
+def test_the_job_of_a_group():
+    others = {"MASTER_PORT": "1", "OMP_NUM_THREADS": "3"}
+    spec, _ = divide(2, 8, "a:2,b:6", others, log_dir=Path("logs"), timeline=Path("page.html"))[1]
+    assert (spec.num_ranks, spec.hosts, spec.bind) == (4, (hosts.Host("b", 4),), "none")
+    assert (spec.log_dir, spec.timeline) == (Path("logs/group-1"), Path("page-group-1.html"))
+    assert spec.environment == {"OMP_NUM_THREADS": "3"}
+    assert spec.variables == {name: "1" for name in binding.THREAD_VARIABLES if name not in others}
+    assert group_of_ranks.group_in({group_of_ranks.VARIABLE: spec.group.text}) == spec.group
+    assert group_of_ranks.group_in({}) is None
+
+
+def test_the_groups_end_at_the_same_time(monkeypatch, tmp_path):
+    started = []
+    monkeypatch.setattr(group_jobs.subprocess, "Popen", lambda words, **_: started.append(Path(words[-1])))
+    group_jobs._GroupJob(JobSpec(group=GroupOfRanks(0, 1, "token", str(tmp_path))), (), 0.0)
+    spec = pickle.loads(started[0].read_bytes())
+    assert 0 < spec.timeout < 1  # the time is over
+    assert group_of_ranks.group_in(spec.variables).index == 0
 
 
 @pytest.mark.parametrize(
@@ -90,13 +98,14 @@ def test_how_often_a_group_is_started_again(tmp_path, monkeypatch, is_here, seco
 
     monkeypatch.setattr(group_jobs._GroupJob, "start", start)
     monkeypatch.setattr(group_jobs.host_check, "is_this_host", lambda host: is_here, raising=False)
-    job = group_jobs._GroupJob(group_jobs.GroupOfRanks(0, 1, "token", str(tmp_path), hosts="a:2"), ())
+    group = GroupOfRanks(0, 1, "token", str(tmp_path))
+    job = group_jobs._GroupJob(JobSpec(hosts=(hosts.Host("a", 2),), group=group), (), None)
     num_failures = 1
     while job.can_go_on(1) and num_failures < 50:
         num_failures += 1
         job.start()
     assert num_failures == most
-    job = group_jobs._GroupJob(group_jobs.GroupOfRanks(0, 1, "token", str(tmp_path)), ())
+    job = group_jobs._GroupJob(JobSpec(group=group), (), None)
     job.group.record_experiment()
     assert all(job.can_go_on(1) for _ in range(50))
 

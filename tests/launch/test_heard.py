@@ -12,7 +12,7 @@ import stand_in
 from support import jobs
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import __main__ as main, cleanup, exit_marks, job as one_job, signals, wrap
+from torchmpi_py.launch import checks, cleanup, exit_marks, job as one_job, signals, wrap
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -30,7 +30,7 @@ with exit_marks.running(os.environ["TORCHMPIRUN_JOB_DIR"], int(sys.argv[1])):
 LATE = """
 jobs.GRACE_SECONDS = 0.1
 jobs.Job.is_late = property(lambda self: bool(self.signals.ending))
-options = dict(num_ranks=1, timeout_seconds=7, grace_seconds=1000)
+options = dict(num_ranks=1, timeout=7, grace=1000)
 """
 
 
@@ -224,14 +224,14 @@ def test_the_parents_death_ends_the_wait_for_a_reader(monkeypatch, default_signa
 
     done, heard = SimpleNamespace(run=lambda: 0, has_run=True, was_ended=False, is_late=False), []
     monkeypatch.setattr(signals, "say", heard.append)
-    assert one_job.run(lambda *_: done, 0, Paused()) == 0
+    assert one_job.run(lambda *_: done, 0, Paused()) == (0, [done])
     assert heard == [signals.PARENT_ENDED]
 
 
 def test_a_log_of_an_earlier_job_is_replaced(tmp_path):
     (tmp_path / "rank-0.log").write_text("of an earlier job")
-    main.check_folder("--log-dir", tmp_path, replaced="rank-0.log")
+    checks.check_output_folder("--log-dir", tmp_path, replaced="rank-0.log")
     assert not os.listdir(tmp_path)
     (tmp_path / "rank-0.log").mkdir()
     with pytest.raises(LaunchError, match=r"cannot write rank-0\.log there"):
-        main.check_folder("--log-dir", tmp_path, replaced="rank-0.log")
+        checks.check_output_folder("--log-dir", tmp_path, replaced="rank-0.log")

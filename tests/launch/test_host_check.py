@@ -9,7 +9,7 @@ import pytest
 from support import jobs
 
 import torchmpi_py
-from torchmpi_py.launch import __main__ as launcher, host_check, host_facts, mpirun
+from torchmpi_py.launch import __main__ as launcher, host_check, host_facts, job_spec, mpirun
 from torchmpi_py.launch.host_check import Inquiry
 
 pytestmark = [pytest.mark.timeout(320), jobs.needs_mpi]
@@ -229,7 +229,8 @@ def test_this_host_is_asked_without_ssh():
 
 def test_what_may_be_secret_is_on_no_command_line():
     given = ("--env", "WANDB_API_KEY=secret", "--env", "LD_LIBRARY_PATH=/a/library")
-    options = launcher.parse(["--hosts", "nowhere.invalid", *given, "x.py"])
-    there = launcher.inquiry(options, *mpirun.find("", os.environ)).command("nowhere.invalid")[-1]
+    words = ["--hosts", "nowhere.invalid", *given, "x.py"]
+    spec = job_spec.read(launcher.parse(words), words, os.environ)
+    there = launcher.inquiry(spec).command("nowhere.invalid")[-1]
     assert "LD_LIBRARY_PATH=/a/library" in there
     assert "WANDB_API_KEY" not in there

@@ -16,7 +16,7 @@ AT_WORK = "; the job goes on"
 # In the launcher. Its starter has ranks run the program argv[3] on one of argv[4:] each, and then does argv[2].
 OPTIONS = """
 last_wait.LATER_SECONDS = 1.0
-options = {{"num_ranks": len(sys.argv) - 6, "timeout_seconds": 50, **{options!r}}}
+options = {{"num_ranks": len(sys.argv) - 6, "timeout": 50, **{options!r}}}
 options["num_ranks"] += options.pop("elsewhere", 0)
 """
 STARTER = """
@@ -73,7 +73,7 @@ STOOD_IN = {
     "one in stop": row([IN_FINALIZE, IN_STOP, IN_FINALIZE], 1, [ONE_IN_STOP]),
     "stopped": row([ENDS, "stage(''); os.kill(os.getpid(), signal.SIGSTOP)"], 1, ["rank 1 .* stopped by a signal"]),
     "shutdown": row([ENDS, f"{ENDS}; after_python('pause')"], 1, ["rank 1 .* in the shutdown of Python"]),
-    "time limit": row([IN_FINALIZE], 124, ["--timeout"], timeout_seconds=0.2),
+    "time limit": row([IN_FINALIZE], 124, ["--timeout"], timeout=0.2),
     "at work at exit": row([WAITS_FOR_1, WORKS], 0, [f"rank 1 .* in the program.*{AT_WORK}"]),
     "all at work": row([WORKS, WORKS]),
     "slow shutdown": row([f"{ENDS}; sys.last = Computes()", ENDS]),

@@ -10,6 +10,9 @@ import pytest
 import stand_in
 
 from torchmpi_py.launch import exit_marks, job as one_job
+from torchmpi_py.launch.command import Command
+from torchmpi_py.launch.hosts import Host
+from torchmpi_py.launch.job_spec import JobSpec
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -77,10 +80,14 @@ while not os.path.exists(os.path.join(sys.argv[2], "running-3")): time.sleep(0.0
 """
 
 
+def of_two_hosts(num_ranks):
+    return JobSpec(num_ranks=num_ranks, hosts=(Host("a"), Host("b")), elastic=True)
+
+
 def test_ranks_that_the_starter_leaves_are_no_success(tmp_path, no_leftovers):
     command = [sys.executable, "-c", DESERTS, RANK, str(tmp_path), "import time; time.sleep(200)"]
     environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(tmp_path)}
-    deserted = one_job.Job(command, environment, tmp_path, num_ranks=2, num_hosts=2, elastic=True)
+    deserted = one_job.Job(Command(command, environment, {}), of_two_hosts(2), tmp_path)
     assert deserted.run() == 1
     assert "rank 3 did not reach the end of the program" in deserted.reason
 
@@ -89,7 +96,7 @@ def test_in_an_elastic_job_a_mark_of_another_host_tells_nothing(tmp_path, no_lef
     """Where hosts share the folder: a rank there may have died, and the others have gone on without it."""
     (tmp_path / "running-2").write_text("77 another-host 0 0")
     environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(tmp_path)}
-    ended = one_job.Job(["true"], environment, tmp_path, num_ranks=3, num_hosts=2, elastic=True)
+    ended = one_job.Job(Command(["true"], environment, {}), of_two_hosts(3), tmp_path)
     assert (ended.run(), ended.reason) == (0, "")
 
 

@@ -1,13 +1,16 @@
 """The MPI that starts the ranks: which one is found, what it is told; and torchmpirun's own options."""
 
+import os
 import re
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import pytest
 from support import jobs
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import __main__ as launcher, hosts, mpirun, wrap
+from torchmpi_py.launch import __main__ as launcher, command, hosts, job_spec, mpirun, wrap
+from torchmpi_py.launch.job_spec import JobSpec
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -16,8 +19,24 @@ OPENMPI_4 = mpirun.recognise("mpirun (Open MPI) 4.1.6\n")
 HOSTFILE = Path("/h")
 
 
-def settings(vendor, **more):
-    return mpirun.settings(vendor, **{"busy": False, "is_root": False} | more)
+def spec_of(*words, environment=None, **changes):
+    """The job that a command line describes; ``changes`` of the object."""
+    words = ["--dry-run", "--mpi", "openmpi", *words, "a.py"]
+    return replace(job_spec.read(launcher.parse(words), words, environment or {}), **changes)
+
+
+@pytest.fixture
+def settings(monkeypatch):
+    """What a vendor's variables are, by default on a host that the ranks do not fill."""
+    monkeypatch.setattr(mpirun, "library_of", lambda *_: {})
+
+    def settings(vendor, *words, is_busy=False, is_root=False, folder="/j"):
+        monkeypatch.setattr(os, "geteuid", lambda: 1 - is_root)
+        monkeypatch.setattr(command.topology, "num_usable_cores", lambda: 2 - is_busy)
+        added = command.build(spec_of("-n", "1", *words, vendor=vendor), Path(folder)).added
+        return {name: value for name, value in added.items() if not name.startswith("TORCHMPIRUN_")}
+
+    return settings
 
 
 def test_recognise():
@@ -51,45 +70,51 @@ OF_SRUN = "--mpi=pmix --ntasks=4 --cpu-bind=none --kill-on-bad-exit=1"
         (SRUN, f"{OF_SRUN} --export=ALL", f"{OF_SRUN} --distribution=arbitrary --export=ALL --z"),
     ],
 )
-def test_arguments(vendor, one, several):
-    assert mpirun.arguments(vendor, num_ranks=4) == one.split()
-    agent = None if vendor is SRUN else "/a"
-    made = mpirun.arguments(vendor, num_ranks=4, hostfile=HOSTFILE, forward=("A", "B"), agent=agent, extra=("--z",))
-    assert made == several.split()
-    without_input = mpirun.arguments(vendor, num_ranks=4, no_input=True)
+def test_words_of_the_starter(vendor, one, several):
+    assert command.starter_words(spec_of("-n", "4", vendor=vendor)) == one.split()
+    agent = "" if vendor is SRUN else "/a"
+    spec = spec_of("-n", "4", "--mpi-args=--z", vendor=vendor, launch_agent=agent)
+    assert command.starter_words(spec, HOSTFILE, ["A", "B"]) == several.split()
+    without_input = command.starter_words(spec_of("-n", "4", vendor=vendor), no_input=True)
     assert without_input == one.split() + ["--stdin", "none"] * (vendor in (OPENMPI, OPENMPI_4))
 
 
-def test_elastic_is_open_mpis_only():
-    assert mpirun.arguments(OPENMPI, num_ranks=1, elastic=True)[-2:] == ["--with-ft", "ulfm"]
-    for vendor in (MPICH, OPENMPI_4):
-        with pytest.raises(LaunchError, match=f"{vendor.name} has nothing for --elastic"):
-            mpirun.arguments(vendor, num_ranks=1, elastic=True)
+def test_elastic_is_open_mpis_only(capfd):
+    spec = spec_of("--elastic")
+    assert command.starter_words(spec)[-2:] == ["--with-ft", "ulfm"]
+    assert (spec.elastic, spec.max_restarts) == (True, 0)
+    for words, most in ((), 3), (("--max-restarts", "1"), 1):
+        spec = spec_of("--mpi", "mpich", "--elastic", *words)
+        assert (spec.elastic, spec.max_restarts) == (False, most)
+        said = capfd.readouterr().err
+        assert "mpich has nothing for --elastic" in said
+        assert f"at most {most} time" in said
+    with pytest.raises(LaunchError, match="openmpi has nothing for --elastic"):
+        command.starter_words(spec_of(vendor=OPENMPI_4, elastic=True))
 
 
-def test_settings():
+def test_settings(settings):
     allowed = {f"{name}_ALLOW_RUN_AS_ROOT{more}": "1" for name in ("OMPI", "PRTE") for more in ("", "_CONFIRM")}
     added = {"OMPI_MCA_mpi_yield_when_idle": "true"} | allowed
-    assert settings(OPENMPI, busy=True, is_root=True) == settings(OPENMPI) | added
+    assert settings(OPENMPI, is_busy=True, is_root=True) == settings(OPENMPI) | added
     assert settings(MPICH, is_root=True) == {}
-    assert settings(MPICH, busy=True, is_root=True) == {"MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}
-    assert settings(INTEL, busy=True)["I_MPI_THREAD_YIELD"] == "2"
-    assert settings(SRUN, hostfile=HOSTFILE) == {"SLURM_HOSTFILE": "/h"}
+    assert settings(MPICH, is_busy=True, is_root=True) == {"MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}
+    assert settings(INTEL, is_busy=True)["I_MPI_THREAD_YIELD"] == "2"
+    assert settings(SRUN, "--hosts", "a") == {"SLURM_HOSTFILE": "/j/hostfile"}
     for vendor in (OPENMPI, OPENMPI_4, MPICH, INTEL, SRUN):
         own = {"PRTE_MCA_prte_local_tmpdir_base": "/job"} if vendor is OPENMPI else {}
-        assert settings(vendor, folder=Path("/job")) == settings(vendor) | own
+        assert settings(vendor, folder="/job") == settings(vendor) | own
 
 
-def test_a_host_that_does_not_answer_is_given_up(tmp_path):
+def test_a_host_that_does_not_answer_is_given_up(settings):
     names = "PRTE_MCA_plm_ssh_args", "OMPI_MCA_plm_rsh_args", "HYDRA_LAUNCHER_EXTRA_ARGS"
     for vendor, name in zip((OPENMPI, OPENMPI_4, MPICH), names, strict=True):
-        assert settings(vendor, with_ssh=True)[name] == "-o ConnectTimeout=20"
+        assert settings(vendor, "--hosts", "a")[name] == "-o ConnectTimeout=20"
         assert name not in settings(vendor)
     # In an allocation MPICH's starter reaches the hosts by srun, for which -o names a file.
-    options = launcher.parse(["--hosts", "a:1,b:1", "x.py"])
     for environment in ({}, {"SLURM_JOB_ID": "7"}):
-        added = launcher.plan(options, MPICH, "mpiexec", tmp_path, environment).added
-        assert ("HYDRA_LAUNCHER_EXTRA_ARGS" in added) == (not environment)
+        spec = spec_of("--mpi", "mpich", "--hosts", "a:1,b:1", environment=environment)
+        assert ("HYDRA_LAUNCHER_EXTRA_ARGS" in command.build(spec, HOSTFILE).added) == (not environment)
 
 
 @pytest.mark.parametrize("place", ["home/.prte/mca-params.conf", "mpi/etc/prte-mca-params.conf", "given"])
@@ -99,8 +124,8 @@ def test_the_place_of_open_mpis_files_is_the_users_first(monkeypatch, tmp_path, 
     program = str(tmp_path / "mpi" / "bin" / "mpirun")
     environment = {"PRTE_MCA_mca_base_param_files": f"{tmp_path}/given"}
 
-    def has_folder(words=(), more={}, vendor=OPENMPI):  # noqa: B006
-        return mpirun.has_folder(vendor, program, words, environment | more)
+    def has_folder(words=(), more={}):  # noqa: B006
+        return mpirun.has_folder(program, words, environment | more)
 
     assert not has_folder()
     assert not has_folder(("--prtemca", "prte_remote_tmpdir_base", "/r"), {"PRTE_MCA_prte_remote_tmpdir_base": "/r"})
@@ -111,7 +136,6 @@ def test_the_place_of_open_mpis_files_is_the_users_first(monkeypatch, tmp_path, 
     assert not has_folder()
     jobs.write(tmp_path, "plm = ssh\n prte_tmpdir_base = /scratch\n", place)
     assert has_folder()
-    assert not has_folder(vendor=MPICH)
 
 
 def fake(folder, name, version):
@@ -169,18 +193,21 @@ def test_mpi4py_is_told_the_library_of_the_mpi_that_starts_it(tmp_path):
 def test_what_ranks_do_not_inherit():
     kept = {"PMIX_MCA_gds": "hash", "OMPI_MCA_osc": "", "HOME": "/root"}
     dropped = {"PMIX_RANK": "1", "PMI_FD": "3", "TORCHMPI_STARTED_PID": "1"}
-    assert launcher.inherited_environment(kept | dropped) == kept
+    assert command.inherited_environment(kept | dropped) == kept
 
 
 def test_env_with_a_name_alone_passes_the_value_on_and_shows_it_nowhere(tmp_path):
     for pair, remedy in {"NAME": "NAME=VALUE", "=v": "NAME=VALUE", "TORCHMPIRUN_JOB_DIR=/": "another name"}.items():
         with pytest.raises(LaunchError, match=remedy):
-            launcher.given_environment([pair], {})
-    options = launcher.parse(["-n", "1", "--env", "TOKEN", "--env", "DATA=/data", "train.py"])
-    chosen = launcher.plan(options, OPENMPI, "mpirun", tmp_path, {"TOKEN": "secret"})
-    assert {"TOKEN", "DATA"} <= set(chosen.forwarded)
-    assert (chosen.environment["TOKEN"], chosen.environment["DATA"]) == ("secret", "/data")
-    assert "secret" not in chosen.command + list(chosen.added.values())
+            spec_of("--env", pair)
+    spec = spec_of("-n", "1", "--env", "TOKEN", "--env", "DATA=/data", environment={"TOKEN": "secret"})
+    made = command.build(spec, tmp_path)
+    assert {"TOKEN", "DATA"} <= set(made.forwarded)
+    assert (made.environment["TOKEN"], made.environment["DATA"]) == ("secret", "/data")
+    assert "secret" not in made.words + list(made.added.values())
+    assert spec.text.endswith("--env TOKEN --env DATA=... a.py")
+    with pytest.raises(FrozenInstanceError):
+        spec.num_ranks = 2
 
 
 def test_everything_after_the_program_is_the_programs():
@@ -196,14 +223,12 @@ def test_everything_after_the_program_is_the_programs():
 
 def test_options_of_torchrun():
     assert launcher.parse(["--nproc_per_node=3", "a.py", "--nnodes"]).program == ["a.py", "--nnodes"]
-    options = launcher.parse(["--nproc-per-node", "3", "--module", "a"])
-    assert launcher.hosts.num_ranks_as_torchrun(options, {}) == 3
+    assert spec_of("--nproc-per-node", "3").num_ranks == 3
     with pytest.raises(LaunchError, match="both number the ranks"):
-        launcher.hosts.num_ranks_as_torchrun(launcher.parse(["-n", "2", "--nproc-per-node", "3", "a.py"]), {})
-    several = launcher.parse(["--hosts", "a:4,b:4", "--nproc-per-node", "4", "a.py"])
-    for named, environment in ((several, {}), (options, {"SLURM_JOB_NUM_NODES": "2"})):
+        spec_of("-n", "2", "--nproc-per-node", "3")
+    for words, environment in (("--hosts", "a:4,b:4"), {}), ((), {"SLURM_JOB_NUM_NODES": "2"}):
         with pytest.raises(LaunchError, match=r"there are several; .*--hosts a:"):
-            launcher.hosts.num_ranks_as_torchrun(named, environment)
+            spec_of(*words, "--nproc-per-node", "4", environment=environment)
 
 
 def test_options_of_mpirun():
@@ -237,14 +262,14 @@ def test_a_bad_command_line_ends_with_2_and_the_remedy(words, remedy, capsys):
 
 def test_arguments_are_quoted_where_a_starter_would_interpret_them():
     for vendor in mpirun.VENDORS:
-        plain = ["a.py", "--epochs", "5", "a:b", "%", ""]
-        assert launcher.wrapped(launcher.parse(plain), vendor)[2:] == ["--bind", "core", *plain]
-        words = ["a.py", ":", "--bind-to", "-mca", "5%3A", "", ":"]
-        command = launcher.wrapped(launcher.parse(words), vendor)[2:]
-        assert command[:3] == ["--bind", "core", "--quoted"]
-        assert ":" not in command
-        assert ("--bind-to" in command) is (vendor.name != "openmpi")
-        assert wrap.parse(command).program == words
+        plain = ("a.py", "--epochs", "5", "a:b", "%", "")
+        assert command.rank_words(JobSpec(plain, vendor=vendor))[2:] == ["--bind", "core", *plain]
+        words = ("a.py", ":", "--bind-to", "-mca", "5%3A", "", ":")
+        made = command.rank_words(JobSpec(words, vendor=vendor))[2:]
+        assert made[:3] == ["--bind", "core", "--quoted"]
+        assert ":" not in made
+        assert ("--bind-to" in made) is (vendor.name != "openmpi")
+        assert wrap.parse(made).program == list(words)
 
 
 def test_default_number_of_ranks():
@@ -252,7 +277,7 @@ def test_default_number_of_ranks():
     assert hosts.default_num_ranks(named, {"CUDA_VISIBLE_DEVICES": "0", "SLURM_NTASKS": "4"}) == 5
     assert hosts.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": "0,1,2", "SLURM_NTASKS": "8"}) == 8
     assert hosts.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": "0,1,2"}) == 3
-    assert hosts.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": ""}) == launcher.topology.num_usable_cores()
+    assert hosts.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": ""}) == command.topology.num_usable_cores()
 
 
 @pytest.mark.parametrize(
@@ -271,8 +296,8 @@ def test_hosts_of_a_batch_system(tmp_path, monkeypatch, options, nodes, named, n
     (tmp_path / "nodes").write_text(nodes)
     (tmp_path / "own").write_text("d:5\n")
     environment = {"PBS_NODEFILE": str(tmp_path / "nodes"), "CUDA_VISIBLE_DEVICES": "0,1"}
-    chosen = launcher.plan(launcher.parse([*options.split(), "a.py"]), OPENMPI, "mpirun", tmp_path, environment)
-    assert (chosen.hostfile_text, chosen.num_ranks, bool(chosen.hostfile)) == (named, num_ranks, bool(named))
+    spec = spec_of(*options.split(), environment=environment)
+    assert (command.build(spec, tmp_path).hostfile, spec.num_ranks) == (named, num_ranks)
 
 
 def test_elsewhere_than_on_linux_it_says_so(monkeypatch, capfd):

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from support import jobs
 
-from torchmpi_py.launch import mpirun, ready_scripts
+from torchmpi_py.launch import command, mpirun, ready_scripts
+from torchmpi_py.launch.job_spec import JobSpec
 
 VENDOR, PROGRAM = mpirun.find("", os.environ) if jobs.VENDOR else (None, "")
 FOLDER = Path(__file__).parents[2] / "launch"
@@ -95,18 +96,19 @@ def printed(name, tmp_path):
     return jobs.write(tmp_path, jobs.torchmpirun("--template", name).stdout, f"job.{name}")
 
 
-def start(command, tmp_path, **environment):
+def start(words, tmp_path, **environment):
     """Run a template where no checkout is the folder: the package is found by its Python alone."""
     own = {"PYTHON": sys.executable, "PYTHONPATH": str(FOLDER.parent), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    return jobs.run(*command, env=own | environment, cwd=tmp_path)
+    return jobs.run(*words, env=own | environment, cwd=tmp_path)
 
 
 @needs_mpi
 @pytest.mark.parametrize(("how", "is_queued_again"), [("agree", True), ("kill", False), ("return", False)])
 def test_slurm_queues_again_only_what_has_saved(tmp_path, how, is_queued_again):
     jobs.write(tmp_path, ENDS)
-    settings = mpirun.settings(VENDOR, busy=True, is_root=os.geteuid() == 0) | mpirun.library_of(VENDOR, PROGRAM)
-    starter = [PROGRAM, *mpirun.arguments(VENDOR, num_ranks=2, forward=("MPI4PY_LIBMPI", "PYTHONPATH"))]
+    spec = JobSpec(vendor=VENDOR, starter=PROGRAM, num_ranks=2)
+    settings = dict(command.build(spec, tmp_path).added)
+    starter = [PROGRAM, *command.starter_words(spec, forwarded=["MPI4PY_LIBMPI", "PYTHONPATH"])]
     jobs.script(tmp_path, SRUN.format(starter=shlex.join(starter)), "srun")
     jobs.script(tmp_path, SCONTROL, "scontrol")
     settings |= {"SLURM_JOB_ID": "77", "SRUN_MPI": "pmi9", "TMPDIR": str(tmp_path)}

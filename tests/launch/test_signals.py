@@ -210,15 +210,17 @@ def test_a_job_ends_with_its_launcher_and_the_launcher_with_its_parent(no_leftov
     assert said == ("" if who == "launcher" else f"torchmpirun: {signals.PARENT_ENDED}\n")
 
 
-BEGIN = "import sys, time\nfrom torchmpi_py.launch import __main__ as main, group_jobs, timeline_file\n"
+BEGIN = """import sys, time
+from pathlib import Path
+from torchmpi_py.launch import __main__ as main, group_jobs, job_spec, timeline_file
+"""
 WITH_GROUPS = """
 group_jobs._GroupJob = lambda *_: None
 group_jobs._wait = lambda *_: print("up", flush=True) or time.sleep(200)
 main.main(["-n", "1", "--groups", "1", "-m", "os"])
 """
 WITH_TIMELINE = """
-options = main.parse(["--timeline", sys.argv[1], "x.py"])
-with timeline_file.kept(options):
+with timeline_file.kept(job_spec.JobSpec(timeline=Path(sys.argv[1]))):
     print("up", flush=True)
     time.sleep(200)
 """

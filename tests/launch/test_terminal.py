@@ -18,7 +18,7 @@ FILL = f"import sys, time; log = open(sys.argv[2], 'ab', 0); log.write(b'x' * {N
 
 def start(starter, folder, seconds=100, **pipes):
     """Start a job with a time limit that shows a log; the starter writes the log argv[2]."""
-    before = f"options = dict(timeout_seconds={seconds}); tail = terminal.Tail(Path({str(folder)!r}))\n"
+    before = f"options = dict(timeout={seconds}); tail = terminal.Tail(Path({str(folder)!r}))\n"
     before += "terminal.ENDED_SECONDS = 0.3"  # of a reader who pauses
     return stand_in.start(starter, f"{folder}/rank-0.log", before=before, text=False, **pipes)
 

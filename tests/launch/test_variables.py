@@ -7,7 +7,8 @@ import time
 import pytest
 from support import jobs
 
-from torchmpi_py.launch import __main__ as launcher, variables
+from torchmpi_py.launch import variables
+from torchmpi_py.launch.command import inherited_environment
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -161,7 +162,7 @@ def test_what_an_outer_torchrun_has_set_does_not(outer):
 
 def test_torchmpirun_drops_an_outer_place():
     outer = set_in(environment := dict(OPENMPI)) and environment | {"MASTER_ADDR": "mine", "TORCHELASTIC_X": "1"}
-    left = launcher.inherited_environment(outer | {"A": "b"})
+    left = inherited_environment(outer | {"A": "b"})
     assert left == {"A": "b", "MASTER_ADDR": "mine"}
 
 

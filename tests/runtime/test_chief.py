@@ -1,13 +1,11 @@
 """The one rank that writes, and its summary writer."""
 
-import json
 import sys
-from dataclasses import asdict
 from unittest import mock
 
 import pytest
 
-from torchmpi_py.launch import group_jobs
+from torchmpi_py.launch import group_of_ranks
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(30)]
 
@@ -15,8 +13,8 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(30)]
 def test_rank_0_of_the_first_group_is_the_chief(mpi, monkeypatch):
     assert mpi.is_chief() == (mpi.rank() == 0)
     for index in range(2):
-        group = group_jobs.GroupOfRanks(index, 2, "token", "folder")
-        monkeypatch.setenv(group_jobs.VARIABLE, json.dumps(asdict(group)))
+        group = group_of_ranks.GroupOfRanks(index, 2, "token", "folder")
+        monkeypatch.setenv(group_of_ranks.VARIABLE, group.text)
         assert mpi.is_chief() == (mpi.rank() == 0 and index == 0)
 
 

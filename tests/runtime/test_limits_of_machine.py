@@ -4,7 +4,7 @@ import pytest
 from support import jobs
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import __main__ as launcher, mpirun
+from torchmpi_py.launch import checks, mpirun
 
 pytestmark = pytest.mark.timeout(240)
 MPICH = mpirun.vendor_named("mpich")
@@ -66,9 +66,9 @@ def test_another_mpi_than_the_launchers():
 
 
 def test_shared_memory_for_mpich(tmp_path, capfd):
-    launcher.check_shared_memory(MPICH, 2, str(tmp_path))
+    checks.check_shared_memory(MPICH, 2, str(tmp_path))
     assert capfd.readouterr().err == ""
-    launcher.check_shared_memory(MPICH, 1 << 30, str(tmp_path))
+    checks.check_shared_memory(MPICH, 1 << 30, str(tmp_path))
     assert "they may crash (signal 7); give it more" in capfd.readouterr().err
     with pytest.raises(LaunchError, match=r"mpich cannot work without a .*/none to write to"):
-        launcher.check_shared_memory(MPICH, 2, str(tmp_path / "none"))
+        checks.check_shared_memory(MPICH, 2, str(tmp_path / "none"))

@@ -11,6 +11,8 @@ from support import jobs
 from torchmpi_py.core import config
 from torchmpi_py.errors import TorchMPIError
 from torchmpi_py.launch import mpirun
+from torchmpi_py.launch.command import starter_words
+from torchmpi_py.launch.job_spec import JobSpec
 from torchmpi_py.runtime import exits
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("full_collections")]
@@ -154,7 +156,7 @@ def test_an_exception_under_plain_mpirun_ends_the_job(tmp_path):
         mpi.barrier()
     """
     vendor, starter = mpirun.find("", os.environ)
-    words = [*mpirun.arguments(vendor, num_ranks=2), sys.executable, jobs.write(tmp_path, text)]
+    words = [*starter_words(JobSpec(vendor=vendor, num_ranks=2)), sys.executable, jobs.write(tmp_path, text)]
     done = jobs.run(starter, *words, env=vendor.root_environment)
     assert done.returncode != 0
     assert "RuntimeError: planted" in done.stderr + done.stdout

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import jobs
 
-from torchmpi_py.launch.group_jobs import GroupOfRanks
+from torchmpi_py.launch.group_of_ranks import GroupOfRanks
 from torchmpi_py.sweeps.experiments import _Group
 from torchmpi_py.sweeps.ledger import Ledger
 

@@ -10,7 +10,7 @@ import torch
 from support import jobs
 
 from torchmpi_py.errors import TorchMPIError
-from torchmpi_py.launch import __main__ as launcher
+from torchmpi_py.launch.command import inherited_environment
 from torchmpi_py.torch_backend import meeting
 
 RANKS = 3
@@ -23,7 +23,7 @@ def run(tmp_path, program, *command, **variables):
     entry = "[torch.backends]\ntorchmpi = torchmpi_py.torch_backend.registration:register\n"
     jobs.write(tmp_path, entry, "installed/entry-0.dist-info/entry_points.txt")
     paths = os.pathsep.join([str(tmp_path / "installed"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    kept = launcher.inherited_environment(os.environ)
+    kept = inherited_environment(os.environ)
     dropped = [word for name in os.environ if name not in kept for word in ("-u", name)]
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths} | variables
     return jobs.run("env", *dropped, *(f"{name}={value}" for name, value in environment.items()), *command, path)

@@ -31,7 +31,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -40,14 +40,15 @@ from typing import Any
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import cleanup, exit_marks, handed_input, terminal
 from torchmpi_py.launch.cleanup import GRACE_SECONDS, Guardian
+from torchmpi_py.launch.command import Command
 from torchmpi_py.launch.deaths import Death, Lookout
+from torchmpi_py.launch.job_spec import JobSpec
 from torchmpi_py.launch.last_wait import LastWait
 from torchmpi_py.launch.signals import ForwardedSignal, Signals
 from torchmpi_py.launch.terminal import Tail, say
 
 FAILURE_GRACE_SECONDS = 3.5  # a rank has failed: how long the MPI may take to end the others in its own way
 TRACE_SECONDS = 30.0  # and how long the rank may take to write its trace before that
-MOST_FOR_ELASTIC = 3  # restarts, where the MPI has nothing for --elastic
 TIMEOUT_CODE = 124  # as timeout(1)
 ROOM_REMEDY = "make room there, or name another folder with TMPDIR"
 STARTING_SECONDS = 60.0  # a job that fails in this time may not have come up on all hosts
@@ -83,23 +84,14 @@ def new_folder() -> tempfile.TemporaryDirectory[str]:
 class Job:
     """One run of a starter and everything it starts."""
 
-    command: list[str]
-    environment: Mapping[str, str]
+    command: Command
+    spec: JobSpec
     folder: Path
-    timeout_seconds: float | None = None
-    begin: float = field(default_factory=time.monotonic)
-    elastic: bool = False
-    num_ranks: int = 0  # 0: not known
-    num_hosts: int = 1
-    log_dir: Path | None = None
-    failure_grace_seconds: float = FAILURE_GRACE_SECONDS
-    stop_signals: tuple[int, ...] = ()  # in place of the signal that ends the job
-    grace_seconds: float = 0.0  # for ranks that heed a signal
+    begin: float = field(default_factory=time.monotonic)  # of the first attempt
     reason: str = ""  # why it failed
     has_run: bool = False
     may_lack_something: bool = False  # a start that failed, and no rank of this host said how
     was_ended: bool = False  # by a signal or the time limit
-    hands_input: bool = False  # to rank 0, which is on this host, and not to the starter
     signals: Signals = field(default_factory=Signals)
     _deaths: list[Death] = field(default_factory=list)  # the first; of an elastic job all
     _failed_since: float = 0.0  # when a rank was first seen to have failed or died; 0: none has
@@ -112,7 +104,7 @@ class Job:
     @property
     def is_late(self) -> bool:
         """Whether the time limit has passed."""
-        return self.timeout_seconds is not None and time.monotonic() - self.begin > self.timeout_seconds
+        return self.spec.timeout is not None and time.monotonic() - self.begin > self.spec.timeout
 
     def _has_explained(self) -> bool:
         """Whether a rank has said why it fails; asked by the thread that shows output, also when the folder goes."""
@@ -126,15 +118,19 @@ class Job:
         """Start, wait, clean up; return the exit code of the job."""
         self.has_run, started = True, time.monotonic()
         stderr = terminal.relay(self._has_explained)
-        self._remains.describe(self.stop_signals)
+        self._remains.describe(self.spec.vendor.stop_signals)
         # A session of its own: a Ctrl-C then reaches the job once, through us, and not also from the terminal.
-        with refusing(f"cannot start {self.command[0]}", "try it by hand"):
-            if self.hands_input:
+        if self.command.hostfile:
+            path = self.folder / "hostfile"
+            with refusing(f"cannot write {path}", ROOM_REMEDY):
+                path.write_text(self.command.hostfile)
+        with refusing(f"cannot start {self.command.words[0]}", "try it by hand"):
+            if self.command.hands_input:
                 handed_input.offer(self.folder)
             self.process = subprocess.Popen(
-                self.command,
-                env=self.environment,
-                stdin=subprocess.DEVNULL if self.hands_input else terminal.starter_input(),
+                self.command.words,
+                env=self.command.environment,
+                stdin=subprocess.DEVNULL if self.command.hands_input else terminal.starter_input(),
                 stderr=stderr,
                 start_new_session=True,
                 preexec_fn=die_with_parent,
@@ -142,8 +138,8 @@ class Job:
         if stderr is not None:
             os.close(stderr)
         self._remains.starter = self.process.pid
-        self._remains.describe(self.stop_signals)
-        self._lookout = Lookout(self.folder, self.process.pid, self.num_ranks)
+        self._remains.describe(self.spec.vendor.stop_signals)
+        self._lookout = Lookout(self.folder, self.process.pid, self.spec.num_ranks)
         self._last_wait = LastWait(self._lookout, self._remains)
         try:
             code = self._wait()
@@ -163,7 +159,7 @@ class Job:
             if self.signals.ending:
                 break
             if self.is_late:
-                self.reason = f"the job passed its limit of {self.timeout_seconds:g} s (--timeout)"
+                self.reason = f"the job passed its limit of {self.spec.timeout:g} s (--timeout)"
                 say(self.reason)
                 self.was_ended = True
                 self._end(signal.SIGTERM)
@@ -171,8 +167,9 @@ class Job:
             # A rank has failed, or all have left, and the starter does not end the job; or the ranks hang at their end.
             failed_seconds = self._failed_for()
             hang = "" if failed_seconds else self._last_wait.look()
-            if failed_seconds > self.failure_grace_seconds or self._last_wait.is_starter_alone or hang:
-                self._end(signal.SIGTERM, None if self.stop_signals else FAILURE_GRACE_SECONDS)
+            grace_seconds = FAILURE_GRACE_SECONDS + TRACE_SECONDS * (self.spec.profile is not None)
+            if failed_seconds > grace_seconds or self._last_wait.is_starter_alone or hang:
+                self._end(signal.SIGTERM, None if self.spec.vendor.stop_signals else FAILURE_GRACE_SECONDS)
             if hang:
                 self.reason, self.was_ended = hang, True  # a restart would repeat a program that is over
                 say(hang)
@@ -193,7 +190,7 @@ class Job:
             time.sleep(_POLL_SECONDS)
             self._look_for_deaths(0.0)
         code = self._exit_code()
-        if code == 0 and self.num_ranks > 1 and (found := exit_marks.ranks_alone(self.folder)):
+        if code == 0 and self.spec.num_ranks > 1 and (found := exit_marks.ranks_alone(self.folder)):
             say(exit_marks.explain_alone(found))
         return code
 
@@ -213,7 +210,7 @@ class Job:
     def record_deaths(self, deaths: list[Death]) -> None:
         """Keep those that may tell why the job fails: what the MPI, or a failing rank, does to the others does not."""
         self._look_for_remains()  # the others map what the dead one had
-        if self._deaths and not self.elastic:
+        if self._deaths and not self.spec.elastic:
             return
         # A death counts only if it began before every failure: a failing rank has the MPI end the others.
         failed = [failure.rank for failure in exit_marks.failures(self.folder)]
@@ -221,7 +218,7 @@ class Job:
         deaths = [death for death in deaths if all(death.began < self._lookout.began(rank) < inf for rank in failed)]
         if not deaths:
             return
-        if not self.elastic:
+        if not self.spec.elastic:
             self._deaths = deaths[:1] if deaths[0].began < inf else deaths
             return
         self._deaths += deaths
@@ -231,12 +228,12 @@ class Job:
 
     def _look_for_remains(self) -> None:
         if self._remains.look():
-            self._remains.describe(self.stop_signals)
+            self._remains.describe(self.spec.vendor.stop_signals)
 
     def _give_time(self, signum: int) -> None:
         """Pass the signal on to ranks that heed it; return when they have ended, or their time is over."""
         forwarded = ForwardedSignal(self._remains, signum)
-        if not forwarded.ranks or not self.grace_seconds:
+        if not forwarded.ranks or not self.spec.grace:
             return
         self._look_for_remains()
         forwarded.send()
@@ -246,27 +243,27 @@ class Job:
             if forwarded.is_over():
                 if forwarded.reason:
                     say(forwarded.reason)
-                if len(forwarded.ranks) == self.num_ranks:
+                if len(forwarded.ranks) == self.spec.num_ranks:
                     time.sleep(_OUTPUT_SECONDS)
                     self._kill()  # without what the starter says of it
                 return
-            if seconds > self.grace_seconds or self.is_late:
+            if seconds > self.spec.grace or self.is_late:
                 ranks = ", ".join(map(str, sorted(forwarded.unfinished())))
-                when = f"{self.grace_seconds:g} s after signal {signum} (--grace)"
+                when = f"{self.spec.grace:g} s after signal {signum} (--grace)"
                 if self.is_late:
-                    when = f"when the limit of {self.timeout_seconds:g} s passed (--timeout)"
+                    when = f"when the limit of {self.spec.timeout:g} s passed (--timeout)"
                 say(f"not ended {when}, so killed: rank {ranks}")
                 return
             if is_quiet and seconds > _QUIET_SECONDS:
                 is_quiet = False
-                left = self.grace_seconds - seconds
+                left = self.spec.grace - seconds
                 say(f"signal {signum} was passed on; the ranks have {left:.0f} s more to end, or until the next signal")
 
     def _end(self, signum: int, grace_seconds: float | None = None) -> None:
         """Ask the starter, wait, then kill what is left of the job on this host."""
         self._is_ending = True  # a rank that dies now was ended with the job
         self._look_for_remains()
-        for wanted in self.stop_signals or (signum,):
+        for wanted in self.spec.vendor.stop_signals or (signum,):
             num_signals = len(self.signals.ending)
             self.process.send_signal(wanted)
             until = time.monotonic() + (GRACE_SECONDS if grace_seconds is None else grace_seconds)
@@ -279,7 +276,7 @@ class Job:
 
     def _failed_for(self) -> float:
         """Seconds since a rank was seen to have failed or died; what its mark says of the time is another clock's."""
-        has_died = not self.elastic and any(death.status != 0 for death in self._deaths)
+        has_died = not self.spec.elastic and any(death.status != 0 for death in self._deaths)
         if not (has_died or exit_marks.failures(self.folder)):
             return 0.0
         self._failed_since = self._failed_since or time.monotonic()
@@ -296,14 +293,14 @@ class Job:
         if self._is_ending:  # the starter's own code says only that torchmpirun has ended it
             code = max(self._lookout.codes_in_order, default=0)
         is_lost = self._lookout.is_deserted and not self._lookout.codes_in_order
-        if self.elastic and is_lost and self._deaths:
+        if self.spec.elastic and is_lost and self._deaths:
             code = code or self._deaths[-1].code()
-        if not (left := self._left()) and self.elastic and code == 0 and not failures:
+        if not (left := self._left()) and self.spec.elastic and code == 0 and not failures:
             return 0
         unseen = ", as far as this host shows: a rank of another host may have been first"
         among = "" if self._lookout.sees_all else unseen
-        reasons = [f"{death.name} {death.explain(0 if self.elastic else code)}{among}" for death in self._deaths]
-        if self._deaths and not self.elastic:
+        reasons = [f"{death.name} {death.explain(0 if self.spec.elastic else code)}{among}" for death in self._deaths]
+        if self._deaths and not self.spec.elastic:
             code = min(self._deaths, key=lambda death: death.is_by_another_rank).code(code)
         elif failures:
             code = failures[0].code
@@ -312,21 +309,23 @@ class Job:
             code = 1
             ranks = f"rank{'s' * (len(left) > 1)} {', '.join(map(str, left))}"
             why = "os._exit on a rank"
-            if self.elastic:
-                why = "a lost host" if self.num_hosts > 1 else "the starter has left them"
+            if self.spec.elastic:
+                why = "a lost host" if len(self.spec.hosts) > 1 else "the starter has left them"
             reasons.append(f"{ranks} did not reach the end of the program, though the MPI reports success ({why}?)")
-        elif not reasons and self.num_hosts > 1:
+        elif not reasons and len(self.spec.hosts) > 1:
             reasons.append("which rank ended the job is not known, for torchmpirun sees the ranks of this host alone")
         self.reason = "; ".join(reasons) if code else ""
         return code
 
     def _explain_failure(self, failure: exit_marks.Failure, *, is_first: bool) -> str:
         """Say which rank failed; where a rank has ended the job because of another one, what that rank reported."""
-        log = "" if self.log_dir is None else f"; its output is in {self.log_dir / f'rank-{failure.rank}.log'}"
+        log = (
+            "" if self.spec.log_dir is None else f"; its output is in {self.spec.log_dir / f'rank-{failure.rank}.log'}"
+        )
         if failure.report:
             return f"{failure.report}; rank {failure.rank} reported it{log}"
         when = "first" if is_first else "after that"
-        if self.num_hosts > 1 and not self._lookout.sees_all:
+        if len(self.spec.hosts) > 1 and not self._lookout.sees_all:
             when += " on this host"
         return f"rank {failure.rank} failed {when}, with exit code {failure.code}{log}"
 
@@ -337,7 +336,7 @@ class Job:
         ranks of other hosts, where these share the folder, is not known.
         """
         running, died = exit_marks.ranks_running(self.folder), {death.rank for death in self._deaths if death.status}
-        if self.elastic:
+        if self.spec.elastic:
             dead = {death.rank for death in self._deaths}
             running = {rank: number for rank, number in running.items() if number and rank not in dead}
         left = (rank for rank in running if rank in died or not exit_marks.is_left(self.folder, f"through-{rank}"))
@@ -347,26 +346,25 @@ class Job:
 Maker = Callable[[Path, int, float], Job]
 
 
-def run(make: Maker, most: int, tail: Tail | None = None) -> int:
-    """Run the job that ``make(folder, attempt, begin)`` gives, up to ``most`` times more; the last one's exit code.
+def run(make: Maker, most: int, tail: Tail) -> tuple[int, list[Job]]:
+    """Run the job that ``make(folder, attempt, begin)`` gives, up to ``most`` times more; the exit code, all attempts.
 
     Returns when the reader of ``tail`` has all, or the job was ended from outside.
     """
-    tail = tail or Tail(None)
     cleanup.clear_abandoned()
     with Signals() as signals:
-        job, code = _run_attempts(make, most, signals, tail)
+        code, attempts = _run_attempts(make, most, signals, tail)
 
         def is_over() -> bool:
             signals.look_at_parent()
-            return bool(signals.ending) or job.was_ended or job.is_late
+            return bool(signals.ending) or attempts[-1].was_ended or attempts[-1].is_late
 
         terminal.finish(tail, is_over)
-    return code
+    return code, attempts
 
 
-def _run_attempts(make: Maker, most: int, signals: Signals, tail: Tail) -> tuple[Job, int]:
-    """The last attempt, and the exit code."""
+def _run_attempts(make: Maker, most: int, signals: Signals, tail: Tail) -> tuple[int, list[Job]]:
+    attempts: list[Job] = []
     begin, place = time.monotonic(), terminal.input_position()
     for attempt in range(most + 1):
         if attempt:
@@ -374,16 +372,15 @@ def _run_attempts(make: Maker, most: int, signals: Signals, tail: Tail) -> tuple
         folder = new_folder()
         with Guardian(folder.name), folder:  # the guardian outlives the folder
             job = make(Path(folder.name), attempt, begin)
+            attempts.append(job)
             job.signals = signals
             code = 0 if signals.ending else job.run()
         tail.catch_up()
         if signals.ending and (code or not job.has_run):
-            return job, code if job.was_ended else 128 + signals.ending[0]
-        if code == 0 or job.was_ended:
+            return code if job.was_ended else 128 + signals.ending[0], attempts
+        if code == 0 or job.was_ended or not _goes_on(job, code, attempt, most, signals.cause(code)):
             break
-        if not _goes_on(job, code, attempt, most, signals.cause(code)):
-            break
-    return job, code
+    return code, attempts
 
 
 def _goes_on(job: Job, code: int, attempt: int, most: int, signum: int) -> bool:

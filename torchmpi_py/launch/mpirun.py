@@ -27,7 +27,6 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import parameter_files, variables
@@ -63,7 +62,7 @@ class Vendor:
     shared_bytes: int = 0  # what a rank needs in /dev/shm, without which it cannot start
 
 
-_OPEN_MPI = Vendor(
+OPEN_MPI = Vendor(
     name="openmpi",
     programs=("mpirun", "mpiexec"),
     version=r"(Open MPI|OpenRTE)(?!\D*[1-4]\.)",
@@ -104,9 +103,9 @@ VENDORS = (
         environment={"I_MPI_PIN": "0"},
         busy_environment={"I_MPI_THREAD_YIELD": "2"},
     ),
-    _OPEN_MPI,
+    OPEN_MPI,
     replace(  # which has neither ULFM nor PRRTE
-        _OPEN_MPI,
+        OPEN_MPI,
         version=r"(Open MPI|OpenRTE)\D*[1-4]\.",
         agent=("--mca", "plm_rsh_agent", "{agent}"),
         elastic=(),
@@ -154,72 +153,11 @@ def recognise(version: str) -> Vendor | None:
     return next((vendor for vendor in VENDORS if re.search(vendor.version, version)), None)
 
 
-def arguments(
-    vendor: Vendor,
-    *,
-    num_ranks: int,
-    hostfile: Path | None = None,
-    forward: tuple[str, ...] = (),
-    agent: str = "",
-    elastic: bool = False,
-    no_input: bool = False,
-    extra: tuple[str, ...] = (),
-) -> list[str]:
-    """The vendor's argument list, without its program and without what it is to start."""
-    options = [option.format(n=num_ranks) for option in vendor.start]
-    if hostfile is not None:
-        options += [option.format(path=hostfile) for option in vendor.hostfile]
-    if agent:
-        options += [option.format(agent=agent) for option in _offered(vendor, vendor.agent, "--launch-agent")]
-    if elastic:
-        options += _offered(vendor, vendor.elastic, "--elastic")
-    if "{name}" in vendor.forward:
-        options += [option.format(name=name) for name in forward for option in vendor.forward]
-    else:
-        options += vendor.forward
-    return [*options, *(vendor.no_input if no_input else ()), *extra]
-
-
-def _offered(vendor: Vendor, options: Options, flag: str) -> Options:
-    if not options:
-        raise LaunchError(f"{vendor.name} has nothing for {flag}; use another --mpi, or leave it out")
-    return options
-
-
-def settings(
-    vendor: Vendor,
-    *,
-    busy: bool,
-    is_root: bool,
-    hostfile: Path | None = None,
-    with_ssh: bool = False,
-    folder: Path | None = None,
-) -> dict[str, str]:
-    """The variables that this vendor wants.
-
-    ``busy``: ranks fill the cores of a host, or there are several hosts. ``folder``: for the starter's own files.
-    """
-    wanted = dict(vendor.environment)
-    if busy:
-        wanted |= vendor.busy_environment
-    if is_root:
-        wanted |= vendor.root_environment
-    if with_ssh:
-        wanted |= vendor.ssh_environment
-    if vendor.hostfile_variable and hostfile is not None:
-        wanted[vendor.hostfile_variable] = str(hostfile)
-    if vendor.folder_variable and folder is not None:
-        wanted[vendor.folder_variable] = str(folder)
-    return wanted
-
-
-def has_folder(vendor: Vendor, program: str, words: Iterable[str], environment: Mapping[str, str]) -> bool:
-    """Whether the user or the site says where the starter keeps its files; two such places it refuses.
+def has_folder(program: str, words: Iterable[str], environment: Mapping[str, str]) -> bool:
+    """Whether the user or the site says where PRRTE, a starter, keeps its files; two such places it refuses.
 
     ``words``: what the user adds to its options.
     """
-    if not vendor.folder_variable:
-        return False
     either = "[op]rte_(local_)?tmpdir_base"
     said = any(re.fullmatch(f"(PRTE|OMPI)_MCA_{either}", name) for name in environment)
     said = said or any(re.fullmatch(either, word) for word in words)

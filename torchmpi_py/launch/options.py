@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchmpi_py.launch import group_jobs, mpirun, ready_scripts
+from torchmpi_py.launch import mpirun, ready_scripts
 
 _ONCE = "leave it away: ranks meet over MPI, and the program is started once for all hosts"
 _OF_TORCHRUN = dict.fromkeys(
@@ -138,7 +138,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--grace", type=_GRACE, default=30.0, metavar="S", help="time for ranks that heed Ctrl-C or SIGTERM (30 s)")
     add("--max-restarts", type=_RESTARTS, metavar="N", help="start the job again when it fails, at most N times")
     add("--groups", type=_RANKS, metavar="G", help="G jobs of N/G ranks, which share the experiments of the program")
-    add("--group", type=group_jobs.read, help=argparse.SUPPRESS)  # torchmpirun's own, for one of them
     add("--profile", type=Path, metavar="D", help="trace each rank from mpi.start() to stop() into D/rank-R.json")
     add("--timeline", type=Path, metavar="FILE", help="what each rank did last, as a page for a browser, FILE")
     add("--mpi", choices=mpirun.NAMES, default="", help="default: the one that is found")

@@ -5,17 +5,15 @@ a loopback and nothing else. In the user namespace this user's id stays the same
 show as owned by the user "nobody".
 """
 
-import argparse
 import ctypes
 import fcntl
 import os
 import socket
 import struct
-from collections.abc import Mapping
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import hosts
+from torchmpi_py.launch.job_spec import JobSpec
 
 _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000  # of unshare(2); os.unshare is Python 3.12's
 _SET_FLAGS, _UP = 0x8914, 1  # of an interface
@@ -26,10 +24,10 @@ _REMEDY = (
 )
 
 
-def check(options: argparse.Namespace, environment: Mapping[str, str]) -> None:
+def check(spec: JobSpec) -> None:
     """LaunchError if the job needs a network: for other hosts, or for srun, which asks Slurm's controller."""
-    named = [host.name for host in hosts.named_hosts(options, environment)]
-    if named or options.mpi == "srun" or environment.get("SLURM_JOB_NUM_NODES", "1") != "1":
+    named = [host.name for host in spec.hosts]
+    if named or spec.vendor.name == "srun" or spec.environment.get("SLURM_JOB_NUM_NODES", "1") != "1":
         raise LaunchError(
             f"--private is for jobs of this host alone, without a network; found {', '.join(named) or 'Slurm'}: leave "
             "out --private, or the other hosts and --mpi srun"

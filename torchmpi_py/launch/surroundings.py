@@ -1,4 +1,4 @@
-"""What a job needs from this process's surroundings, before any part of the job is started."""
+"""What a job needs from this process's surroundings, checked before any part of the job is started."""
 
 import os
 import pwd
@@ -25,14 +25,6 @@ def open_standard_streams() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
-
-
-def check_folder() -> None:
-    """LaunchError where the working folder has been removed, or cannot be entered: no MPI starts there."""
-    try:
-        os.getcwd()
-    except OSError as error:
-        raise LaunchError(f"the working folder: {error.strerror}; cd to a folder that exists") from None
 
 
 def raise_open_files(num_ranks: int) -> None:

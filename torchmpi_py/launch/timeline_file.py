@@ -8,22 +8,20 @@ numpy, and this package uses the standard library only.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
-import shlex
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import child_python, variables
 from torchmpi_py.launch.cleanup import Guardian
+from torchmpi_py.launch.job_spec import JobSpec
 from torchmpi_py.launch.terminal import say
 
 VARIABLE = "TORCHMPI_TIMELINE"
@@ -61,32 +59,18 @@ class TimelinePage:
 
 
 @contextlib.contextmanager
-def kept(options: argparse.Namespace) -> Iterator[TimelinePage]:
-    """The page that ``options`` ask for; within the block ranks that are started by them leave what it needs.
-
-    LaunchError where it cannot be written.
-    """
-    if options.timeline is None:
-        yield TimelinePage(None, "", "")
+def kept(spec: JobSpec) -> Iterator[tuple[JobSpec, TimelinePage]]:
+    """The job whose ranks leave what its page needs, and the page. LaunchError where the page cannot be written."""
+    if spec.timeline is None:
+        yield spec, TimelinePage(None, "", "")
         return
-    path = options.timeline.absolute()
-    command = _command(sys.argv[1:], options)
+    path = spec.timeline.absolute()
     with contextlib.ExitStack() as stack:
-        made = _folder_beside(path, f"--timeline {options.timeline}")
+        made = _folder_beside(path, f"--timeline {spec.timeline}")
         stack.enter_context(Guardian(made.name))  # this process may be killed also while the page is made
         folder = stack.enter_context(made)
-        options.env = [*options.env, f"{VARIABLE}={folder}"]
-        yield TimelinePage(path, folder, command)
-
-
-def _command(words: list[str], options: argparse.Namespace) -> str:
-    """The command line as the page shows it: without the values of ``--env``, for these may be secret."""
-    num_own = len(words) - len(options.program)
-    for number, word in enumerate(words[:num_own]):
-        pair = word.removeprefix("--env=")
-        if pair in options.env:
-            words[number] = word.removesuffix(pair.partition("=")[2]) + "..."
-    return shlex.join(["torchmpirun", *words])
+        spec = replace(spec, variables={**spec.variables, VARIABLE: folder})
+        yield spec, TimelinePage(path, folder, spec.text)
 
 
 def _folder_beside(path: Path, option: str) -> tempfile.TemporaryDirectory[str]:

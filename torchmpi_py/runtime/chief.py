@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from torchmpi_py.core import communicators
-from torchmpi_py.launch import group_jobs
+from torchmpi_py.launch import group_of_ranks
 from torchmpi_py.runtime import process
 
 
@@ -21,7 +21,7 @@ def is_chief() -> bool:
     In an experiment (``mpi.experiments``) that is rank 0 of the group. Outside of experiments, under ``torchmpirun
     --groups``, only the first group has a chief. NotStarted before ``mpi.start()``.
     """
-    group = group_jobs.group_in(os.environ)
+    group = group_of_ranks.group_in(os.environ)
     return process.rank() == 0 and (is_in_experiment() or group is None or group.index == 0)
 
 

@@ -39,7 +39,7 @@ from torchmpi_py.core import agree, backoff, communication_thread, communicators
 from torchmpi_py.core.communicators import Stack
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import EndRequested, TorchMPIError
-from torchmpi_py.launch import group_jobs
+from torchmpi_py.launch import group_of_ranks
 from torchmpi_py.runtime import chief, process, session as sessions
 from torchmpi_py.sweeps import early_stopping
 from torchmpi_py.sweeps.early_stopping import ExperimentStopped, Running, Stop
@@ -89,7 +89,7 @@ def experiments(
     under ``--groups``, one whose group dies or waits for ever. Without ``--groups`` that ends the job; what has ended
     is kept. ValueError on every rank for wrong arguments. Distributed TensorFlow's third mode; see docs/experiments.md.
     """
-    place = group_jobs.group_in(os.environ)
+    place = group_of_ranks.group_in(os.environ)
     folder, copy_of_csv = Path(directory).absolute(), None if csv is None else Path(csv).absolute()
     size = _on_all_ranks(lambda: _group_size(ranks_per_experiment, place, folder), "wrong arguments")[0]
     listed = _listed(configurations)
@@ -109,7 +109,7 @@ def experiments(
     return results
 
 
-def _group_size(wanted: int | None, place: group_jobs.GroupOfRanks | None, folder: Path) -> int:
+def _group_size(wanted: int | None, place: group_of_ranks.GroupOfRanks | None, folder: Path) -> int:
     """Ranks of a group. ValueError if they do not divide the ranks that there are, or the folder was used before."""
     if place and folder in _used:
         raise ValueError(f"{folder} was used by an earlier call of mpi.experiments: give each a directory= of its own")
@@ -185,7 +185,7 @@ class _Group:
         group: MPI.Comm,
         train_fn: Callable[[Any], Any],
         stop: Stop | None,
-        place: group_jobs.GroupOfRanks | None,
+        place: group_of_ranks.GroupOfRanks | None,
     ) -> None:
         self.ledger = ledger
         self.mpi = group

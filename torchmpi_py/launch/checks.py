@@ -1,0 +1,62 @@
+"""What is refused before any part of a job starts: a program, a folder or a host with which the job would fail."""
+
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+from torchmpi_py import trusted_files
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch.mpirun import Vendor
+from torchmpi_py.launch.terminal import say
+
+_TRIED_BYTES = 4096  # one block of a disk
+
+
+def check_working_folder() -> None:
+    """LaunchError where the working folder has been removed, or cannot be entered: no MPI starts there."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise LaunchError(f"the working folder: {error.strerror}; cd to a folder that exists") from None
+
+
+def check_program(program: str) -> None:
+    """Refuse what no rank could run, before any of them tries."""
+    if re.fullmatch(r"python[\d.]*", os.path.basename(program)):
+        raise LaunchError(f"leave out {program}: torchmpirun runs the ranks under {sys.executable}")
+    if not os.path.exists(program):
+        raise LaunchError(f"{program}: there is no such program here")
+    if not (os.path.isfile(program) or os.path.isdir(program)):
+        raise LaunchError(f"{program} is a named pipe, a device or a socket; name a Python file")
+
+
+def check_output_folder(option: str, folder: Path | None, replaced: str = "") -> None:
+    """Refuse a folder for the ranks' output where no file can be written; remove one that is to be ``replaced``."""
+    if folder is None:
+        return
+    files = "files"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_TRIED_BYTES))
+        if replaced:
+            files = replaced
+            trusted_files.refuse_others(folder / replaced)
+            (folder / replaced).unlink(missing_ok=True)
+    except OSError as error:
+        what = f"{option} {folder}: cannot write {files} there: {error.strerror}"
+        raise LaunchError(f"{what}; name a folder that can be written to, or make room") from None
+
+
+def check_shared_memory(vendor: Vendor, num_ranks: int, folder: str = "/dev/shm") -> None:
+    """Refuse where this MPI cannot start; warn where it may crash."""
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise LaunchError(f"{vendor.name} cannot work without a {folder} to write to; mount one, or use --mpi openmpi")
+    needed, free = vendor.shared_bytes * num_ranks, os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+    if free < needed:
+        say(
+            f"{folder} has {free >> 20} MiB free, and {num_ranks} ranks of {vendor.name} want {needed >> 20}: they may "
+            "crash (signal 7); give it more (docker run --shm-size=1g), or use --mpi openmpi"
+        )

@@ -1,0 +1,155 @@
+"""The command of an attempt to run a job, and the environment of its starter and its ranks."""
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import (
+    binding,
+    group_of_ranks,
+    hosts,
+    mpirun,
+    surroundings,
+    terminal,
+    timeline_file,
+    topology,
+    transports,
+    variables,
+    wrap,
+)
+from torchmpi_py.launch.job_spec import JobSpec
+from torchmpi_py.launch.mpirun import Options
+from torchmpi_py.launch.terminal import say
+
+# What the ranks must not inherit: the place of this process in another job, and the variable by which a started process
+# forbids MPI to its children.
+_DROPPED = ("PMIX_", "PMI_", "OMPI_COMM_", "OMPI_ARGV", "OMPI_COMMAND", "PRTE_LAUNCHED", "HYDI_", "MPI_LOCAL")
+_DROPPED_WHOLE = ("TORCHMPI_STARTED_PID", group_of_ranks.VARIABLE, timeline_file.VARIABLE)
+_KEPT = ("PMIX_MCA_",)
+FORWARDED = (
+    "TORCHMPI",
+    "MPI4PY_",
+    "OMPI_MCA_",
+    "PYTHONPATH",
+    variables.ADDRESS,
+    variables.PORT,
+    "GLOO_",
+    "NCCL_",
+    *binding.THREAD_VARIABLES,
+)
+"""Beginnings of the variables that must reach the ranks on other hosts, besides those of --env."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What is executed for an attempt; --dry-run prints it."""
+
+    words: list[str]
+    environment: Mapping[str, str]
+    added: Mapping[str, str]  # the part of the environment that torchmpirun has not inherited
+    hostfile: str = ""  # content of the file ``hostfile`` in the job's folder
+    forwarded: tuple[str, ...] = ()  # names of variables that reach other hosts
+    hands_input: bool = False  # rank 0 gets the standard input from torchmpirun, and not from the starter
+
+
+def build(spec: JobSpec, folder: Path, attempt: int = 0) -> Command:
+    """The command of an attempt, whose files go to the ``folder``. Writes nothing."""
+    hostfile = folder / "hostfile" if spec.hosts else None
+    num_here = hosts.num_ranks_on_busiest(spec.hosts, spec.num_ranks)
+    surroundings.raise_open_files(num_here)
+    inherited = inherited_environment(spec.environment)
+    settings = _settings(
+        spec, folder, inherited, is_busy=len(spec.hosts) > 1 or num_here >= topology.num_usable_cores()
+    )
+    settings = {name: value for name, value in settings.items() if name not in inherited}  # the user's own wins
+    if hostfile is not None and spec.vendor.hostfile_variable:
+        settings[spec.vendor.hostfile_variable] = str(hostfile)
+    settings |= {
+        "TORCHMPIRUN_JOB_DIR": str(folder),
+        "TORCHMPIRUN_RESTART": str(spec.restart + attempt),
+        variables.RECORD: variables.record_for_ranks([(host.name, host.num_slots) for host in spec.hosts], folder),
+    }
+    added = settings | {name: value for name, value in spec.variables.items() if inherited.get(name) != value}
+    reaching = sorted({*spec.variables, *(name for name in inherited | added if name.startswith(FORWARDED))})
+    # No option and no batch system can place rank 0 on another host.
+    hands_input = terminal.has_input() and not (spec.hosts or spec.mpi_args or spec.has_srun)
+    words = starter_words(spec, hostfile, reaching, no_input=hands_input or not terminal.has_input())
+    return Command(
+        [spec.starter, *words, *rank_words(spec)],
+        inherited | added,
+        added,
+        hosts.render(spec.hosts, spec.vendor.hostfile_line),
+        tuple(reaching),
+        hands_input,
+    )
+
+
+def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment without what would confuse the ranks."""
+    return {
+        name: value
+        for name, value in transports.without_ours(variables.without_outer(environment)).items()
+        if name not in _DROPPED_WHOLE and (name.startswith(_KEPT) or not name.startswith(_DROPPED))
+    }
+
+
+def _settings(spec: JobSpec, folder: Path, inherited: Mapping[str, str], *, is_busy: bool) -> dict[str, str]:
+    """The variables that the MPI wants, where the user has not set them.
+
+    ``is_busy``: ranks fill the cores of a host, or there are several hosts.
+    """
+    vendor = spec.vendor
+    settings = dict(vendor.environment)
+    if is_busy:
+        settings |= vendor.busy_environment
+    if os.geteuid() == 0:
+        settings |= vendor.root_environment
+    if spec.hosts and not (spec.launch_agent or spec.has_srun):
+        settings |= vendor.ssh_environment
+    if vendor.folder_variable and not mpirun.has_folder(spec.starter, spec.mpi_args, {**inherited, **spec.variables}):
+        settings[vendor.folder_variable] = str(folder)
+    for name, path in mpirun.library_of(vendor, spec.starter).items():
+        settings[name] = path
+        if os.path.realpath(inherited.get(name, path)) != os.path.realpath(path):
+            say(f"{name} is {inherited[name]}, but {vendor.name}'s library is {path}; unset it if ranks cannot start")
+    return settings
+
+
+def starter_words(
+    spec: JobSpec, hostfile: Path | None = None, forwarded: list[str] | None = None, *, no_input: bool = False
+) -> list[str]:
+    """The options of the MPI's starter, without its program and without what it is to start."""
+    vendor = spec.vendor
+    words = [option.format(n=spec.num_ranks) for option in vendor.start]
+    if hostfile is not None:
+        words += [option.format(path=hostfile) for option in vendor.hostfile]
+    if spec.launch_agent:
+        words += [option.format(agent=spec.launch_agent) for option in _offered(spec, vendor.agent, "--launch-agent")]
+    if spec.elastic:
+        words += _offered(spec, vendor.elastic, "--elastic")
+    if "{name}" in vendor.forward:
+        words += [option.format(name=name) for name in forwarded or () for option in vendor.forward]
+    else:
+        words += vendor.forward
+    return [*words, *(vendor.no_input if no_input else ()), *spec.mpi_args]
+
+
+def _offered(spec: JobSpec, options: Options, flag: str) -> Options:
+    if not options:
+        raise LaunchError(f"{spec.vendor.name} has nothing for {flag}; use another --mpi, or leave it out")
+    return options
+
+
+def rank_words(spec: JobSpec) -> list[str]:
+    """The command of one rank, as this starter is to get it."""
+    words = [sys.executable, wrap.__file__, "--bind", spec.bind]
+    for option, folder in (("--log-dir", spec.log_dir), ("--profile", spec.profile)):
+        words += [option, str(folder.absolute())] if folder is not None else []
+    program = list(spec.program)
+    if wrap.needs_quotes(program, spec.vendor.interpreted):
+        words.append("--quoted")
+        program = wrap.quote(program, spec.vendor.interpreted)
+    return [*words, *["-m"] * spec.as_module, *program]

@@ -1,0 +1,123 @@
+"""JobSpec: what a job is, decided once from the command line and the environment of torchmpirun.
+
+What comes later reads this object and asks nothing again: the command of an attempt (`command`), the process (`job`),
+the groups (`group_jobs`), and the questions to the hosts (`host_check`). The object is frozen; a variation, such as a
+group's part of the job, is made by `dataclasses.replace`.
+"""
+
+import argparse
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import hosts, mpirun, surroundings
+from torchmpi_py.launch.group_of_ranks import GroupOfRanks
+from torchmpi_py.launch.hosts import Host
+from torchmpi_py.launch.mpirun import Vendor
+from torchmpi_py.launch.terminal import say
+
+_MOST_RESTARTS_FOR_ELASTIC = 3  # where the MPI has nothing for --elastic
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """A job: its program, its ranks and where they run, its MPI, its limits, and where its output goes."""
+
+    program: tuple[str, ...] = ()  # with its arguments
+    as_module: bool = False
+    vendor: Vendor = mpirun.OPEN_MPI
+    starter: str = "mpirun"  # path of the MPI's starter
+    num_ranks: int = 0  # 0: not known
+    hosts: tuple[Host, ...] = ()  # none: this host, or where the MPI's starter finds its batch system's job
+    bind: str = "core"
+    environment: Mapping[str, str] = field(default_factory=dict)  # of torchmpirun
+    variables: Mapping[str, str] = field(default_factory=dict)  # of --env
+    launch_agent: str = ""
+    mpi_args: Sequence[str] = ()
+    elastic: bool = False
+    max_restarts: int = 0
+    timeout: float | None = None  # seconds, of all attempts together
+    grace: float = 30.0  # seconds, for ranks that heed a signal
+    log_dir: Path | None = None
+    profile: Path | None = None
+    timeline: Path | None = None
+    text: str = ""  # the command line, for people
+    group: GroupOfRanks | None = None
+
+    @property
+    def has_srun(self) -> bool:
+        """Whether Slurm starts what runs on other hosts, in place of ssh."""
+        return "SLURM_JOB_ID" in self.environment
+
+    @property
+    def restart(self) -> int:
+        """How many attempts were made before this torchmpirun's first one."""
+        return 0 if self.group is None else self.group.restart
+
+
+def read(options: argparse.Namespace, words: list[str], environment: Mapping[str, str]) -> JobSpec:
+    """The job that the options describe, read from the ``words``. LaunchError where there can be no such job."""
+    if options.mpi and options.dry_run:  # of any MPI, installed or not
+        vendor = mpirun.vendor_named(options.mpi)
+        starter = vendor.programs[0]
+    else:
+        vendor, starter = mpirun.find(options.mpi, environment)
+    named = hosts.named_hosts(options, environment)
+    if options.ranks_per_host:
+        options.num_ranks = hosts.num_ranks_as_torchrun(options, environment)
+    num_ranks = options.num_ranks or hosts.default_num_ranks(named, environment)
+    if num_ranks > surroundings.MOST_RANKS:
+        raise LaunchError(
+            f"{num_ranks} ranks are too many: write -n, or fewer slots (at most {surroundings.MOST_RANKS})"
+        )
+    if options.groups and (options.elastic or options.max_restarts is not None):
+        option = "--elastic" if options.elastic else "--max-restarts"
+        raise LaunchError(f"--groups starts a failed group again, without {option}; leave out {option}")
+    elastic, most = options.elastic and bool(vendor.elastic), options.max_restarts or 0
+    if options.elastic and not elastic:
+        most = _MOST_RESTARTS_FOR_ELASTIC if options.max_restarts is None else most
+        say(
+            f"{vendor.name} has nothing for --elastic (no ULFM; Open MPI 5 has it): a death will restart the job from "
+            f"its last checkpoint, at most {most} time{'s' * (most != 1)} (--max-restarts)"
+        )
+    same = {each.name: getattr(options, each.name) for each in fields(JobSpec) if each.name in options}
+    return JobSpec(
+        **same
+        | {
+            "program": tuple(options.program),
+            "vendor": vendor,
+            "starter": starter,
+            "num_ranks": num_ranks,
+            "hosts": named,
+            "environment": dict(environment),
+            "variables": _variables(options.env, environment),
+            "elastic": elastic,
+            "max_restarts": most,
+            "text": _text(words, options),
+        }
+    )
+
+
+def _variables(pairs: list[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that --env gives; ``NAME`` alone has its value in ``environment``. LaunchError for any other form."""
+    variables = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not name or not (equals or name in environment):
+            raise LaunchError(f"--env {pair!r}: write NAME=VALUE, or NAME where the variable is set here")
+        if name.startswith("TORCHMPIRUN_"):
+            raise LaunchError(f"--env {name}: torchmpirun itself sets variables of this name; choose another name")
+        variables[name] = value if equals else environment[name]
+    return variables
+
+
+def _text(words: list[str], options: argparse.Namespace) -> str:
+    """The command line without the values of ``--env``, for these may be secret."""
+    words = list(words)
+    for number, word in enumerate(words[: len(words) - len(options.program)]):
+        if word.removeprefix("--env=") in options.env:
+            words[number] = re.sub(r"^((--env=)?[^=]+=).*", r"\1...", word, flags=re.DOTALL)
+    return shlex.join(["torchmpirun", *words])
