@@ -14,6 +14,7 @@ import os
 import pickle
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,8 +110,10 @@ def answer(options: argparse.Namespace, words: list[str]) -> int:
     return 2 if found.problems else 0
 
 
-def show(spec: JobSpec) -> int:
-    """Print the variables and the command of a job; the exit code."""
+def show(spec: JobSpec, settings: Mapping[str, Path]) -> int:
+    """Print the variables and the command of a job, and the ``settings`` by file; the exit code."""
+    for name, file in settings.items():
+        print(f"# {name}: from {file}")
     with job.new_folder() as folder:
         made = command.build(spec, Path(folder))
     for name, value in made.added.items():
@@ -135,7 +138,7 @@ def start(words: list[str]) -> int:
     if options.private:
         private.check(spec)
     if options.dry_run:
-        return show(spec)
+        return show(spec, options.settings)
     if not spec.as_module:
         checks.check_program(spec.program[0])
     if options.private:

@@ -38,9 +38,12 @@ FORWARDED = (
     variables.PORT,
     "GLOO_",
     "NCCL_",
+    "UCX_",
     *binding.THREAD_VARIABLES,
 )
 """Beginnings of the variables that must reach the ranks on other hosts, besides those of --env."""
+
+_NETWORKS = Path("/sys/class/net")
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,9 @@ def _settings(spec: JobSpec, folder: Path, inherited: Mapping[str, str], *, is_b
         settings |= vendor.ssh_environment
     if vendor.folder_variable and not mpirun.has_folder(spec.starter, spec.mpi_args, {**inherited, **spec.variables}):
         settings[vendor.folder_variable] = str(folder)
+    if spec.interface:
+        settings |= dict.fromkeys(("GLOO_SOCKET_IFNAME", *vendor.interface_variables), spec.interface)
+        settings |= {"NCCL_SOCKET_IFNAME": f"={spec.interface}", "UCX_NET_DEVICES": _ucx_device(spec.interface)}
     for name, path in mpirun.library_of(vendor, spec.starter).items():
         settings[name] = path
         if os.path.realpath(inherited.get(name, path)) != os.path.realpath(path):
@@ -118,16 +124,25 @@ def _settings(spec: JobSpec, folder: Path, inherited: Mapping[str, str], *, is_b
     return settings
 
 
+def _ucx_device(interface: str) -> str:
+    """UCX's name of an interface: of the RDMA device behind it, where there is one."""
+    place = _NETWORKS / interface
+    device = next((place / "device" / "infiniband").glob("*"), None)
+    return interface if device is None else f"{device.name}:{int((place / 'dev_port').read_text()) + 1}"
+
+
 def starter_words(
     spec: JobSpec, hostfile: Path | None = None, forwarded: list[str] | None = None, *, no_input: bool = False
 ) -> list[str]:
     """The options of the MPI's starter, without its program and without what it is to start."""
     vendor = spec.vendor
-    words = [option.format(n=spec.num_ranks) for option in vendor.start]
+    words = [option.format(n=spec.num_ranks, srun_mpi=spec.srun_mpi) for option in vendor.start]
     if hostfile is not None:
         words += [option.format(path=hostfile) for option in vendor.hostfile]
     if spec.launch_agent:
         words += [option.format(agent=spec.launch_agent) for option in _offered(spec, vendor.agent, "--launch-agent")]
+    if spec.interface:
+        words += [option.format(interface=spec.interface) for option in vendor.interface]
     if spec.elastic:
         words += _offered(spec, vendor.elastic, "--elastic")
     if "{name}" in vendor.forward:

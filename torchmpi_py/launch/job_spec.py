@@ -6,6 +6,7 @@ group's part of the job, is made by `dataclasses.replace`.
 """
 
 import argparse
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,8 @@ class JobSpec:
     environment: Mapping[str, str] = field(default_factory=dict)  # of torchmpirun
     variables: Mapping[str, str] = field(default_factory=dict)  # of --env
     launch_agent: str = ""
+    interface: str = ""  # of the network between hosts
+    srun_mpi: str = "pmix"
     mpi_args: Sequence[str] = ()
     elastic: bool = False
     max_restarts: int = 0
@@ -76,6 +79,8 @@ def read(options: argparse.Namespace, words: list[str], environment: Mapping[str
     if options.groups and (options.elastic or options.max_restarts is not None):
         option = "--elastic" if options.elastic else "--max-restarts"
         raise LaunchError(f"--groups starts a failed group again, without {option}; leave out {option}")
+    if options.interface and not named and options.interface not in (here := os.listdir("/sys/class/net")):
+        raise LaunchError(f"--interface {options.interface}: this host has {', '.join(sorted(here))}; name one of them")
     elastic, most = options.elastic and bool(vendor.elastic), options.max_restarts or 0
     if options.elastic and not elastic:
         most = _MOST_RESTARTS_FOR_ELASTIC if options.max_restarts is None else most

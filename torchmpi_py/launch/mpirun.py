@@ -49,6 +49,8 @@ class Vendor:
     hostfile_line: str
     forward: Options = ()  # repeated for each name; without {name}: once
     agent: Options = ()
+    interface: Options = ()
+    interface_variables: Options = ()
     elastic: Options = ()
     no_input: Options = ()  # where rank 0 would wait for the end of an empty standard input
     hostfile_variable: str = ""
@@ -73,6 +75,7 @@ OPEN_MPI = Vendor(
     hostfile_line="{name} slots={slots}",
     forward=("-x", "{name}"),
     agent=("--prtemca", "plm_ssh_agent", "{agent}"),
+    interface_variables=("OMPI_MCA_btl_tcp_if_include", "PRTE_MCA_prte_if_include"),
     elastic=("--with-ft", "ulfm"),
     no_input=("--stdin", "none"),
     interpreted=":|--?(bind-to|map-by|rank-by|runtime-options|personality|[a-z]*mca)",
@@ -100,6 +103,8 @@ VENDORS = (
         hostfile_line="{name}:{slots}",
         forward=("-genvall",),
         agent=("-bootstrap", "ssh", "-bootstrap-exec", "{agent}"),
+        interface=("-iface", "{interface}"),
+        interface_variables=("FI_TCP_IFACE",),
         environment={"I_MPI_PIN": "0"},
         busy_environment={"I_MPI_THREAD_YIELD": "2"},
     ),
@@ -108,6 +113,7 @@ VENDORS = (
         OPEN_MPI,
         version=r"(Open MPI|OpenRTE)\D*[1-4]\.",
         agent=("--mca", "plm_rsh_agent", "{agent}"),
+        interface_variables=("OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_oob_tcp_if_include"),
         elastic=(),
         folder_variable="",
         ssh_environment={"OMPI_MCA_plm_rsh_args": _SSH_OPTIONS},
@@ -122,6 +128,8 @@ VENDORS = (
         hostfile=("-f", "{path}"),
         hostfile_line="{name}:{slots}",
         agent=("-launcher", "ssh", "-launcher-exec", "{agent}"),
+        interface=("-iface", "{interface}"),
+        interface_variables=("FI_TCP_IFACE",),
         busy_environment={"MPIR_CVAR_POLLS_BEFORE_YIELD": "1"},
         ssh_environment={"HYDRA_LAUNCHER_EXTRA_ARGS": _SSH_OPTIONS},
         shared_bytes=6 << 20,  # measured: 5.4 MB
@@ -132,10 +140,11 @@ VENDORS = (
         version=r"slurm",
         abi="",
         libraries=(),
-        start=("--mpi=pmix", "--ntasks={n}", "--cpu-bind=none", "--kill-on-bad-exit=1"),
+        start=("--mpi={srun_mpi}", "--ntasks={n}", "--cpu-bind=none", "--kill-on-bad-exit=1"),
         hostfile=("--distribution=arbitrary",),  # one line a rank, in the file that the variable names
         hostfile_line="{name}",
         forward=("--export=ALL",),
+        interface_variables=("OMPI_MCA_btl_tcp_if_include", "FI_TCP_IFACE"),
         hostfile_variable="SLURM_HOSTFILE",
         stop_signals=(signal.SIGTERM, signal.SIGTERM),  # SIGINT makes it print how its tasks are
     ),

@@ -2,12 +2,13 @@
 
 import argparse
 import functools
+import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from torchmpi_py.launch import mpirun, ready_scripts
+from torchmpi_py.launch import mpirun, ready_scripts, site_settings
 
 _ONCE = "leave it away: ranks meet over MPI, and the program is started once for all hosts"
 _OF_TORCHRUN = dict.fromkeys(
@@ -88,6 +89,11 @@ def _ranks_per_host(text: str) -> float:
 class _Parser(argparse.ArgumentParser):
     """A parser to which no word of the program's is an abbreviation: ``allow_abbrev`` is about two hyphens alone."""
 
+    source: Path | None = None  # the file that the words come from; None: the command line
+
+    def error(self, message: str) -> NoReturn:
+        super().error(message if self.source is None else f"{self.source}: {message}")
+
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         found: list[Any] = super()._get_option_tuples(option_string)
         return [each for each in found if each[1] == option_string[:2]]  # -n4
@@ -119,7 +125,27 @@ def _add_those_of_other_starters(parser: argparse.ArgumentParser) -> None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Read the command line. Everything after the program belongs to the program."""
+    """Read the files of settings and the command line. Everything after the program belongs to the program.
+
+    ``settings`` of what is returned: for each option that a file has decided, the file.
+    """
+    parser, settings = _parser(), dict[str, Path]()
+    for parser.source in site_settings.files(os.environ):
+        read = vars(parser.parse_args(site_settings.words(parser.source)))
+        changed = {name: value for name, value in read.items() if value and value != parser.get_default(name)}
+        parser.set_defaults(**changed)
+        settings |= dict.fromkeys(changed, parser.source)
+    parser.source = None
+    options = parser.parse_args(argv)
+    if options.program[:1] == ["--"]:
+        del options.program[0]
+    if not (options.program or options.check or options.version or options.template):
+        parser.error("no program to run")
+    options.settings = {n: file for n, file in settings.items() if getattr(options, n) == parser.get_default(n)}
+    return options
+
+
+def _parser() -> _Parser:
     parser = _Parser(
         prog="torchmpirun",
         usage="torchmpirun [-n N] [options] program.py args...\n       torchmpirun [-n N] [options] -m module args...\n"
@@ -145,6 +171,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--elastic", action="store_true", help="let the survivors go on when a rank dies (Open MPI's ULFM)")
     add("--private", action="store_true", help="give the job a network of its own, which no other user can reach")
     add("--launch-agent", default="", metavar="PATH", help="a program to use in place of ssh")
+    add("--interface", default="", metavar="NAME", help="the network interface by which hosts reach each other: ib0")
+    add("--srun-mpi", default="pmix", metavar="TYPE", help="srun's --mpi= for --mpi srun: pmix (default), pmi2")
     add("--mpi-args", type=shlex.split, default=[], metavar="'...'", help="options for the MPI's own starter")
     add("--dry-run", action="store_true", help="print what would be run, and run nothing")
     add("--check", action="store_true", help="ask every host whether it has what the ranks need, and run nothing")
@@ -153,9 +181,4 @@ def parse(argv: list[str]) -> argparse.Namespace:
     _add_those_of_other_starters(parser)
     add("-m", "--module", dest="as_module", action="store_true", help="the program is a module")
     add("program", nargs=argparse.REMAINDER, help="program and its arguments")
-    options = parser.parse_args(argv)
-    if options.program[:1] == ["--"]:
-        del options.program[0]
-    if not (options.program or options.check or options.version or options.template):
-        parser.error("no program to run")
-    return options
+    return parser
