@@ -16,21 +16,16 @@ _OF_TORCHRUN = dict.fromkeys(
     _ONCE,
 ) | {"nnodes": "leave it away on one host; else name the hosts and their ranks: --hosts a:4,b:4, or --hostfile"}
 """Options of torchrun that have no meaning here, and what to write. ``--nproc-per-node`` is ``-n`` on one host."""
-_NONE = "there is none; leave it away"
-_OF_TORCHRUN |= {
-    "monitor-interval": _NONE,
-    "start-method": _NONE,
-    "role": _NONE,
-    "event-log-handler": _NONE,
-    "local-addr": _NONE,
-    "logs-specs": _NONE,
+_OF_TORCHRUN |= dict.fromkeys(
+    ("monitor-interval", "start-method", "role", "event-log-handler", "local-addr", "logs-specs")
+    + ("duplicate-stdout-filters", "duplicate-stderr-filters"),
+    "there is none; leave it away",
+) | {
     "no-python": "the program is a Python file, or a module after -m",
     "run-path": "leave it away: every program is run so",
     "redirects": "write --log-dir DIRECTORY",
     "tee": "write --log-dir DIRECTORY, or nothing: all ranks are shown",
     "local-ranks-filter": "write --log-dir DIRECTORY, which shows rank 0 alone",
-    "duplicate-stdout-filters": _NONE,
-    "duplicate-stderr-filters": _NONE,
     "numa-binding": "leave it away: --bind core is the default, and --bind numa or socket are there",
     "signals-to-handle": "write --grace SECONDS, the time that ranks have after a signal",
     "shutdown-timeout": "write --grace SECONDS",

@@ -14,7 +14,10 @@ with the variables, and so it distinguishes what has the same names:
 - The record is of this job and this rank: a variable that differs from it was set since, by the program or by a
   ``torchrun`` that the rank has started, and stays.
 - The record is of another job, from which this one was started: a variable that equals it is stale, and is set again.
-- There is none: a variable that is set is the user's and stays, unless an outer ``torchrun`` has set it.
+- There is none: a variable that is set is the user's and stays.
+
+Where TORCHELASTIC_RUN_ID is set, a rank has started ``torchrun``, whose variables stay: an outer one's never reach a
+rank, because torchmpirun takes them out.
 
 ``torchmpirun`` gives its ranks a record without a job: the hosts, and a port that is free.
 """
@@ -160,20 +163,15 @@ def set_variables(environment: MutableMapping[str, str] = os.environ) -> None:
     if rank is None or size is None or rank >= size:
         return
     record = read_record(environment)
-    if not record and (size == 1 or not has_mpi(environment)):
+    if is_under_torchrun(environment) or (not record and (size == 1 or not has_mpi(environment))):
         return
     own = {"JOB": "".join(job_name(environment).split()), "BY": f"{rank}/{size}"}  # spaces separate the entries
     is_same_job = own["JOB"] in ("", record.get("JOB"))  # a daemon's child does not find the job
     if is_same_job and record.get("BY") == own["BY"]:
         return
-    if is_under_torchrun(environment):
-        if _has_own_torchrun(_place(environment, os.getpid())):
-            return
-        stale = [name for name in environment if name in NAMES or name.startswith(_TORCHRUN)]
-    else:
-        stale = [name for name in NAMES if name in record and environment.get(name) == record[name]]
-    for name in stale:
-        del environment[name]
+    for name in NAMES:
+        if name in record and environment.get(name) == record[name]:
+            del environment[name]
     _set(environment, own, _values(environment, {} if "JOB" in record else record, rank, size))
 
 
@@ -222,21 +220,19 @@ def without_outer(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def job_name(environment: Mapping[str, str], process_id: int | None = None) -> str:
-    """A name of the job that all its ranks find, and no other job has; empty if the launcher gives none.
-
-    The environment is that of this process, or of the one with this number.
-    """
+def job_name(environment: Mapping[str, str]) -> str:
+    """A name of this process's job that all its ranks find, and no other job has; empty if the launcher gives none."""
     for name in _JOBS:
         if environment.get(name):
             return environment[name]
     if is_srun(environment):
         return f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}"
-    return _hydra_job(process_id or os.getpid())
+    return _hydra_job()
 
 
-def _hydra_job(process_id: int) -> str:
+def _hydra_job() -> str:
     """Address at which MPICH's mpiexec listens, from the command line of one of its proxies, one on each host."""
+    process_id = os.getpid()
     for _ in range(_MOST_ANCESTORS):
         process_id = _parent(process_id)
         with contextlib.suppress(OSError):
@@ -251,36 +247,6 @@ def _parent(process_id: int) -> int:
         found = re.search(rb"^PPid:\s*(\d+)", Path(f"/proc/{process_id}/status").read_bytes(), re.MULTILINE)
         return int(found[1]) if found else 0
     return 0
-
-
-def _has_own_torchrun(place: tuple[str, int | None]) -> bool:
-    """Whether the rank at ``place`` has started a torchrun, and that this process; True where it cannot be seen.
-
-    Then the torchrun is an ancestor of the same place, without torchrun's variables. An outer one is above the
-    launcher.
-    """
-    process_id = os.getpid()
-    for _ in range(_MOST_ANCESTORS):
-        process_id = _parent(process_id)
-        theirs = _environment(process_id)
-        if _place(theirs, process_id) != place:
-            return process_id <= 1  # a daemon's child
-        if not is_under_torchrun(theirs):
-            return True
-    return True
-
-
-def _place(environment: Mapping[str, str], process_id: int) -> tuple[str, int | None]:
-    """The job and the rank in it that a process is, or comes from."""
-    return job_name(environment, process_id), rank_in(environment)
-
-
-def _environment(process_id: int) -> dict[str, str]:
-    """Environment with which a process was started; empty if the process is another user's, as a daemon may be."""
-    with contextlib.suppress(OSError):
-        lines = Path(f"/proc/{process_id}/environ").read_bytes().split(b"\0")
-        return {name: value for name, _, value in (os.fsdecode(line).partition("=") for line in lines)}
-    return {}
 
 
 def _values(environment: Mapping[str, str], given: Mapping[str, str], rank: int, size: int) -> dict[str, str]:

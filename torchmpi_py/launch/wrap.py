@@ -177,41 +177,29 @@ def explain(error: BaseException, rank: int, folder: str, outlets: Sequence[int]
 def write_whole(text: str, rank: int, outlets: Sequence[int]) -> None:
     """Write to stderr in one piece, so that ranks do not mix theirs; where a log cannot be written to, before it.
 
-    The program may have closed or replaced sys.stderr, or its descriptor. Only the descriptor shows whether an object
-    that replaces sys.stderr passes text on: a file in memory catches what arrives there, and if that is too little the
-    text is added. Descriptor 2 is open afterwards, for what the MPI writes.
+    The program may have closed or replaced sys.stderr, or its descriptor. An object that replaces sys.stderr gets the
+    text too; what the object passes on to descriptor 2 is dropped, because the text is written there as well.
+    Descriptor 2 is open afterwards, for what the MPI writes.
     """
     kept, *former = outlets
+    message = text.encode(errors="backslashreplace")
     with contextlib.suppress(OSError):
         if not os.path.sameopenfile(2, kept):  # the program has led it elsewhere: there, too
-            os.write(2, text.encode(errors="backslashreplace"))
-    output = _output_of_stderr(text, kept)
-    if len(output) < len(text):
-        output += text.encode(errors="backslashreplace")
+            os.write(2, message)
+    with contextlib.suppress(BaseException), open(os.devnull, "wb") as nowhere:
+        sys.stderr.flush()  # what was written before
+        os.dup2(nowhere.fileno(), 2)
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    os.dup2(kept, 2)
     try:
         with open(kept, "wb", closefd=False) as file:
-            file.write(output)
+            file.write(message)
     except OSError as obstacle:
         if not former:
             raise
         text = f"[rank {rank}] cannot write to its log: {obstacle.strerror}\n{text}"
         os.write(former[0], text.encode(errors="backslashreplace"))
-
-
-def _output_of_stderr(text: str, kept: int) -> bytes:
-    """Write a text to sys.stderr, and return what arrives at descriptor 2, which leads to ``kept`` from then on."""
-    os.dup2(kept, 2)  # so that the new file is not 2
-    with contextlib.suppress(OSError), open(os.memfd_create("stderr"), "w+b") as caught:
-        os.dup2(caught.fileno(), 2)
-        try:
-            with contextlib.suppress(BaseException):
-                sys.stderr.write(text)
-                sys.stderr.flush()
-        finally:
-            os.dup2(kept, 2)
-        caught.seek(0)
-        return caught.read()
-    return b""  # no descriptor is left
 
 
 def _shown_by_the_programs_hook(error: BaseException) -> bool:
