@@ -25,7 +25,6 @@ LOG = f"{PREFIX}LOG"
 ERRORS = f"{PREFIX}ERRORS"  # read by launch/notices.py
 TIMELINE = f"{PREFIX}TIMELINE"
 STARTED_PID = f"{PREFIX}STARTED_PID"
-CONFIG = f"{PREFIX}CONFIG"  # read by launch/site_settings.py
 EXPERIMENT = f"{PREFIX}EXPERIMENT"  # the experiment of a sweep that is under way in this process: its folder
 AT_DEADLINE = ("abort", "report", "raise")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -143,8 +142,8 @@ def known_names() -> set[str]:
     fields = {f"{PREFIX}{field.name.upper()}" for field in dataclasses.fields(Tuning)}
     return (
         fields
-        | {f"{PREFIX}{name}" for name in _OTHER_NAMES.values()}
-        | {TUNING_DIR, PROFILE, DUMP_DIR, TIMELINE, LOG, ERRORS, STARTED_PID, EXPERIMENT, CONFIG}
+        | {f"{PREFIX}{name}" for name in ("CONFIG", *_OTHER_NAMES.values())}  # CONFIG is launch/site_settings.py's
+        | {TUNING_DIR, PROFILE, DUMP_DIR, TIMELINE, LOG, ERRORS, STARTED_PID, EXPERIMENT}
     )
 
 

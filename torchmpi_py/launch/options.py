@@ -17,8 +17,10 @@ _OF_TORCHRUN = dict.fromkeys(
 ) | {"nnodes": "leave it away on one host; else name the hosts and their ranks: --hosts a:4,b:4, or --hostfile"}
 """Options of torchrun that have no meaning here, and what to write. ``--nproc-per-node`` is ``-n`` on one host."""
 _OF_TORCHRUN |= dict.fromkeys(
-    ("monitor-interval", "start-method", "role", "event-log-handler", "local-addr", "logs-specs")
-    + ("duplicate-stdout-filters", "duplicate-stderr-filters"),
+    (
+        *("monitor-interval", "start-method", "role", "event-log-handler", "local-addr", "logs-specs"),
+        *("duplicate-stdout-filters", "duplicate-stderr-filters"),
+    ),
     "there is none; leave it away",
 ) | {
     "no-python": "the program is a Python file, or a module after -m",
