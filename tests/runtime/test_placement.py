@@ -126,6 +126,19 @@ def test_the_components_of_open_mpi_are_the_users_first(monkeypatch, tmp_path, p
         assert os.environ[transports.COMPONENTS] == "self,sm"
 
 
+@pytest.mark.parametrize(("cores", "yields"), [("4", True), ("5", False)])
+def test_ranks_that_are_bound_yield_only_where_they_fill_the_host(cores, yields, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    place = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    with mock.patch.dict(os.environ, {**place, variables.CORES: cores}):
+        for name in ("OMPI_MCA_mpi_yield_when_idle", "MPIR_CVAR_POLLS_BEFORE_YIELD"):
+            os.environ.pop(name, None)
+        placement.prepare_environment()
+        assert (
+            ("OMPI_MCA_mpi_yield_when_idle" in os.environ) == ("MPIR_CVAR_POLLS_BEFORE_YIELD" in os.environ) == yields
+        )
+
+
 @pytest.mark.parametrize("starter", ["srun", "mpirun in an allocation", "mpirun with a rank a node"])
 def test_aborts_of_a_job_of_srun_wait_for_the_report_on_the_dead(starter, monkeypatch, tmp_path):
     monkeypatch.setattr(Path, "glob", lambda *_: iter(()))  # no files of the system's

@@ -53,6 +53,7 @@ _LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"
 
 RECORD = "TORCHMPIRUN_WORLD"
 NOTEBOOK = "TORCHMPIRUN_NOTEBOOK"  # address and key of a notebook, for its ranks
+CORES = "TORCHMPIRUN_CORES"  # usable cores of the rank's host, of which it may have been bound to some
 ADDRESS, PORT = "MASTER_ADDR", "MASTER_PORT"
 OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 NAMES = (*OF_A_RANK, ADDRESS, PORT)

@@ -94,7 +94,9 @@ def bind(how: str) -> None:
     """Give this rank its cores, and as many threads as cores, unless the environment says how many."""
     local_rank, local_size = local_rank_and_size(os.environ)
     cores = topology.cores()
-    threads = binding.threads_per_rank(topology.num_usable_cores(len(cores)), local_size)
+    num_cores = topology.num_usable_cores(len(cores))
+    os.environ[variables.CORES] = str(num_cores)
+    threads = binding.threads_per_rank(num_cores, local_size)
     if how != "none":
         part, most = binding.bound_cores(how, cores, local_rank, local_size)
         os.sched_setaffinity(0, [cpu for core in part for cpu in core.cpus])

@@ -47,7 +47,8 @@ def prepare_environment() -> None:
     if not transports.is_chosen("btl"):
         os.environ[transports.COMPONENTS] = "^ofi"  # for one-sided messages; it sleeps for a second when MPI starts
     size, local_size = variables.size_in(os.environ) or 1, variables.local_size_in(os.environ) or 1
-    if local_size < size or local_size >= len(os.sched_getaffinity(0)):
+    cores = variables.number(os.environ.get(variables.CORES, "")) or topology.num_usable_cores()
+    if local_size < size or local_size >= cores:
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "true")
         os.environ.setdefault("MPIR_CVAR_POLLS_BEFORE_YIELD", "1")
     if variables.is_srun(os.environ) and not transports.is_chosen("opal_abort_delay", "mpi_abort_delay"):
