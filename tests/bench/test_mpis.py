@@ -99,7 +99,6 @@ def test_a_job_that_fails_ends_the_command_with_its_name(monkeypatch, capsys, co
         ("-n 2 --mpi openmpi", "'openmpi': write NAME=PYTHON"),
         ("-n 2 --mpi a=/nowhere/python", "'a=/nowhere/python': write NAME=PYTHON"),
         (f"-n 2 --mpi {PAIRS},ch={sys.executable}", "write NAME=PYTHON, a name of its own"),
-        (f"-n 2 --mpi {PAIRS} --plot x.png", "leave out --plot"),
         (f"-n 2 --mpi {PAIRS} --json /nowhere/x.json", "cannot write /nowhere/x.json"),
     ],
 )

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torchmpi_py.bench import command_line, compare, mpis, plot, step, timeline
+from torchmpi_py.bench import command_line, compare, mpis, step, timeline
 
 
 class Command(NamedTuple):
@@ -30,12 +30,6 @@ COMMANDS = {
         compare.main,
     ),
     "step": Command("one training step, with gradients averaged in several ways", step.add_options, step.main),
-    "plot": Command(
-        "draw a report that was stored with --json; needs no launcher",
-        plot.add_options,
-        plot.main,
-        needs_job=False,
-    ),
     "timeline": Command(
         "draw what the ranks of a job that hung did last; needs no launcher",
         timeline.add_options,

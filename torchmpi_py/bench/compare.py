@@ -9,12 +9,11 @@ import argparse
 import contextlib
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 import torchmpi_py as mpi
-from torchmpi_py.bench import UsageError, buffers, command_line, machine, plot, progress_bar, results, wire
+from torchmpi_py.bench import UsageError, buffers, command_line, machine, progress_bar, results, wire
 from torchmpi_py.bench.buffers import BufferPlan, format_size, parse_size, parse_sizes
 from torchmpi_py.bench.candidates import (
     GLOO,
@@ -79,7 +78,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--patience", type=command_line.positive, default=math.inf, metavar="SECONDS", help=patience)
     command_line.add_link(parser)
     add("--no-verify", dest="verify", action="store_false", help="do not check the values of the results")
-    add("--plot", type=Path, metavar="FILE.png", help="draw latency and bandwidth against size")
     command_line.add_output(parser)
 
 
@@ -91,16 +89,12 @@ def _dtype(text: str) -> torch.dtype:
 
 
 def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
-    """Measure, print on rank 0, store and draw. Collective over ``comm``, which holds all ranks.
+    """Measure, print on rank 0, and store. Collective over ``comm``, which holds all ranks.
 
     Raises UsageError and WrongValue, on every rank.
     """
-    if options.plot is not None:
-        plot.check(comm, options.plot)
     measured = report(comm, options)
     results.publish(comm.rank, results.render(measured), results.COLLECTIVE, measured, options.json)
-    if options.plot is not None and comm.rank == 0:
-        plot.draw(measured, options.plot)
 
 
 def report(comm: MPI.Comm, options: argparse.Namespace) -> Report:

@@ -86,8 +86,6 @@ def main(options: argparse.Namespace, words: Sequence[str]) -> None:
     """
     if variables.rank_in(os.environ) is not None:
         raise UsageError("compare --mpi starts torchmpirun itself; run it as a plain process: python -m ...")
-    if options.plot is not None:
-        raise UsageError("compare --mpi draws nothing; leave out --plot")
     if problem := results.unwritable(options.json):
         raise UsageError(problem)
     limit_seconds = _START_SECONDS + _MOST_PER_SECOND * options.seconds * 2 * len(compare.sizes_of(options))
