@@ -13,9 +13,6 @@ def test_options():
     assert options.flavours == ["mpi", "ring"]
     assert (options.verb, options.op, options.buffers, options.verify) == ("allreduce", "sum", "both", True)
     assert parse(["step", "--layers", "8,4,2"]).layers == [8, 4, 2]
-    for command in ("run", "compare", "step"):
-        assert parse([command]).device == "cpu"
-        assert parse([command, "--device", "cuda"]).device == "cuda"
     for device, largest in (("cpu", 64 << 20), ("cuda", 1 << 30)):
         sizes = sizes_of(parse(["compare", "--device", device]))
         assert (sizes[0], sizes[-1]) == (4, largest)
