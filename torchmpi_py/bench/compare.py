@@ -47,14 +47,12 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``run``."""
     default = "default: the one that a call without flavour= takes"
     parser.add_argument("--flavour", dest="flavours", nargs=1, default=[SELECTOR], metavar="FLAVOUR", help=default)
-    parser.add_argument("--symmetric", action="store_true", help="on tensors from mpi.symmetric_empty")
     _add_options(parser)
 
 
 def add_compare_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``compare``."""
     parser.add_argument("--flavours", type=command_line.names, metavar="a,b", help="of ours, only these; default: all")
-    parser.set_defaults(symmetric=False)
     _add_options(parser)
 
 
@@ -109,7 +107,7 @@ def report(comm: MPI.Comm, options: argparse.Namespace) -> Report:
         groups = TorchGroups()
         if with_peers or with_torchmpi:
             groups = stack.enter_context(process_groups(comm, with_torchmpi=with_torchmpi))
-        candidates = ours(task, options.flavours, groups, forms, is_symmetric=options.symmetric)
+        candidates = ours(task, options.flavours, groups, forms)
         if with_peers:
             candidates += peers(comm, task, groups, forms)
             reasons = {GLOO: groups.no_gloo, TORCH_TORCHMPI: groups.no_torchmpi if with_torchmpi else ""}
@@ -127,9 +125,7 @@ def _task(comm: MPI.Comm, options: argparse.Namespace) -> Task:
     return Task(verb, options.dtype, options.op, comm.rank, comm.size, mpi.device())
 
 
-def ours(
-    task: Task, names: Sequence[str] | None, groups: TorchGroups, forms: Sequence[bool], *, is_symmetric: bool = False
-) -> list[Candidate]:
+def ours(task: Task, names: Sequence[str] | None, groups: TorchGroups, forms: Sequence[bool]) -> list[Candidate]:
     """This package's candidates: ``names``, or all that are available. UsageError for one that is not.
 
     ``forms``: blocking (False), asynchronous (True). ``groups`` are for "torchmpi".
@@ -143,9 +139,9 @@ def ours(
         if statuses[name] != _AVAILABLE:
             raise UsageError(f"flavour {name!r} cannot do {task.verb.name} here: {statuses[name]}")
     return [
-        torch_distributed(task, TORCH_TORCHMPI, groups.torchmpi, asynchronous=form, is_symmetric=is_symmetric)
+        torch_distributed(task, TORCH_TORCHMPI, groups.torchmpi, asynchronous=form)
         if name == TORCHMPI
-        else flavour(task, name, asynchronous=form, is_symmetric=is_symmetric)
+        else flavour(task, name, asynchronous=form)
         for name in dict.fromkeys(names)
         for form in forms
     ]
