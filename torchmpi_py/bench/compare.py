@@ -62,7 +62,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     command_line.add_device(parser)
     sizes = "bytes, as 4,64K or 4:64M:8x (default; with --device cuda 4:1G:8x)"
     add("--sizes", type=command_line.with_message(parse_sizes), help=sizes)
-    add("--dtype", type=_dtype, default="float32", help="default: float32")
+    dtypes = f"default: float32; of {', '.join(DTYPES)}"
+    add("--dtype", choices=DTYPES, default="float32", metavar="DTYPE", help=dtypes)
     add("--async", dest="asynchronous", action="store_true", help="the asynchronous form, then wait(); compare: both")
     add("--op", choices=OPS, default="sum", metavar="OP", help=f"default: sum; of {', '.join(OPS)}")
     add("--buffers", choices=("warm", "cold", "both"), default="both", help="default: both")
@@ -77,13 +78,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     command_line.add_link(parser)
     add("--no-verify", dest="verify", action="store_false", help="do not check the values of the results")
     command_line.add_output(parser)
-
-
-@command_line.with_message
-def _dtype(text: str) -> torch.dtype:
-    if text not in DTYPES:
-        raise ValueError(f"{text!r} is unknown; known dtypes: {', '.join(DTYPES)}")
-    return DTYPES[text]
 
 
 def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
@@ -116,13 +110,13 @@ def report(comm: MPI.Comm, options: argparse.Namespace) -> Report:
 
 
 def _task(comm: MPI.Comm, options: argparse.Namespace) -> Task:
-    verb = VERBS[options.verb]
+    verb, dtype = VERBS[options.verb], DTYPES[options.dtype]
     if verb.reduces:
         try:
-            check_op(verb.name, options.op, options.dtype)
+            check_op(verb.name, options.op, dtype)
         except ValueError as error:
             raise UsageError(str(error)) from None
-    return Task(verb, options.dtype, options.op, comm.rank, comm.size, mpi.device())
+    return Task(verb, dtype, options.op, comm.rank, comm.size, mpi.device())
 
 
 def ours(task: Task, names: Sequence[str] | None, groups: TorchGroups, forms: Sequence[bool]) -> list[Candidate]:
