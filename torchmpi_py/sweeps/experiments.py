@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import io
 import itertools
 import logging
@@ -168,22 +169,15 @@ def _open(ledger: Ledger, listed: list[Any], seed: int, resume: bool) -> int:
     return num_before
 
 
+@dataclasses.dataclass
 class _Group:
     """The ranks that run one experiment at a time."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        group: MPI.Comm,
-        train_fn: Callable[[Any], Any],
-        stop: Stop | None,
-        place: group_jobs.GroupOfRanks | None,
-    ) -> None:
-        self.ledger = ledger
-        self.mpi = group
-        self.train_fn = train_fn
-        self.stop = stop
-        self.place = place
+    ledger: Ledger
+    mpi: MPI.Comm
+    train_fn: Callable[[Any], Any]
+    stop: Stop | None
+    place: group_jobs.GroupOfRanks | None
 
     def run_all(self) -> None:
         """Run experiments until all have ended, those of other groups too. Collective over the group."""
