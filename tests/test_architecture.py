@@ -171,7 +171,7 @@ def test_no_function_assigns_a_part_of_the_session():
 
 def test_optional_dependencies_are_met_in_one_file():
     homes = {
-        "matplotlib": {"bench/plot.py"},
+        "matplotlib": set(),
         "IPython": {"notebook/magics.py", "notebook/rank_program.py"},
         "torch.distributed": {f"collectives/flavours/{name}.py" for name in ("rendezvous", "torch_group")}
         | {"bench/candidates.py", "bench/trainers.py"}

@@ -17,7 +17,7 @@ import sys
 import torchmpi_py
 
 MODULES = ["", ".nn", ".engine", ".paramserver", ".torch_backend", ".errors"]
-BENCH = ["run", "compare", "step", "plot", "timeline"]
+BENCH = ["run", "compare", "step", "timeline"]
 
 
 def main():

@@ -1,21 +1,17 @@
 import pytest
-import torch
 
 from torchmpi_py.bench import UsageError
-from torchmpi_py.bench.__main__ import main, parse
+from torchmpi_py.bench.__main__ import parse
 from torchmpi_py.bench.compare import sizes_of
 
 
 def test_options():
     options = parse(["compare", "--sizes", "4:1K:16x", "--dtype", "bfloat16", "--flavours", "mpi,ring"])
     assert options.sizes == [4, 64, 1024]
-    assert options.dtype == torch.bfloat16
+    assert options.dtype == "bfloat16"
     assert options.flavours == ["mpi", "ring"]
     assert (options.verb, options.op, options.buffers, options.verify) == ("allreduce", "sum", "both", True)
     assert parse(["step", "--layers", "8,4,2"]).layers == [8, 4, 2]
-    for command in ("run", "compare", "step"):
-        assert parse([command]).device == "cpu"
-        assert parse([command, "--device", "cuda"]).device == "cuda"
     for device, largest in (("cpu", 64 << 20), ("cuda", 1 << 30)):
         sizes = sizes_of(parse(["compare", "--device", device]))
         assert (sizes[0], sizes[-1]) == (4, largest)
@@ -24,7 +20,7 @@ def test_options():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", r"run \| compare \| step .* plot"),
+        ("", r"run \| compare \| step .* timeline"),
         ("run --verb foo", "'foo'.*allreduce.*scatter"),
         ("run --op foo", "'foo'.*sum.*lor"),
         ("run --dtype foo", "'foo'.*float32.*bool"),
@@ -33,18 +29,12 @@ def test_options():
         ("step --layers 4", "'4'.*two widths"),
         ("step --ways average,shared", "'shared': give some of average, sharded, compressed"),
         ("step --steps -1", "'-1'"),
-        ("plot a.json", "FILE.png"),
+        ("timeline", "DIR"),
     ],
 )
 def test_a_mistake_is_named_with_what_is_known(words, message):
     with pytest.raises(UsageError, match=message):
         parse(words.split())
-
-
-def test_without_a_launcher_a_mistake_is_printed_at_once(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("torchmpi_py.launch.variables.rank_in", lambda environment: None)
-    assert main(["plot", str(tmp_path / "none.json"), "x.png"]) == 2
-    assert "none.json" in capsys.readouterr().err
 
 
 def test_help_is_given_by_rank_0_alone(capsys, monkeypatch):

@@ -19,10 +19,8 @@ def bench(*words, code=0):
 
 
 def test_compare(tmp_path):
-    pytest.importorskip("matplotlib")
     quick = ["--seconds", "0.01", "--max-memory", "1M", "--progress"]
-    files = ["--json", tmp_path / "r.json", "--plot", tmp_path / "r.png"]
-    output, errors = bench("compare", "--sizes", "4,1K", *quick, *files)
+    output, errors = bench("compare", "--sizes", "4,1K", *quick, "--json", tmp_path / "r.json")
     report = results.load(tmp_path / "r.json")
     assert report.num_ranks == 2
     assert {(row.num_bytes, row.buffers) for row in report.rows} == {
@@ -30,7 +28,6 @@ def test_compare(tmp_path):
     }
     assert output.count("| us median |") == 1
     assert output.count("\n|") == 2 + len(report.rows)
-    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     assert "cold" in errors  # the bar
 
 

@@ -30,7 +30,7 @@ def test_every_verb_gives_right_values(mpi, verb):
     ("dtype", "op", "form", "name"),
     [
         ("bfloat16", "avg", "--async", "selector, async"),
-        ("int8", "prod", "--symmetric", "selector, symmetric"),
+        ("int8", "prod", "--flavour=symmetric", "symmetric"),
         ("bool", "bxor", "--flavour=mpi", "mpi"),
         ("float64", "max", "--buffers=cold", "selector"),
     ],

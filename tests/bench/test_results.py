@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchmpi_py.bench import UsageError, __main__ as bench, plot, results
+from torchmpi_py.bench import UsageError, results
 from torchmpi_py.bench.candidates import COPY, DEVICE_COPY, HOST_COPY, RAW_MPI
 from torchmpi_py.bench.results import COLLECTIVE, Report, ResultRow, load, make_row, quantile, store
 
@@ -100,26 +100,35 @@ def test_numbers_have_three_digits():
     assert {value: results.number(value) for value in texts} == texts
 
 
-def drawn(monkeypatch, draw, *arguments):
-    """The figure that is drawn."""
+def run_program(monkeypatch, name, *words):
+    """Run a program of ``benchmarks/`` with these words on its command line."""
+    path = Path(__file__).parents[2] / "benchmarks" / name
+    monkeypatch.setattr("sys.argv", [str(path), *map(str, words)])
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def drawn(monkeypatch, name, *words):
+    """The figure that a program draws."""
+    pytest.importorskip("matplotlib")
     figures = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **_: figures.append(figure))
-    draw(*arguments)
+    run_program(monkeypatch, name, *words)
     return figures[0]
 
 
 def test_a_picture_hides_no_series_and_is_labelled(monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib")
     facts = {"torch": "9.1", "MPI": "Some MPI 7", "torchmpi_py": "0.3", "date": "2031-05-06 07:08 UTC"}
     measured = dataclasses.replace(report(), facts=facts, rows=report().rows[:4])  # one size: a line is one point
-    figure = drawn(monkeypatch, plot.draw, measured, tmp_path / "r.png")
+    store(COLLECTIVE, measured, path := tmp_path / "r.json")
+    figure = drawn(monkeypatch, "plot.py", path, "r.png")
     for axes in figure.axes:
         assert {line.get_label() for line in axes.lines} == {"mpi", "ring", RAW_MPI, COPY}
         assert all(line.get_marker() not in (None, "None", "") for line in axes.lines)
     assert {text.get_text() for text in figure.legends[0].get_texts()} == {"mpi", "ring", RAW_MPI, COPY}
     for part in ("torchmpi_py 0.3, torch 9.1, Some MPI 7; 2031-05-06", "allreduce (sum) of float32, 4 ranks"):
         assert part in figure.get_suptitle()
-    figure = drawn(monkeypatch, plot.draw, on_gpus(), tmp_path / "r.png")
+    store(COLLECTIVE, on_gpus(), path)
+    figure = drawn(monkeypatch, "plot.py", path, "r.png")
     assert DEVICE_COPY in {line.get_label() for line in figure.axes[-1].lines}
 
 
@@ -130,11 +139,8 @@ def curve(path, ranks, seconds):
 
 
 def test_curves_of_examples_and_their_scaling_are_drawn(monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib")
     paths = [curve(tmp_path / f"on{ranks}.json", ranks, [4 / ranks, 8 / ranks + 1]) for ranks in (1, 4)]
-    program = Path(__file__).parents[2] / "benchmarks" / "curves.py"
-    monkeypatch.setattr("sys.argv", [str(program), *map(str, paths), str(tmp_path / "c.png")])
-    figure = drawn(monkeypatch, runpy.run_path, str(program))
+    figure = drawn(monkeypatch, "curves.py", *paths, "c.png")
     accuracy, scaling = figure.axes
     assert [list(line.get_ydata()) for line in accuracy.lines] == [[50, 75]] * 2
     assert [list(line.get_ydata()) for line in scaling.lines] == [[9, 3], [9, 2.25]]
@@ -142,10 +148,13 @@ def test_curves_of_examples_and_their_scaling_are_drawn(monkeypatch, tmp_path):
     assert len(figure.legends[0].get_texts()) == 4
 
 
-def test_what_cannot_be_drawn_is_refused(tmp_path, capsys):
+def test_a_report_is_drawn_and_what_cannot_be_drawn_is_refused(monkeypatch, tmp_path):
     """What is no report; a picture of an unknown kind."""
-    assert bench.main(["plot", str(curve(tmp_path / "c.json", 1, [1, 2])), str(tmp_path / "c.png")]) == 2
-    assert "c.json is not a report of run or compare --json" in capsys.readouterr().err
     pytest.importorskip("matplotlib")
-    with pytest.raises(UsageError, match=r"r\.foo"):
-        plot.draw(report(), tmp_path / "r.foo")
+    store(COLLECTIVE, report(), path := tmp_path / "r.json")
+    run_program(monkeypatch, "plot.py", path, tmp_path / "r.png")
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit, match=r"c\.json is not a report of run or compare --json"):
+        run_program(monkeypatch, "plot.py", curve(tmp_path / "c.json", 1, [1, 2]), "c.png")
+    with pytest.raises(SystemExit, match=r"cannot draw to r\.foo"):
+        run_program(monkeypatch, "plot.py", path, "r.foo")

@@ -345,7 +345,7 @@ shared_files.SHARED_DIRECTORY = sys.argv[1]
 mpi.start()
 x = mpi.symmetric_empty(100_003).fill_(mpi.rank() + 1)
 mpi.barrier()
-assert symmetric.why_unavailable() == "" and os.listdir(sys.argv[1]) == []
+assert symmetric.unavailable_because == "" and os.listdir(sys.argv[1]) == []
 assert sum(sys.argv[1] in line for line in open("/proc/self/maps")) == 2
 for y in (x, torch.full((100_003,), mpi.rank() + 1.0)):
     assert (mpi.allreduce(y, flavour="shared") == 3).all()

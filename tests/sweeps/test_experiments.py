@@ -189,7 +189,6 @@ def test_wrong_arguments(mpi, folder):
         ("cannot be listed: RuntimeError: no more", listing(), folder, {}),
         (r"cannot be listed: .*([Pp]ickl|local object)", [{"f": lambda: 1}], folder, {}),
         ("cannot begin: NotADirectoryError", [1], os.devnull + "/folder", {}),
-        ("cannot begin: FileNotFoundError", [1], folder, {"csv": "no/such/folder/x.csv"}),
     ):
         with pytest.raises(ValueError, match=words):
             sweep(mpi, where, configurations, abs, **options)

@@ -82,7 +82,7 @@ def train_and_check(mpi, ddp, begin=0, end=STEPS):
 )
 def test_as_one_process(mpi, hook, how):
     """Also where the buckets of the first step, which DDP arranges anew, are given up."""
-    if symmetric.why_unavailable():
+    if symmetric.unavailable_because:
         pytest.skip("no shared memory")
     ddp = DistributedDataParallel(network(), **how)
     if hook:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torchmpi_py.bench import command_line, compare, mpis, plot, step, timeline
+from torchmpi_py.bench import command_line, compare, step, timeline
 
 
 class Command(NamedTuple):
@@ -25,17 +25,9 @@ class Command(NamedTuple):
 COMMANDS = {
     "run": Command("one verb and flavour over sizes", compare.add_run_options, compare.main),
     "compare": Command(
-        "all flavours, raw mpi4py, gloo and a plain copy, in one run; or on several MPIs",
-        mpis.add_options,
-        compare.main,
+        "all flavours, raw mpi4py, gloo and a plain copy, in one run", compare.add_compare_options, compare.main
     ),
     "step": Command("one training step, with gradients averaged in several ways", step.add_options, step.main),
-    "plot": Command(
-        "draw a report that was stored with --json; needs no launcher",
-        plot.add_options,
-        plot.main,
-        needs_job=False,
-    ),
     "timeline": Command(
         "draw what the ranks of a job that hung did last; needs no launcher",
         timeline.add_options,
@@ -66,9 +58,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 def _carry_out(words: list[str]) -> None:
     options = parse(words)
     command = COMMANDS[options.command]
-    if options.command == "compare" and mpis.is_wanted(options):
-        mpis.main(options, words)
-    elif command.needs_job:
+    if command.needs_job:
         command_line.in_job(command.main, options)
     else:
         command.main(options)

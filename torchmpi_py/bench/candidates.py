@@ -62,7 +62,7 @@ class Candidate:
         return self.name not in LIMITS
 
 
-def flavour(task: Task, name: str, *, is_symmetric: bool = False, asynchronous: bool = False) -> Candidate:
+def flavour(task: Task, name: str, *, asynchronous: bool = False) -> Candidate:
     """A verb of this package; ``name`` is a flavour, "selector" or "symmetric"."""
     options: dict[str, Any] = {} if name in (SELECTOR, SYMMETRIC) else {"flavour": name}
     if task.verb.reduces:
@@ -75,9 +75,8 @@ def flavour(task: Task, name: str, *, is_symmetric: bool = False, asynchronous: 
         call = functools.partial(verb, buffers.x, **given)
         return _and_wait(call) if asynchronous else call
 
-    is_symmetric = is_symmetric or name == SYMMETRIC
-    label = f"{name}, symmetric" if is_symmetric and name != SYMMETRIC else name
-    return Candidate(f"{label}, async" if asynchronous else label, bind, is_ours=True, is_symmetric=is_symmetric)
+    label = f"{name}, async" if asynchronous else name
+    return Candidate(label, bind, is_ours=True, is_symmetric=name == SYMMETRIC)
 
 
 def _and_wait(call: Callable[[], Any]) -> Call:
@@ -183,9 +182,7 @@ def _on_torchmpi() -> Any:
     return dist.new_group(backend=TORCHMPI)
 
 
-def torch_distributed(
-    task: Task, name: str, group: Any, *, is_symmetric: bool = False, asynchronous: bool = False
-) -> Candidate:
+def torch_distributed(task: Task, name: str, group: Any, *, asynchronous: bool = False) -> Candidate:
     """The collective of torch.distributed on ``group``; None: on the default group.
 
     ``name``: GLOO or TORCH_TORCHMPI. What gloo cannot do raises when it is bound or called.
@@ -197,7 +194,7 @@ def torch_distributed(
         return _and_wait(functools.partial(call, async_op=True)) if asynchronous else call
 
     label = f"{name}, async" if asynchronous else name
-    return Candidate(label, bind, is_ours=name == TORCH_TORCHMPI, is_symmetric=is_symmetric)
+    return Candidate(label, bind, is_ours=name == TORCH_TORCHMPI)
 
 
 def _torch_call(task: Task, x: Any, out: Any) -> Callable[..., Any]:

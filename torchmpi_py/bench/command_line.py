@@ -46,7 +46,7 @@ def in_job(measure: Callable[[MPI.Comm, argparse.Namespace], object], options: a
     """Call ``measure(comm, options)`` between ``mpi.start()`` and ``mpi.stop()``; ``comm`` holds all ranks."""
     machine.start(getattr(options, "device", "cpu"))
     comm = MPI.COMM_WORLD.Dup()
-    results.check_outputs(comm, options.json)
+    results.check_output(comm, options.json)
     measure(comm, options)
     mpi.stop()
 

@@ -9,12 +9,11 @@ import argparse
 import contextlib
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 import torchmpi_py as mpi
-from torchmpi_py.bench import UsageError, buffers, command_line, machine, plot, progress_bar, results, wire
+from torchmpi_py.bench import UsageError, buffers, command_line, machine, progress_bar, results, wire
 from torchmpi_py.bench.buffers import BufferPlan, format_size, parse_size, parse_sizes
 from torchmpi_py.bench.candidates import (
     GLOO,
@@ -48,14 +47,12 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``run``."""
     default = "default: the one that a call without flavour= takes"
     parser.add_argument("--flavour", dest="flavours", nargs=1, default=[SELECTOR], metavar="FLAVOUR", help=default)
-    parser.add_argument("--symmetric", action="store_true", help="on tensors from mpi.symmetric_empty")
     _add_options(parser)
 
 
 def add_compare_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``compare``."""
     parser.add_argument("--flavours", type=command_line.names, metavar="a,b", help="of ours, only these; default: all")
-    parser.set_defaults(symmetric=False)
     _add_options(parser)
 
 
@@ -65,7 +62,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     command_line.add_device(parser)
     sizes = "bytes, as 4,64K or 4:64M:8x (default; with --device cuda 4:1G:8x)"
     add("--sizes", type=command_line.with_message(parse_sizes), help=sizes)
-    add("--dtype", type=_dtype, default="float32", help="default: float32")
+    dtypes = f"default: float32; of {', '.join(DTYPES)}"
+    add("--dtype", choices=DTYPES, default="float32", metavar="DTYPE", help=dtypes)
     add("--async", dest="asynchronous", action="store_true", help="the asynchronous form, then wait(); compare: both")
     add("--op", choices=OPS, default="sum", metavar="OP", help=f"default: sum; of {', '.join(OPS)}")
     add("--buffers", choices=("warm", "cold", "both"), default="both", help="default: both")
@@ -79,28 +77,16 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--patience", type=command_line.positive, default=math.inf, metavar="SECONDS", help=patience)
     command_line.add_link(parser)
     add("--no-verify", dest="verify", action="store_false", help="do not check the values of the results")
-    add("--plot", type=Path, metavar="FILE.png", help="draw latency and bandwidth against size")
     command_line.add_output(parser)
 
 
-@command_line.with_message
-def _dtype(text: str) -> torch.dtype:
-    if text not in DTYPES:
-        raise ValueError(f"{text!r} is unknown; known dtypes: {', '.join(DTYPES)}")
-    return DTYPES[text]
-
-
 def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
-    """Measure, print on rank 0, store and draw. Collective over ``comm``, which holds all ranks.
+    """Measure, print on rank 0, and store. Collective over ``comm``, which holds all ranks.
 
     Raises UsageError and WrongValue, on every rank.
     """
-    if options.plot is not None:
-        plot.check(comm, options.plot)
     measured = report(comm, options)
     results.publish(comm.rank, results.render(measured), results.COLLECTIVE, measured, options.json)
-    if options.plot is not None and comm.rank == 0:
-        plot.draw(measured, options.plot)
 
 
 def report(comm: MPI.Comm, options: argparse.Namespace) -> Report:
@@ -115,7 +101,7 @@ def report(comm: MPI.Comm, options: argparse.Namespace) -> Report:
         groups = TorchGroups()
         if with_peers or with_torchmpi:
             groups = stack.enter_context(process_groups(comm, with_torchmpi=with_torchmpi))
-        candidates = ours(task, options.flavours, groups, forms, is_symmetric=options.symmetric)
+        candidates = ours(task, options.flavours, groups, forms)
         if with_peers:
             candidates += peers(comm, task, groups, forms)
             reasons = {GLOO: groups.no_gloo, TORCH_TORCHMPI: groups.no_torchmpi if with_torchmpi else ""}
@@ -124,18 +110,16 @@ def report(comm: MPI.Comm, options: argparse.Namespace) -> Report:
 
 
 def _task(comm: MPI.Comm, options: argparse.Namespace) -> Task:
-    verb = VERBS[options.verb]
+    verb, dtype = VERBS[options.verb], DTYPES[options.dtype]
     if verb.reduces:
         try:
-            check_op(verb.name, options.op, options.dtype)
+            check_op(verb.name, options.op, dtype)
         except ValueError as error:
             raise UsageError(str(error)) from None
-    return Task(verb, options.dtype, options.op, comm.rank, comm.size, mpi.device())
+    return Task(verb, dtype, options.op, comm.rank, comm.size, mpi.device())
 
 
-def ours(
-    task: Task, names: Sequence[str] | None, groups: TorchGroups, forms: Sequence[bool], *, is_symmetric: bool = False
-) -> list[Candidate]:
+def ours(task: Task, names: Sequence[str] | None, groups: TorchGroups, forms: Sequence[bool]) -> list[Candidate]:
     """This package's candidates: ``names``, or all that are available. UsageError for one that is not.
 
     ``forms``: blocking (False), asynchronous (True). ``groups`` are for "torchmpi".
@@ -149,9 +133,9 @@ def ours(
         if statuses[name] != _AVAILABLE:
             raise UsageError(f"flavour {name!r} cannot do {task.verb.name} here: {statuses[name]}")
     return [
-        torch_distributed(task, TORCH_TORCHMPI, groups.torchmpi, asynchronous=form, is_symmetric=is_symmetric)
+        torch_distributed(task, TORCH_TORCHMPI, groups.torchmpi, asynchronous=form)
         if name == TORCHMPI
-        else flavour(task, name, asynchronous=form, is_symmetric=is_symmetric)
+        else flavour(task, name, asynchronous=form)
         for name in dict.fromkeys(names)
         for form in forms
     ]

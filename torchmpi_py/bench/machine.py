@@ -19,12 +19,12 @@ from torch.utils import collect_env
 import torchmpi_py as mpi
 from torchmpi_py.bench import UsageError
 from torchmpi_py.bench.buffers import format_size
+from torchmpi_py.collectives import measured_cache
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.memory import caches, gpus
 
 _MEMORY = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
-_PROCESSORS = Path("/proc/cpuinfo")
 _CPU = torch.device("cpu")
 _ASSUMED_CACHE_BYTES = 32 << 20
 _ASSUMED_FREE_BYTES = 1 << 30
@@ -109,7 +109,7 @@ def facts(comm: MPI.Comm, device: torch.device = _CPU) -> dict[str, str]:
     cache_bytes = caches.last_level_cache_bytes()
     nodes = mpi.num_nodes()
     on_cpu = {
-        "processor": _processor(),
+        "processor": measured_cache.cpu_model(),
         "cores": str(num_cores()),
         "last-level cache": format_size(cache_bytes) if cache_bytes else "unknown",
         "ranks": f"{mpi.size()} on {nodes} node{'s' if nodes > 1 else ''}",
@@ -136,11 +136,6 @@ def describe_gpus(gathered: Sequence[tuple[Hashable, str]]) -> dict[str, str]:
         "GPUs": ", ".join(f"{number} x {name}" for name, number in names.items()),
         "ranks per GPU": " or ".join(map(str, sorted(set(ranks.values())))),
     }
-
-
-def _processor() -> str:
-    match = re.search(r"model name\s*:\s*(.+)", _read(_PROCESSORS))
-    return match[1].strip() if match else os.uname().machine
 
 
 def _read(path: Path) -> str:

@@ -100,22 +100,17 @@ def quantile(seconds: Sequence[float], part: float) -> float:
     return sorted(seconds)[max(0, math.ceil(part * len(seconds)) - 1)]
 
 
-def check_outputs(comm: MPI.Comm, *paths: Path | None, problem: str = "") -> None:
-    """Check, before anything is measured, that rank 0 can write to ``paths``. Collective.
-
-    Raises UsageError, on every rank, with the path, or with rank 0's ``problem`` if there is one.
-    """
-    problem = comm.bcast(problem or unwritable(*paths))
-    if problem:
+def check_output(comm: MPI.Comm, path: Path | None) -> None:
+    """Check, before anything is measured, that rank 0 can write to ``path``. UsageError on every rank. Collective."""
+    if problem := comm.bcast(unwritable(path)):
         raise UsageError(problem)
 
 
-def unwritable(*paths: Path | None) -> str:
-    """Why this process cannot write to one of ``paths``, or ""."""
-    for path in filter(None, paths):
-        if not os.access(path.parent, os.W_OK):
-            return f"cannot write {path}: {path.parent} is no folder that may be written to"
-    return ""
+def unwritable(path: Path | None) -> str:
+    """Why this process cannot write to ``path``, or ""."""
+    if path is None or os.access(path.parent, os.W_OK):
+        return ""
+    return f"cannot write {path}: {path.parent} is no folder that may be written to"
 
 
 def publish(rank: int, text: str, format_name: str, report: Any, path: Path | None) -> None:

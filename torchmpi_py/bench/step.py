@@ -190,7 +190,7 @@ def _measured(
     for trainer in made:
         if trainer.name not in (NONE, DDP_ALONE, FSDP, FSDP_TORCHMPI):  # whose ranks differ
             mpinn.check_with_allreduce(trainer.network)
-    return {name: _slowest(comm, of_trainer) for name, of_trainer in times.items()}
+    return {name: np.max(comm.allgather(of_trainer), axis=0).tolist() for name, of_trainer in times.items()}
 
 
 def _run(trainer: Trainer, samples: Sequence[Sample]) -> list[float]:
@@ -204,12 +204,6 @@ def _run(trainer: Trainer, samples: Sequence[Sample]) -> list[float]:
 
     trainer.train(samples, done)
     return [end - begin for begin, end in itertools.pairwise(ends)]
-
-
-def _slowest(comm: MPI.Comm, seconds: Sequence[float]) -> list[float]:
-    here = np.array(seconds)
-    comm.Allreduce(MPI.IN_PLACE, here, MPI.MAX)
-    return here.tolist()  # type: ignore[no-any-return]
 
 
 def _check_alike(made: Sequence[Trainer]) -> None:

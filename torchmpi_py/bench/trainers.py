@@ -26,10 +26,10 @@ DDP_VIEWS, DDP_TORCHMPI_VIEWS = (f"{name}, views" for name in (DDP, DDP_TORCHMPI
 DDP_ALONE = "DDP without communication"
 FSDP, FSDP_TORCHMPI = "FSDP2 on gloo", "FSDP2 on torchmpi"
 WAYS = ("average", "sharded", "compressed")
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "sgd": (torch.optim.SGD, {"lr": 0.01}),
-    "momentum": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),
-    "adam": (torch.optim.Adam, {"lr": 0.001}),
+OPTIMIZERS: dict[str, functools.partial[Any]] = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.01),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+    "adam": functools.partial(torch.optim.Adam, lr=0.001),
 }
 SEED = 1111
 
@@ -70,17 +70,16 @@ def trainers(
     ``with_ddp``: DDP and FSDP2 on torch's default process group. ``torchmpi``: a group of this package's backend, for
     these too. ``network``: one of NETWORKS.
     """
-    optimizer_class, options = OPTIMIZERS[optimizer]
-    plain = functools.partial(optimizer_class, **options)
+    plain = OPTIMIZERS[optimizer]
     kinds = [
-        _Kind(NONE, lambda network: _loop(network, network, plain)),
+        _Kind(NONE, functools.partial(_loop, make_optimizer=plain)),
         _Kind(DDP, functools.partial(_ddp, plain=plain), needs=DDP),
         _Kind("DistributedOptimizer", functools.partial(_distributed, plain=plain)),
     ]
     if "average" in ways:
         kinds += _averaging(plain, torchmpi)
     if "sharded" in ways:
-        kinds += _sharded(optimizer_class, options, torchmpi)
+        kinds += _sharded(plain, torchmpi)
     if "compressed" in ways:
         kinds += _compressed(plain)
     missing = {DDP} if not with_ddp else set()
@@ -148,30 +147,30 @@ def _averaging(plain: MakeOptimizer, torchmpi: Any) -> list[_Kind]:
         _Kind(DDP_TORCHMPI_VIEWS, functools.partial(on_torchmpi, gradient_as_bucket_view=True), DDP_TORCHMPI),
         _Kind(
             "synchronize_gradients",
-            lambda network: _loop(network, network, plain, lambda: mpinn.synchronize_gradients(network)),
+            lambda network: _loop(network, plain, after_backward=lambda: mpinn.synchronize_gradients(network)),
         ),
         _Kind(
             "register_async_backward",
-            lambda network: _loop(network, network, plain, mpinn.register_async_backward(network).synchronize),
+            lambda network: _loop(network, plain, after_backward=mpinn.register_async_backward(network).synchronize),
         ),
         _Kind("engine", lambda network: _engine(network, plain)),
         _Kind("engine, asynchronous", lambda network: _engine(network, plain, asynchronous=True)),
     ]
 
 
-def _sharded(optimizer_class: Any, options: dict[str, Any], torchmpi: Any) -> list[_Kind]:
+def _sharded(plain: functools.partial[Any], torchmpi: Any) -> list[_Kind]:
     """ShardedOptimizer, and torch's ways to divide the state."""
-    plain = functools.partial(optimizer_class, **options)
+    optimizer_class: Any = plain.func
 
     def zero(parameters: Iterable[Any], group: Any = None) -> Any:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         return ZeroRedundancyOptimizer(
-            parameters, optimizer_class, process_group=group, parameters_as_bucket_view=True, **options
+            parameters, optimizer_class, process_group=group, parameters_as_bucket_view=True, **plain.keywords
         )
 
     def sharded(parameters: Iterable[Any]) -> torch.optim.Optimizer:
-        return optim.ShardedOptimizer(parameters, optimizer_class, **options)
+        return optim.ShardedOptimizer(parameters, optimizer_class, **plain.keywords)
 
     kinds = []
     for ddp, fsdp, group in ((DDP, FSDP, None), (DDP_TORCHMPI, FSDP_TORCHMPI, torchmpi)):
@@ -180,7 +179,7 @@ def _sharded(optimizer_class: Any, options: dict[str, Any], torchmpi: Any) -> li
         kinds.append(_Kind(fsdp, functools.partial(_fsdp, plain=plain, group=group), ddp))
     return [
         *kinds,
-        _Kind("ShardedOptimizer", lambda network: _loop(network, network, sharded)),
+        _Kind("ShardedOptimizer", functools.partial(_loop, make_optimizer=sharded)),
         _Kind("engine, sharded", lambda network: _engine(network, plain, sharded=True)),
     ]
 
@@ -208,11 +207,12 @@ def _compressed(plain: MakeOptimizer) -> list[_Kind]:
 
 def _loop(
     network: torch.nn.Module,
-    forward: Callable[[torch.Tensor], Any],
     make_optimizer: MakeOptimizer,
+    wrapped: torch.nn.Module | None = None,
     after_backward: Callable[[], object] = lambda: None,
 ) -> Train:
-    """A hand-written loop."""
+    """A hand-written loop over ``wrapped``, which is the network itself by default."""
+    forward = network if wrapped is None else wrapped
     criterion = torch.nn.CrossEntropyLoss()
     optimizer = make_optimizer(network.parameters())
 
@@ -240,7 +240,7 @@ def _ddp(
     )
     if hook is not None:
         ddp.register_comm_hook(*hook)
-    return _loop(network, ddp, plain)
+    return _loop(network, plain, ddp)
 
 
 def _done(result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -258,15 +258,11 @@ def _fsdp(network: Any, plain: MakeOptimizer, group: Any) -> Train:
     mesh = DeviceMesh.from_group(used, next(network.parameters()).device.type)
     for layer in [layer for layer in network if next(layer.parameters(), None) is not None]:
         fsdp.fully_shard(layer, mesh=mesh)
-    return _loop(network, fsdp.fully_shard(network, mesh=mesh), plain)
+    return _loop(network, plain, fsdp.fully_shard(network, mesh=mesh))
 
 
 def _distributed(network: torch.nn.Module, plain: MakeOptimizer, compression: Any = None) -> Train:
-    return _loop(
-        network,
-        network,
-        lambda parameters: optim.DistributedOptimizer(plain(parameters), network, compression=compression),
-    )
+    return _loop(network, lambda p: optim.DistributedOptimizer(plain(p), network, compression=compression))
 
 
 def _engine(network: torch.nn.Module, plain: MakeOptimizer, **options: Any) -> Train:

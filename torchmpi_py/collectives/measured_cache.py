@@ -56,7 +56,7 @@ def facts(world: Communicator, device: str = "cpu") -> MachineFacts:
     vendor, version = MPI.get_vendor()
     mpi = f"{vendor} {'.'.join(map(str, version))}"
     gpu = torch.cuda.get_device_name() if device == "cuda" else ""
-    return MachineFacts(mpi, socket.gethostname(), ranks_per_node(world.direct.places), _cpu_model(), gpu)
+    return MachineFacts(mpi, socket.gethostname(), ranks_per_node(world.direct.places), cpu_model(), gpu)
 
 
 def ranks_per_node(places: Iterable[Place]) -> str:
@@ -149,7 +149,8 @@ def write(path: pathlib.Path, measured_with: MachineFacts, rows: Rows) -> str:
     return date
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """The name of the processor."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
         for line in lines:
             if line.startswith("model name"):

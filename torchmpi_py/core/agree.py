@@ -82,6 +82,12 @@ def first_as(kind: type[Exception], before: str = "") -> Callable[[Mapping[int, 
     return lambda failures: kind(before + first_text(failures))
 
 
+def same_error(failures: Mapping[int, Exception]) -> Exception:
+    """A ``failed`` that makes an error of the same kind as on the lowest rank that failed; ``describe`` returns it."""
+    rank, error = next(iter(failures.items()))
+    return type(error)(f"{error} (rank {rank})")
+
+
 def first_different(values: Sequence[object]) -> int | None:
     """The lowest rank whose value differs from rank 0's; None if all values are equal."""
     return next((rank for rank, value in enumerate(values) if value != values[0]), None)

@@ -112,11 +112,6 @@ class LiveSegments:
 live = LiveSegments()
 
 
-def num_live() -> int:
-    """The number of segments in use by this process."""
-    return len(live.now[0])
-
-
 def find(x: Tensor) -> tuple[AnySegment, int] | None:
     """The segment in whose part of this rank the flat tensor ``x`` lies, and the offset there in bytes; or None."""
     begins, segments = live.now
@@ -265,11 +260,6 @@ def unmap_peers(node: MPI.Comm) -> None:
     torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # what was freed while peers had it mapped
 
 
-def forget() -> None:
-    """Make all symmetric memory ordinary: ranks have died, and the places of the others are new."""
-    live.clear()
-
-
 def _shape(size: Sequence[int | Sequence[int]]) -> torch.Size:
     given = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in given):
@@ -299,8 +289,3 @@ def try_out(comm: MPI.Comm, places: Sequence[Place], num_bytes: int) -> str:
     except Unavailable as error:
         return str(error)
     return ""
-
-
-def why_unavailable() -> str:
-    """Why the ranks of this node can share no memory; empty where they can."""
-    return unavailable_because

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmpi_py.core import communication_thread, communicators, journal
+from torchmpi_py.core import agree, communication_thread, communicators, journal
 from torchmpi_py.core.communicators import Communicator, resolve
 from torchmpi_py.core.handles import Handle
 from torchmpi_py.core.tensors import check_tensor, flat, output_buffer
@@ -67,21 +67,21 @@ def free_all() -> None:
 def _agreed(tensor: Tensor, optimizer: str | None, comm: Communicator) -> tuple[Tensor, int]:
     """(the flat tensor, the optimizer's number of slots); shape, dtype and optimizer are equal on all ranks.
 
-    Collective. The error of a rank's own arguments is raised on that rank, RanksDisagree on the others.
+    Collective. An error of one rank's arguments is raised on every rank.
     """
-    source, num_slots, failure = torch.empty(0, device="cpu"), 0, None
-    try:
+
+    def checked() -> tuple[Tensor, int]:
         source = flat(_on_known_device("paramserver.init", tensor))
-        num_slots = 0 if optimizer is None else rules.optimizer(optimizer).num_slots
-    except (TypeError, ValueError) as error:
-        failure = error
+        return source, 0 if optimizer is None else rules.optimizer(optimizer).num_slots
+
+    allgather = comm.direct.mpi.allgather
+    caught = TypeError, ValueError
+    source, num_slots = agree.run_on_all_ranks(allgather, checked, caught, lambda error: error, agree.same_error)
     kind = f"{list(source.shape)} {source.dtype}"
     if optimizer is not None:
         kind += f" for {optimizer!r} of {num_slots} slots"
-    kinds = comm.direct.mpi.allgather(kind if failure is None else str(failure))
-    if failure is not None:
-        raise failure
-    if any(other != kind for other in kinds):
+    kinds = allgather(kind)
+    if agree.first_different(kinds) is not None:
         by_rank = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
         raise RanksDisagree(f"paramserver.init: the ranks give different tensors ({by_rank})")
     return source, num_slots

@@ -1,10 +1,9 @@
 """The shards of a parameter server that lie on this node: in memory that all its ranks map, with a lock for each.
 
 A process that dies releases its locks, and a process that waits for one sleeps. They are locks on single bytes of a
-file, which each rank of the node has opened on its own. On Linux they belong to the open file (OFD locks): what else
-the process opens or closes does not touch them. All threads of a process share the open file, so each lock contains one
-between threads. A forked child shares it too, and would keep a lock for a rank that has died: it closes the file at
-once.
+file, which each rank of the node has opened on its own. They belong to the open file (OFD locks): what else the process
+opens or closes does not touch them. All threads of a process share the open file, so each lock contains one between
+threads. A forked child shares it too, and would keep a lock for a rank that has died: it closes the file at once.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from torchmpi_py.memory import symmetric
 from torchmpi_py.paramserver import shard
 from torchmpi_py.paramserver.shard import Bounds, Shard
 
+_WAIT_FOR_LOCK = 38  # F_OFD_SETLKW on Linux, which a Python built with an old libc does not name
 _NUM_BYTES = 4096  # of the lock file; locks may lie behind its end
 
 
@@ -89,10 +89,7 @@ class Lock:
                 self._set(fcntl.F_UNLCK)
 
     def _set(self, kind: int) -> None:
-        if hasattr(fcntl, "F_OFD_SETLKW"):
-            fcntl.fcntl(self._file, fcntl.F_OFD_SETLKW, struct.pack("hhqqi4x", kind, os.SEEK_SET, self.byte, 1, 0))
-        else:
-            fcntl.lockf(self._file, fcntl.LOCK_EX if kind == fcntl.F_WRLCK else fcntl.LOCK_UN, 1, self.byte)
+        fcntl.fcntl(self._file, _WAIT_FOR_LOCK, struct.pack("hhqqi4x", kind, os.SEEK_SET, self.byte, 1, 0))
 
 
 class Store:

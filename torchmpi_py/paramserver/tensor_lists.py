@@ -157,26 +157,25 @@ class ServedTensors:
 
 
 def _check_alike(tensors: Sequence[Tensor], comm: Communicator) -> None:
-    """RanksDisagree, on every rank, unless all give tensors of the same shapes and dtypes in the same order.
+    """RanksDisagree unless all ranks give tensors of the same shapes and dtypes in the same order.
 
-    TypeError on a rank that gives anything but dense tensors.
+    TypeError if a rank gives anything but dense tensors. Both are raised on every rank.
     """
-    failure = None
-    try:
+
+    def described() -> list[str]:
         dense = [check_tensor("init_tensors", f"number {index}", x) for index, x in enumerate(tensors)]
-        mine = [f"{list(x.shape)} {x.dtype} on {x.device.type}" for x in dense]
-    except TypeError as error:
-        failure, mine = error, [f"refused ({error})"]
-    given = journal.run_together("paramserver.init_tensors", comm, lambda: comm.direct.mpi.allgather(mine))
-    if failure is not None:
-        raise failure
-    for rank, theirs in enumerate(given):
-        if theirs != mine:
-            index, here, there = agree.first_difference(mine, theirs, "none")
-            raise RanksDisagree(
-                f"init_tensors: tensor {index} is {here} on rank {comm.rank}, and {there} on rank {rank}; give tensors "
-                "of the same shapes and dtypes, in the same order, on all ranks"
-            )
+        return [f"{list(x.shape)} {x.dtype} on {x.device.type}" for x in dense]
+
+    allgather, how = comm.direct.mpi.allgather, ((TypeError,), lambda error: error, agree.same_error)
+    given = journal.run_together(
+        "paramserver.init_tensors", comm, lambda: agree.gather_results(allgather, described, *how)
+    )
+    if (rank := agree.first_different(given)) is not None:
+        index, there, here = agree.first_difference(given[rank], given[0], "none")
+        raise RanksDisagree(
+            f"init_tensors: tensor {index} is {here} on rank 0, and {there} on rank {rank}; give tensors of the same "
+            "shapes and dtypes, in the same order, on all ranks"
+        )
 
 
 def init_tensors(

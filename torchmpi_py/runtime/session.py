@@ -137,7 +137,7 @@ class Session:
             world = communicators.current_stack.levels[0]
             journal.run_alone("mpi.stop()", world, lambda: self._free_parts(is_lost=False))
         if is_lost:  # the program may still hold tensors and communicators of the lost world
-            symmetric.forget()
+            symmetric.live.clear()
             ulfm.forget_all()
         self._stop_watchdog()
         # 3. What this rank has for itself.

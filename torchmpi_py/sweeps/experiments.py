@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import io
 import itertools
 import logging
@@ -64,7 +65,6 @@ def experiments(
     *,
     ranks_per_experiment: int | None = None,
     directory: str | os.PathLike[str] = "experiments",
-    csv: str | os.PathLike[str] | None = None,
     seed: int = 0,
     stop: Stop | None = None,
     resume: bool = True,
@@ -77,8 +77,8 @@ def experiments(
     train_fn: called on every rank of a group, where ``rank()``, ``size()``, level 0 and all verbs are the group's. What
     it returns on rank 0 of the group, which must be picklable, is the value. What it prints goes to ``NUMBER.log``.
     ranks_per_experiment: the size of a group; default 1, and all ranks of the job under ``torchmpirun --groups``.
-    directory: where the sweep is kept, the same folder on all hosts; no other sweep may use it. csv: a further file for
-    the table; ``directory`` always has ``results.csv``.
+    directory: where the sweep is kept, the same folder on all hosts; no other sweep may use it. Its ``results.csv`` is
+    the table.
     seed: before experiment ``i`` the generators of torch, numpy and Python are seeded with ``seed + i``.
     stop: ends experiments early, by what they ``report`` (`early_stopping`).
     resume: run what is left of the sweep in the directory, which has to be one of the same configurations and seed;
@@ -90,22 +90,19 @@ def experiments(
     is kept. ValueError on every rank for wrong arguments. Distributed TensorFlow's third mode; see docs/experiments.md.
     """
     place = group_of_ranks.group_in(os.environ)
-    folder, copy_of_csv = Path(directory).absolute(), None if csv is None else Path(csv).absolute()
+    folder = Path(directory).absolute()
     size = _on_all_ranks(lambda: _group_size(ranks_per_experiment, place, folder), "wrong arguments")[0]
     listed = _listed(configurations)
     token = f"{place.token}-{len(_used)}" if place else uuid.uuid4().hex
     _used.append(folder)
     ledger = Ledger(folder, verbs.broadcast_object(token), place.index if place else process.rank() // size)
-    num_before = _open(ledger, listed, seed, resume, copy_of_csv)
+    num_before = _open(ledger, listed, seed, resume)
     group = communicators.resolve(None).direct.mpi.Split(process.rank() // size)
     with Progress(ledger, num_before, bar=progress) if chief.is_chief() else contextlib.nullcontext():
         _Group(ledger, group, train_fn, stop, place).run_all()
     results: Results = verbs.broadcast_object(ledger.results() if process.rank() == 0 else None)
-    if chief.is_chief():
-        if copy_of_csv is not None:
-            results.to_csv(copy_of_csv)
-        if progress:
-            print(results, flush=True)  # noqa: T201 - what progress=True asks for
+    if chief.is_chief() and progress:
+        print(results, flush=True)  # noqa: T201 - what progress=True asks for
     return results
 
 
@@ -158,15 +155,11 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _open(ledger: Ledger, listed: list[Any], seed: int, resume: bool, csv: Path | None) -> int:
+def _open(ledger: Ledger, listed: list[Any], seed: int, resume: bool) -> int:
     """Prepare the folder on the chief, and join; the number of experiments that had ended before. Collective."""
 
     def prepare() -> int:
-        if not chief.is_chief():
-            return 0
-        if csv is not None:
-            os.close(trusted_files.open_file(csv, os.O_WRONLY | os.O_CREAT))
-        return ledger.prepare(listed, seed, resume=resume)
+        return ledger.prepare(listed, seed, resume=resume) if chief.is_chief() else 0
 
     num_before = int(_on_all_ranks(prepare, "the sweep cannot begin")[0])
     _on_all_ranks(ledger.join, "the sweep cannot begin")
@@ -176,22 +169,15 @@ def _open(ledger: Ledger, listed: list[Any], seed: int, resume: bool, csv: Path 
     return num_before
 
 
+@dataclasses.dataclass
 class _Group:
     """The ranks that run one experiment at a time."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        group: MPI.Comm,
-        train_fn: Callable[[Any], Any],
-        stop: Stop | None,
-        place: group_of_ranks.GroupOfRanks | None,
-    ) -> None:
-        self.ledger = ledger
-        self.mpi = group
-        self.train_fn = train_fn
-        self.stop = stop
-        self.place = place
+    ledger: Ledger
+    mpi: MPI.Comm
+    train_fn: Callable[[Any], Any]
+    stop: Stop | None
+    place: group_of_ranks.GroupOfRanks | None
 
     def run_all(self) -> None:
         """Run experiments until all have ended, those of other groups too. Collective over the group."""

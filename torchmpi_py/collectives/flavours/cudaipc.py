@@ -62,7 +62,7 @@ class CudaIpc(Flavour):
         self.devices = frozenset(devices)  # type: ignore[misc]  # tests carry it out on the host
 
     def missing(self, device: str) -> str:
-        return symmetric.why_unavailable() or (gpus.why_no_ipc() if device == "cuda" else "")
+        return symmetric.unavailable_because or (gpus.why_no_ipc() if device == "cuda" else "")
 
     def refuses(self, channel: Channel) -> str:
         if channel.num_nodes > 1:

@@ -35,7 +35,7 @@ class Shared(Flavour):
     devices = frozenset({"cpu"})
 
     def missing(self, device: str) -> str:
-        return symmetric.why_unavailable()
+        return symmetric.unavailable_because
 
     def refuses(self, channel: Channel) -> str:
         return "" if channel.num_nodes == 1 else f"the communicator spreads over {channel.num_nodes} nodes"

