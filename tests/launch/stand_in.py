@@ -9,14 +9,14 @@ LAUNCHER = """
 import os, signal, sys
 from pathlib import Path
 from torchmpi_py.launch import cleanup, job as jobs, last_wait, mpirun, signals, terminal
-from torchmpi_py.launch.command import Command
+from torchmpi_py.launch.command import StarterCommand
 from torchmpi_py.launch.hosts import Host
 from torchmpi_py.launch.job_spec import JobSpec
 
 def make(folder, attempt, begin):
     environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(folder), "TORCHMPIRUN_RESTART": str(attempt)}
     command = [sys.executable, "-c", sys.argv[1], str(folder), *sys.argv[4:]]
-    return jobs.Job(Command(command, environment, {}), JobSpec(**{"grace": 0.0, **options}), folder, begin)
+    return jobs.Job(StarterCommand(command, environment, {}), JobSpec(**{"grace": 0.0, **options}), folder, begin)
 
 def hear(*_):
     os.kill(os.getpid(), signal.SIGTERM)

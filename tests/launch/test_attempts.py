@@ -11,7 +11,7 @@ import pytest
 import stand_in
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch.command import Command
+from torchmpi_py.launch.command import StarterCommand
 from torchmpi_py.launch.job import Job
 from torchmpi_py.launch.job_spec import JobSpec
 
@@ -44,7 +44,7 @@ def test_what_keeps_a_job_from_its_start_is_a_line(before, said):
 
 
 def test_a_hostfile_that_cannot_be_written(tmp_path):
-    job = Job(Command(["true"], {}, {}, hostfile="a"), JobSpec(), tmp_path / "none")
+    job = Job(StarterCommand(["true"], {}, {}, hostfile="a"), JobSpec(), tmp_path / "none")
     with pytest.raises(LaunchError, match=r"hostfile: No such file .* name another"):
         job.run()
 

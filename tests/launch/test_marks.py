@@ -10,7 +10,7 @@ import pytest
 import stand_in
 
 from torchmpi_py.launch import exit_marks, job as one_job
-from torchmpi_py.launch.command import Command
+from torchmpi_py.launch.command import StarterCommand
 from torchmpi_py.launch.hosts import Host
 from torchmpi_py.launch.job_spec import JobSpec
 
@@ -87,7 +87,7 @@ def of_two_hosts(num_ranks):
 def test_ranks_that_the_starter_leaves_are_no_success(tmp_path, no_leftovers):
     command = [sys.executable, "-c", DESERTS, RANK, str(tmp_path), "import time; time.sleep(200)"]
     environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(tmp_path)}
-    deserted = one_job.Job(Command(command, environment, {}), of_two_hosts(2), tmp_path)
+    deserted = one_job.Job(StarterCommand(command, environment, {}), of_two_hosts(2), tmp_path)
     assert deserted.run() == 1
     assert "rank 3 did not reach the end of the program" in deserted.reason
 
@@ -96,7 +96,7 @@ def test_in_an_elastic_job_a_mark_of_another_host_tells_nothing(tmp_path, no_lef
     """Where hosts share the folder: a rank there may have died, and the others have gone on without it."""
     (tmp_path / "running-2").write_text("77 another-host 0 0")
     environment = os.environ | {"TORCHMPIRUN_JOB_DIR": str(tmp_path)}
-    ended = one_job.Job(Command(["true"], environment, {}), of_two_hosts(3), tmp_path)
+    ended = one_job.Job(StarterCommand(["true"], environment, {}), of_two_hosts(3), tmp_path)
     assert (ended.run(), ended.reason) == (0, "")
 
 

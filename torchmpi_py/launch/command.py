@@ -47,7 +47,7 @@ _NETWORKS = Path("/sys/class/net")
 
 
 @dataclass(frozen=True)
-class Command:
+class StarterCommand:
     """What is executed for an attempt; --dry-run prints it."""
 
     words: list[str]
@@ -58,7 +58,7 @@ class Command:
     hands_input: bool = False  # rank 0 gets the standard input from torchmpirun, and not from the starter
 
 
-def build(spec: JobSpec, folder: Path, attempt: int = 0) -> Command:
+def build(spec: JobSpec, folder: Path, attempt: int = 0) -> StarterCommand:
     """The command of an attempt, whose files go to the ``folder``. Writes nothing."""
     hostfile = folder / "hostfile" if spec.hosts else None
     num_here = hosts.num_ranks_on_busiest(spec.hosts, spec.num_ranks)
@@ -80,7 +80,7 @@ def build(spec: JobSpec, folder: Path, attempt: int = 0) -> Command:
     # No option and no batch system can place rank 0 on another host.
     hands_input = terminal.has_input() and not (spec.hosts or spec.mpi_args or spec.has_srun)
     words = starter_words(spec, hostfile, reaching, no_input=hands_input or not terminal.has_input())
-    return Command(
+    return StarterCommand(
         [spec.starter, *words, *rank_words(spec)],
         inherited | added,
         added,

@@ -40,7 +40,7 @@ from typing import Any
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import cleanup, exit_marks, handed_input, terminal
 from torchmpi_py.launch.cleanup import GRACE_SECONDS, Guardian
-from torchmpi_py.launch.command import Command
+from torchmpi_py.launch.command import StarterCommand
 from torchmpi_py.launch.deaths import Death, Lookout
 from torchmpi_py.launch.job_spec import JobSpec
 from torchmpi_py.launch.last_wait import LastWait
@@ -84,7 +84,7 @@ def new_folder() -> tempfile.TemporaryDirectory[str]:
 class Job:
     """One run of a starter and everything it starts."""
 
-    command: Command
+    command: StarterCommand
     spec: JobSpec
     folder: Path
     begin: float = field(default_factory=time.monotonic)  # of the first attempt
@@ -100,6 +100,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self._remains = cleanup.Remains(self.folder)
+        self._failure_grace = FAILURE_GRACE_SECONDS + TRACE_SECONDS * bool(self.spec.profile)
 
     @property
     def is_late(self) -> bool:
@@ -167,8 +168,7 @@ class Job:
             # A rank has failed, or all have left, and the starter does not end the job; or the ranks hang at their end.
             failed_seconds = self._failed_for()
             hang = "" if failed_seconds else self._last_wait.look()
-            grace_seconds = FAILURE_GRACE_SECONDS + TRACE_SECONDS * (self.spec.profile is not None)
-            if failed_seconds > grace_seconds or self._last_wait.is_starter_alone or hang:
+            if failed_seconds > self._failure_grace or self._last_wait.is_starter_alone or hang:
                 self._end(signal.SIGTERM, None if self.spec.vendor.stop_signals else FAILURE_GRACE_SECONDS)
             if hang:
                 self.reason, self.was_ended = hang, True  # a restart would repeat a program that is over

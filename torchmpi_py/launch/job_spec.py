@@ -83,11 +83,7 @@ def read(options: argparse.Namespace, words: list[str], environment: Mapping[str
         raise LaunchError(f"--interface {options.interface}: this host has {', '.join(sorted(here))}; name one of them")
     elastic, most = options.elastic and bool(vendor.elastic), options.max_restarts or 0
     if options.elastic and not elastic:
-        most = _MOST_RESTARTS_FOR_ELASTIC if options.max_restarts is None else most
-        say(
-            f"{vendor.name} has nothing for --elastic (no ULFM; Open MPI 5 has it): a death will restart the job from "
-            f"its last checkpoint, at most {most} time{'s' * (most != 1)} (--max-restarts)"
-        )
+        most = _restarts_in_place_of_elastic(vendor, options.max_restarts)
     same = {each.name: getattr(options, each.name) for each in fields(JobSpec) if each.name in options}
     return JobSpec(
         **same
@@ -104,6 +100,15 @@ def read(options: argparse.Namespace, words: list[str], environment: Mapping[str
             "text": _text(words, options),
         }
     )
+
+
+def _restarts_in_place_of_elastic(vendor: Vendor, wanted: int | None) -> int:
+    most = _MOST_RESTARTS_FOR_ELASTIC if wanted is None else wanted
+    say(
+        f"{vendor.name} has nothing for --elastic (no ULFM; Open MPI 5 has it): a death will restart the job from its "
+        f"last checkpoint, at most {most} time{'s' * (most != 1)} (--max-restarts)"
+    )
+    return most
 
 
 def _variables(pairs: list[str], environment: Mapping[str, str]) -> dict[str, str]:
