@@ -7,7 +7,7 @@ import pytest
 from support import jobs
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import __main__ as launcher, hosts, mpirun, wrap
+from torchmpi_py.launch import __main__ as launcher, allocation, mpirun, wrap
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -197,13 +197,13 @@ def test_everything_after_the_program_is_the_programs():
 def test_options_of_torchrun():
     assert launcher.parse(["--nproc_per_node=3", "a.py", "--nnodes"]).program == ["a.py", "--nnodes"]
     options = launcher.parse(["--nproc-per-node", "3", "--module", "a"])
-    assert launcher.hosts.num_ranks_as_torchrun(options, {}) == 3
+    assert (options.ranks_per_host, options.as_module) == (3, True)
+    here, several = (allocation.place(None, text, None, {}) for text in ("a:2", "a:4,b:4"))
+    assert allocation.num_ranks_as_torchrun(3, None, here) == 3
     with pytest.raises(LaunchError, match="both number the ranks"):
-        launcher.hosts.num_ranks_as_torchrun(launcher.parse(["-n", "2", "--nproc-per-node", "3", "a.py"]), {})
-    several = launcher.parse(["--hosts", "a:4,b:4", "--nproc-per-node", "4", "a.py"])
-    for named, environment in ((several, {}), (options, {"SLURM_JOB_NUM_NODES": "2"})):
-        with pytest.raises(LaunchError, match=r"there are several; .*--hosts a:"):
-            launcher.hosts.num_ranks_as_torchrun(named, environment)
+        allocation.num_ranks_as_torchrun(3, 2, here)
+    with pytest.raises(LaunchError, match=r"there are several; write --hosts a:4,b:4"):
+        allocation.num_ranks_as_torchrun(4, None, several)
 
 
 def test_options_of_mpirun():
@@ -245,14 +245,6 @@ def test_arguments_are_quoted_where_a_starter_would_interpret_them():
         assert ":" not in command
         assert ("--bind-to" in command) is (vendor.name != "openmpi")
         assert wrap.parse(command).program == words
-
-
-def test_default_number_of_ranks():
-    named = hosts.parse_hosts("a:3,b:2")
-    assert hosts.default_num_ranks(named, {"CUDA_VISIBLE_DEVICES": "0", "SLURM_NTASKS": "4"}) == 5
-    assert hosts.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": "0,1,2", "SLURM_NTASKS": "8"}) == 8
-    assert hosts.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": "0,1,2"}) == 3
-    assert hosts.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": ""}) == launcher.topology.num_usable_cores()
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from pathlib import Path
 from torchmpi_py import trusted_files
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import (
+    allocation,
     binding,
     group_jobs,
     host_check,
@@ -151,18 +152,18 @@ def plan(
     attempt: int = 0,
 ) -> JobPlan:
     """The job that the options describe; its ``folder`` is only named here."""
-    named = hosts.named_hosts(options, environment)
-    num_ranks = options.num_ranks or hosts.default_num_ranks(named, environment)
+    placed = allocation.place(options.num_ranks, options.hosts, options.hostfile, environment)
+    named, num_ranks, agent = placed.hosts, placed.num_ranks, options.launch_agent or placed.agent
     if num_ranks > surroundings.MOST_RANKS:
         raise LaunchError(
             f"{num_ranks} ranks are too many: write -n, or fewer slots (at most {surroundings.MOST_RANKS})"
         )
-    hostfile = folder / "hostfile" if named else None
+    hostfile = folder / "hostfile" if named and placed.system != "Slurm" else None
     num_here = hosts.num_ranks_on_busiest(named, num_ranks)
     surroundings.raise_open_files(num_here)
     busy = len(named) > 1 or num_here >= topology.num_usable_cores()
     has_srun = "SLURM_JOB_ID" in environment  # in place of ssh
-    with_ssh = bool(named) and not (options.launch_agent or has_srun)
+    with_ssh = bool(named) and not (agent or has_srun)
     inherited, given = inherited_environment(environment), given_environment(options.env, environment)
     starters = None if mpirun.has_folder(vendor, program, options.mpi_args, inherited | given) else folder
     is_root = os.geteuid() == 0
@@ -174,6 +175,7 @@ def plan(
     added |= library
     added = {name: value for name, value in added.items() if name == vendor.hostfile_variable or name not in inherited}
     record = variables.record_for_ranks([(host.name, host.num_slots) for host in named], folder)
+    added |= allocation.slurm_layout(named, environment)
     added |= {"TORCHMPIRUN_JOB_DIR": str(folder), "TORCHMPIRUN_RESTART": str(attempt), variables.RECORD: record}
     added |= {name: value for name, value in given.items() if inherited.get(name) != value}
     reaching = sorted({*given, *(name for name in inherited | added if name.startswith(_FORWARDED))})
@@ -183,13 +185,12 @@ def plan(
         num_ranks=num_ranks,
         hostfile=hostfile,
         forward=tuple(reaching),
-        agent=options.launch_agent,
+        agent=agent,
         elastic=options.elastic,
         no_input=hands_input or not terminal.has_input(),
         extra=tuple(options.mpi_args),
     )
-    text = hosts.render(named, vendor.hostfile_line)
-    command = [program, *starter, *wrapped(options, vendor)]
+    text, command = hosts.render(named, vendor.hostfile_line), [program, *starter, *wrapped(options, vendor)]
     return JobPlan(num_ranks, command, inherited | added, added, hostfile, text, named, tuple(reaching), hands_input)
 
 
@@ -269,8 +270,11 @@ def run_attempts(
 
     ``num_before``: how many attempts another torchmpirun has made before, of a group that is started again.
     """
-    if vendor.shared_bytes and not hosts.named_hosts(options, os.environ):
-        check_shared_memory(vendor, options.num_ranks or hosts.default_num_ranks((), os.environ))
+    placed = allocation.place(options.num_ranks, options.hosts, options.hostfile, os.environ)
+    for note in placed.notes if options.group is None and vendor.name != "srun" else ():  # which spreads the ranks
+        say(note)
+    if vendor.shared_bytes and not placed.hosts:
+        check_shared_memory(vendor, placed.num_ranks)
 
     attempts: list[Job] = []
 
@@ -318,7 +322,7 @@ def inquiry(options: argparse.Namespace, vendor: Vendor, program: str) -> host_c
     reaching = tuple(name for name in chosen.forwarded if name.startswith(_CHECKED))
     files = [program] + ([] if options.as_module else [os.path.abspath(word) for word in options.program[:1]])
     return host_check.Inquiry(
-        tuple(host.name for host in chosen.hosts) or host_check.nodes_of_allocation(os.environ),
+        tuple(host.name for host in chosen.hosts) or allocation.slurm_nodes(os.environ),
         chosen.environment,
         reaching,
         tuple(files),
@@ -369,8 +373,10 @@ def main(argv: list[str] | None = None) -> int:
         surroundings.check_folder()
         if options.check or options.version or options.template:
             return answer(options)
+        allocation.check(os.environ)
         if options.ranks_per_host:
-            options.num_ranks = hosts.num_ranks_as_torchrun(options, os.environ)
+            placed = allocation.place(None, options.hosts, options.hostfile, os.environ)
+            options.num_ranks = allocation.num_ranks_as_torchrun(options.ranks_per_host, options.num_ranks, placed)
         if not (options.as_module or options.dry_run):
             check_program(options.program[0])
         if options.private:

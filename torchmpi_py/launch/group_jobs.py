@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import binding, child_python, exit_marks, host_check, hosts, topology, variables
+from torchmpi_py.launch import allocation, binding, child_python, exit_marks, host_check, hosts, topology, variables
 from torchmpi_py.launch.cleanup import Guardian
 from torchmpi_py.launch.hosts import Host
 from torchmpi_py.launch.job import STARTING_SECONDS, TIMEOUT_CODE, die_with_parent, new_folder
@@ -207,16 +207,13 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
     if options.max_restarts is not None or options.elastic:
         given = "--elastic" if options.elastic else "--max-restarts"
         raise LaunchError(f"--groups starts a failed group again, without {given}; leave out {given}")
-    named = hosts.named_hosts(options, os.environ)
-    nodes = host_check.nodes_of_allocation(os.environ)
-    if not named and len(nodes) > 1:
-        hint = ",".join(f"{node}:SLOTS" for node in nodes)
-        raise LaunchError(f"--groups on several nodes of Slurm: name the nodes and their slots, --hosts {hint}")
-    num_ranks = options.num_ranks or hosts.default_num_ranks(named, os.environ)
+    placed = allocation.place(options.num_ranks, options.hosts, options.hostfile, os.environ)
+    if placed.system == "Slurm":
+        raise LaunchError(f"--groups on several nodes of Slurm: write --hosts {','.join(map(str, placed.hosts))}")
     ends_at = None if options.timeout is None else time.monotonic() + options.timeout
     folder = new_folder()
     with Guardian(folder.name), folder, Signals() as signals:
-        groups = divide(options.groups, num_ranks, named, os.environ, folder.name)
+        groups = divide(options.groups, placed.num_ranks, placed.hosts, os.environ, folder.name)
         return _wait([_GroupJob(replace(group, ends_at=ends_at), words) for group in groups], signals)
 
 

@@ -16,20 +16,14 @@ _OF_TORCHRUN = dict.fromkeys(
 ) | {"nnodes": "leave it away on one host; else name the hosts and their ranks: --hosts a:4,b:4, or --hostfile"}
 """Options of torchrun that have no meaning here, and what to write. ``--nproc-per-node`` is ``-n`` on one host."""
 _NONE = "there is none; leave it away"
+_OF_TORCHRUN |= dict.fromkeys(("monitor-interval", "start-method", "role", "event-log-handler", "local-addr"), _NONE)
+_OF_TORCHRUN |= dict.fromkeys(("logs-specs", "duplicate-stdout-filters", "duplicate-stderr-filters"), _NONE)
 _OF_TORCHRUN |= {
-    "monitor-interval": _NONE,
-    "start-method": _NONE,
-    "role": _NONE,
-    "event-log-handler": _NONE,
-    "local-addr": _NONE,
-    "logs-specs": _NONE,
     "no-python": "the program is a Python file, or a module after -m",
     "run-path": "leave it away: every program is run so",
     "redirects": "write --log-dir DIRECTORY",
     "tee": "write --log-dir DIRECTORY, or nothing: all ranks are shown",
     "local-ranks-filter": "write --log-dir DIRECTORY, which shows rank 0 alone",
-    "duplicate-stdout-filters": _NONE,
-    "duplicate-stderr-filters": _NONE,
     "numa-binding": "leave it away: --bind core is the default, and --bind numa or socket are there",
     "signals-to-handle": "write --grace SECONDS, the time that ranks have after a signal",
     "shutdown-timeout": "write --grace SECONDS",
@@ -128,9 +122,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("-n", "-np", dest="num_ranks", type=_RANKS, metavar="N", help="ranks; default: slots; SLURM; GPUs; cores")
+    add("-n", "-np", dest="num_ranks", type=_RANKS, metavar="N", help="ranks; default: slots; tasks; GPUs; cores")
     add("--hostfile", type=Path, metavar="F", help="lines of `host`, `host:4` or `host slots=4`")
-    add("--hosts", metavar="a:2,b:2", help="the same on the command line; default: those of PBS, LSF or Slurm")
+    add("--hosts", metavar="a:2,b:2", help="the same on the command line; default: the batch system's")
     add("--bind", choices=("core", "numa", "socket", "none"), default="core", help="what each rank gets: its own cores "
         "(default), all cores of its NUMA node or of its socket, or all cores")  # fmt: skip
     add("--log-dir", type=Path, metavar="D", help="each rank's output in D/rank-R.log; rank 0's is shown as well")

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import hosts
+from torchmpi_py.launch import allocation
 
 _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000  # of unshare(2); os.unshare is Python 3.12's
 _SET_FLAGS, _UP = 0x8914, 1  # of an interface
@@ -28,7 +28,7 @@ _REMEDY = (
 
 def check(options: argparse.Namespace, environment: Mapping[str, str]) -> None:
     """LaunchError if the job needs a network: for other hosts, or for srun, which asks Slurm's controller."""
-    named = [host.name for host in hosts.named_hosts(options, environment)]
+    named = [host.name for host in allocation.place(1, options.hosts, options.hostfile, environment).hosts]
     if named or options.mpi == "srun" or environment.get("SLURM_JOB_NUM_NODES", "1") != "1":
         raise LaunchError(
             f"--private is for jobs of this host alone, without a network; found {', '.join(named) or 'Slurm'}: leave "
