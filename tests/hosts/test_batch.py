@@ -10,7 +10,7 @@ import testbed
 from support.jobs import script, until
 
 import torchmpi_py
-from torchmpi_py.launch import ready_scripts
+from torchmpi_py.launch import ready_scripts, topology
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SECONDS = 360  # of which Slurm takes 120 before it starts a job again
@@ -118,3 +118,42 @@ def test_check_in_an_allocation_asks_through_slurm(slurm):
     done = slurm.run("nodea", words, cwd=testbed.ROOT, env=bed_environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("2 hosts answer, and have the same: ")
+
+
+WHERE = (
+    "import socket\nfrom mpi4py import MPI\nnames = MPI.COMM_WORLD.gather(socket.gethostname())\nprint(*names or ())"
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words", "counts", "said"),
+    [
+        ("", [], "cores cores", "torchmpirun: {all} ranks: one for each core of the 2 hosts of Slurm's job\n"),
+        ("--ntasks-per-node=1", [], "1 1", ""),
+        ("", ["--hosts", "nodea:1,nodeb:3"], "1 3", ""),  # Open MPI alone makes 2 and 2 of that
+        ("", ["-n", "1"], "1 0", "torchmpirun: Slurm's job has hosts without a rank (nodeb); leave out -n "),
+    ],
+)
+def test_ranks_fill_the_nodes_of_an_allocation(slurm, asked, words, counts, said):
+    (slurm.shared / "where.py").write_text(WHERE)
+    line = ["salloc", "--quiet", "--exclusive", "--nodelist=nodea,nodeb", *asked.split()]
+    done = slurm.run(
+        "nodea", [*line, sys.executable, "-m", "torchmpi_py.launch", *words, str(slurm.shared / "where.py")]
+    )
+    cores = topology.num_usable_cores()
+    expected = [int(count.replace("cores", str(cores))) for count in counts.split()]
+    names = done.stdout.split()
+    assert (done.returncode, [names.count(host) for host in ("nodea", "nodeb")]) == (0, expected), done.stderr
+    assert done.stderr.startswith(said.format(all=2 * cores)) if said else done.stderr == ""
+
+
+def test_starts_in_slurm_that_are_refused(slurm):
+    command = [sys.executable, "-m", "torchmpi_py.launch", "x.py"]
+    done = slurm.run("nodea", ["srun", "--quiet", "--nodelist=nodea,nodeb", "--ntasks=2", "--input=none", *command])
+    assert (
+        done.stderr.count("torchmpirun: srun has started torchmpirun 2 times, and it starts all ranks; call it once")
+        == 2
+    )
+    assert done.returncode == 2
+    done = slurm.run("nodea", ["salloc", "--quiet", "--nodes=1", ":", "--nodes=1", *command])
+    assert (done.returncode, "heterogeneous job of Slurm" in done.stderr) == (2, True)

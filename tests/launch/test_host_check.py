@@ -9,7 +9,7 @@ import pytest
 from support import jobs
 
 import torchmpi_py
-from torchmpi_py.launch import __main__ as launcher, host_check, host_facts, job_spec, mpirun
+from torchmpi_py.launch import __main__ as launcher, allocation, host_check, host_facts, job_spec, mpirun
 from torchmpi_py.launch.host_check import Inquiry
 
 pytestmark = [pytest.mark.timeout(320), jobs.needs_mpi]
@@ -204,8 +204,8 @@ def test_in_an_allocation_hosts_are_asked_through_srun(tmp_path):
     for name, text in (("srun", ""), ("scontrol", 'echo "$3" | tr + "\\n"')):
         jobs.script(tmp_path, f"#!/bin/sh\n{text}\n", name)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a[1]b[2]+c"}
-    assert host_check.nodes_of_allocation(environment) == ("a[1]b[2]", "c")
-    assert host_check.nodes_of_allocation({"SLURM_JOB_NODELIST": "n[08-10],m"}) == ("n08", "n09", "n10", "m")
+    assert allocation.slurm_nodes(environment) == ("a[1]b[2]", "c")
+    assert allocation.slurm_nodes({"SLURM_JOB_NODELIST": "n[08-10],m"}) == ("n08", "n09", "n10", "m")
     command = Inquiry((), environment).command("nowhere.invalid")
     assert command[0] == str(tmp_path / "srun")
     assert "--nodelist=nowhere.invalid" in command

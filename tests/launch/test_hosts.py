@@ -1,4 +1,4 @@
-"""Hosts of the command line, of a hostfile and of a batch system; what of them the MPIs are told."""
+"""Hosts of the command line and of a hostfile; what of them the MPIs are told."""
 
 import pytest
 
@@ -13,16 +13,16 @@ def test_every_usual_form_in_one_file(tmp_path):
     path = tmp_path / "hosts"
     path.write_text(
         "# a cluster\n\nalpha\nbeta slots=4 # fat\n  gamma:2\ndelta slots = 3 max_slots=8\n"
-        "10.0.0.1:2\n[fe80::1]:2\nalpha\n"
+        "10.0.0.1:2\n[fe80::1]:2\nalpha\nsge.x 3 all.q@sge.x UNDEFINED\n"
     )
-    expected = [("alpha", 2), ("beta", 4), ("gamma", 2), ("delta", 3), ("10.0.0.1", 2), ("fe80::1", 2)]
+    expected = [("alpha", 2), ("beta", 4), ("gamma", 2), ("delta", 3), ("10.0.0.1", 2), ("fe80::1", 2), ("sge.x", 3)]
     assert hosts.read_hostfile(path) == tuple(Host(*each) for each in expected)
     assert hosts.parse_hosts("a:2, b,a.b.c:3") == (Host("a", 2), Host("b", 1), Host("a.b.c", 3))
 
 
 def test_a_bad_line_is_named_with_its_place(tmp_path):
     path = tmp_path / "hosts"
-    for line in ("a b", "a:", "a:x", "a slots=", "a:0", "-a", "a slots=2 color=red", "a;rm"):
+    for line in ("a b", "a:", "a:x", "a slots=", "a:0", "-a", "a slots=2 color=red", "a 2 all.q", "a;rm"):
         path.write_text(f"good\n{line}\n")
         with pytest.raises(LaunchError, match="hosts:2: '"):
             hosts.read_hostfile(path)
@@ -59,22 +59,3 @@ def test_busiest_host():
 def test_gpus_that_cuda_is_told_of():
     numbers = {"0,1,3": 3, "": 0, "-1": 0, "0,-1,2": 1, "GPU-1a,GPU-2b": 2}
     assert {visible: hosts.num_gpus({"CUDA_VISIBLE_DEVICES": visible}) for visible in numbers} == numbers
-
-
-def test_hosts_of_pbs_and_lsf(tmp_path):
-    (tmp_path / "nodes").write_text("a.x\na.x\nb.x\nb.x\nb.x\n")
-    found = (Host("a.x", 2), Host("b.x", 3))
-    assert hosts.allocated({"PBS_NODEFILE": str(tmp_path / "nodes")}) == found
-    assert hosts.allocated({"LSB_DJOB_HOSTFILE": str(tmp_path / "nodes"), "LSB_MCPU_HOSTS": "c 9"}) == found
-    assert hosts.allocated({"LSB_MCPU_HOSTS": "a.x 2 b.x 3"}) == found
-    assert hosts.allocated({"LSB_MCPU_HOSTS": "", "PBS_NODEFILE": ""}) == ()
-    with pytest.raises(LaunchError, match="LSB_MCPU_HOSTS='a 2 b' is no list"):
-        hosts.allocated({"LSB_MCPU_HOSTS": "a 2 b"})
-
-
-@pytest.mark.parametrize("name", ["PBS_NODEFILE", "LSB_DJOB_HOSTFILE"])
-def test_a_file_of_a_batch_system_that_cannot_be_read(tmp_path, name):
-    (tmp_path / "empty").touch()
-    for file, problem in (("missing", "No such file"), ("empty", "names no host")):
-        with pytest.raises(LaunchError, match=f"^{name} .*{file}.* {problem}.*; unset {name}, or .*--hosts"):
-            hosts.allocated({name: str(tmp_path / file)})

@@ -9,7 +9,7 @@ import pytest
 from support import jobs
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import __main__ as launcher, command, hosts, job_spec, mpirun, wrap
+from torchmpi_py.launch import __main__ as launcher, command, job_spec, mpirun, wrap
 from torchmpi_py.launch.job_spec import JobSpec
 
 pytestmark = pytest.mark.timeout(60)
@@ -226,9 +226,8 @@ def test_options_of_torchrun():
     assert spec_of("--nproc-per-node", "3").num_ranks == 3
     with pytest.raises(LaunchError, match="both number the ranks"):
         spec_of("-n", "2", "--nproc-per-node", "3")
-    for words, environment in (("--hosts", "a:4,b:4"), {}), ((), {"SLURM_JOB_NUM_NODES": "2"}):
-        with pytest.raises(LaunchError, match=r"there are several; .*--hosts a:"):
-            spec_of(*words, "--nproc-per-node", "4", environment=environment)
+    with pytest.raises(LaunchError, match=r"there are several; write --hosts a:4,b:4"):
+        spec_of("--hosts", "a:4,b:4", "--nproc-per-node", "4")
 
 
 def test_options_of_mpirun():
@@ -270,14 +269,6 @@ def test_arguments_are_quoted_where_a_starter_would_interpret_them():
         assert ":" not in made
         assert ("--bind-to" in made) is (vendor.name != "openmpi")
         assert wrap.parse(made).program == list(words)
-
-
-def test_default_number_of_ranks():
-    named = hosts.parse_hosts("a:3,b:2")
-    assert hosts.default_num_ranks(named, {"CUDA_VISIBLE_DEVICES": "0", "SLURM_NTASKS": "4"}) == 5
-    assert hosts.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": "0,1,2", "SLURM_NTASKS": "8"}) == 8
-    assert hosts.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": "0,1,2"}) == 3
-    assert hosts.default_num_ranks((), {"CUDA_VISIBLE_DEVICES": ""}) == command.topology.num_usable_cores()
 
 
 @pytest.mark.parametrize(

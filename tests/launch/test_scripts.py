@@ -3,6 +3,7 @@
 import os
 import shlex
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -74,7 +75,7 @@ SRUN = """\
 while [[ $1 == -* ]]; do echo "option $1"; shift; done
 exec {starter} "$@"
 """
-SCONTROL = "#!/bin/sh\necho scontrol $*\n"
+SCONTROL = "#!/bin/sh\necho scontrol $*\nexit {code}\n"
 # Rank 0 agrees with rank 1 to end, or is killed by the same signal, or fails.
 ENDS = """
 import os, signal, sys
@@ -103,22 +104,40 @@ def start(words, tmp_path, **environment):
 
 
 @needs_mpi
-@pytest.mark.parametrize(("how", "is_queued_again"), [("agree", True), ("kill", False), ("return", False)])
-def test_slurm_queues_again_only_what_has_saved(tmp_path, how, is_queued_again):
+@pytest.mark.parametrize(
+    ("how", "is_queued_again", "code"),
+    [("agree", True, 0), ("agree", True, 1), ("kill", False, 0), ("return", False, 0)],
+)
+def test_slurm_queues_again_only_what_has_saved(tmp_path, how, is_queued_again, code):
     jobs.write(tmp_path, ENDS)
     spec = JobSpec(vendor=VENDOR, starter=PROGRAM, num_ranks=2)
     settings = dict(command.build(spec, tmp_path).added)
     starter = [PROGRAM, *command.starter_words(spec, forwarded=["MPI4PY_LIBMPI", "PYTHONPATH"])]
     jobs.script(tmp_path, SRUN.format(starter=shlex.join(starter)), "srun")
-    jobs.script(tmp_path, SCONTROL, "scontrol")
+    jobs.script(tmp_path, SCONTROL.format(code=code), "scontrol")
     settings |= {"SLURM_JOB_ID": "77", "SRUN_MPI": "pmi9", "TMPDIR": str(tmp_path)}
     before = set(os.listdir(tmp_path))
     job = start(["bash", printed("slurm", tmp_path), "program.py", how, "a b"], tmp_path, **settings)
     assert "option --mpi=pmi9\n" in job.stdout
     assert [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)] == [f"['{how}', 'a b']"] * 2
     assert ("\nscontrol requeue 77\n" in job.stdout) is is_queued_again
-    assert (job.returncode == 0) is (how == "return")
+    assert job.stderr.count("job 77 is not queued again, because scontrol failed; submit it again") == code
+    assert (job.returncode in (0, code)) is (how == "return")  # and never the code of scontrol
     assert {name for name in set(os.listdir(tmp_path)) - before if name.startswith("tmp.")} == set()
+
+
+def test_slurms_script_without_the_package_and_ended_by_a_signal(tmp_path):
+    script, bare = printed("slurm", tmp_path), {"PYTHON": "python", "PYTHONPATH": "", "TMPDIR": str(tmp_path)}
+    jobs.script(tmp_path, f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n', "python")
+    job = start(["bash", script, "program.py"], tmp_path, **bare)
+    assert job.returncode == 1
+    assert job.stderr.endswith(
+        " has no torchmpi_py; install it there, or name another Python: PYTHON=.venv/bin/python sbatch ...\n"
+    )
+    jobs.script(tmp_path, "#!/bin/sh\nls $TMPDIR/tmp.*\nkill $PPID\n", "srun")
+    job = start(["bash", script, "program.py"], tmp_path, TMPDIR=str(tmp_path))
+    assert (job.returncode, job.stdout.count("tmp.")) == (-signal.SIGTERM, 1)
+    assert list(tmp_path.glob("tmp.*")) == []
 
 
 @needs_mpi

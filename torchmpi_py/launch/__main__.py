@@ -20,6 +20,7 @@ from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import (
+    allocation,
     checks,
     command,
     group_jobs,
@@ -80,7 +81,7 @@ def inquiry(spec: JobSpec) -> host_check.Inquiry:
     made = command.build(spec, Path(os.devnull))
     files = [spec.starter] + ([] if spec.as_module else [os.path.abspath(word) for word in spec.program[:1]])
     return host_check.Inquiry(
-        tuple(host.name for host in spec.hosts) or host_check.nodes_of_allocation(spec.environment),
+        tuple(host.name for host in spec.hosts) or allocation.slurm_nodes(spec.environment),
         made.environment,
         tuple(name for name in made.forwarded if name.startswith(_CHECKED)),
         tuple(files),
@@ -134,7 +135,10 @@ def start(words: list[str]) -> int:
     checks.check_working_folder()
     if options.check or options.version or options.template:
         return answer(options, words)
+    allocation.check(os.environ)
     spec = job_spec.read(options, words, os.environ)
+    for note in spec.notes:
+        say(note)
     if options.private:
         private.check(spec)
     if options.dry_run:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import (
+    allocation,
     binding,
     group_of_ranks,
     hosts,
@@ -60,7 +61,7 @@ class StarterCommand:
 
 def build(spec: JobSpec, folder: Path, attempt: int = 0) -> StarterCommand:
     """The command of an attempt, whose files go to the ``folder``. Writes nothing."""
-    hostfile = folder / "hostfile" if spec.hosts else None
+    hostfile = folder / "hostfile" if spec.hosts and spec.system != "Slurm" else None
     num_here = hosts.num_ranks_on_busiest(spec.hosts, spec.num_ranks)
     surroundings.raise_open_files(num_here)
     inherited = inherited_environment(spec.environment)
@@ -70,6 +71,7 @@ def build(spec: JobSpec, folder: Path, attempt: int = 0) -> StarterCommand:
     settings = {name: value for name, value in settings.items() if name not in inherited}  # the user's own wins
     if hostfile is not None and spec.vendor.hostfile_variable:
         settings[spec.vendor.hostfile_variable] = str(hostfile)
+    settings |= allocation.slurm_layout(spec.hosts, spec.environment)
     settings |= {
         "TORCHMPIRUN_JOB_DIR": str(folder),
         "TORCHMPIRUN_RESTART": str(spec.restart + attempt),
@@ -84,7 +86,7 @@ def build(spec: JobSpec, folder: Path, attempt: int = 0) -> StarterCommand:
         [spec.starter, *words, *rank_words(spec)],
         inherited | added,
         added,
-        hosts.render(spec.hosts, spec.vendor.hostfile_line),
+        hosts.render(spec.hosts, spec.vendor.hostfile_line) if hostfile is not None else "",
         tuple(reaching),
         hands_input,
     )

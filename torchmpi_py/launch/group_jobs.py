@@ -158,10 +158,8 @@ class _GroupJob:
 
 def run(spec: JobSpec, count: int) -> int:
     """Run the groups' jobs to their end; the exit code of the first that fails for good, else 0."""
-    nodes = host_check.nodes_of_allocation(spec.environment)
-    if not spec.hosts and len(nodes) > 1:
-        hint = ",".join(f"{node}:SLOTS" for node in nodes)
-        raise LaunchError(f"--groups on several nodes of Slurm: name the nodes and their slots, --hosts {hint}")
+    if spec.system == "Slurm":
+        raise LaunchError(f"--groups on several nodes of Slurm: write --hosts {','.join(map(str, spec.hosts))}")
     ends_at = None if spec.timeout is None else time.monotonic() + spec.timeout
     folder = new_folder()
     with Guardian(folder.name), folder, Signals() as signals:

@@ -93,18 +93,6 @@ def is_this_host(host: str) -> bool:
     return False
 
 
-def nodes_of_allocation(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Hosts of Slurm's allocation; none outside."""
-    names = environment.get("SLURM_JOB_NODELIST", "")
-    if found := variables.nodes(names):
-        return tuple(found)
-    scontrol = shutil.which("scontrol", path=environment.get("PATH"))
-    if not names or scontrol is None:
-        return ()
-    shown = subprocess.run([scontrol, "show", "hostnames", names], capture_output=True, text=True, check=False)
-    return tuple(shown.stdout.split())
-
-
 def ask(inquiry: Inquiry, host: str) -> dict[str, Any] | str:
     """What a host has (`host_facts.facts`, and `findings`); else why there is no answer, with the remedy."""
     code, errors = 0, ""

@@ -1,17 +1,17 @@
 """Hosts and slots: read every usual form, write the one an MPI wants.
 
-A *slot* is room for one rank. A hostfile has one host a line, in any of three forms that people carry from one MPI to
-another, and everything after ``#`` is a comment::
+A *slot* is room for one rank. A hostfile has one host a line, in any of four forms that people carry from one MPI or
+batch system to another, and everything after ``#`` is a comment::
 
     alpha
     beta slots=4        # Open MPI
     gamma:4             # MPICH, Intel MPI
+    delta 4 all.q@delta UNDEFINED   # Grid Engine
 
 A host named several times has the sum of its slots, as `a`, `a` means two ranks in a file made by a batch system.
-PBS and LSF name such a file, or the hosts themselves, in a variable (`allocated`).
 """
 
-import argparse
+import contextlib
 import os
 import re
 import shutil
@@ -22,11 +22,10 @@ from pathlib import Path
 
 from torchmpi_py import trusted_files
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import topology, variables
 
 _FORM = re.compile(
     r"""(?P<name> \[[0-9A-Fa-f:.]+\] | [A-Za-z0-9_][\w.-]*(?:@[\w.-]+)? )   # a name, or an IPv6 address in brackets
-        (?: :(?P<colon>\d{1,18}) | \s+slots\s*=\s*(?P<slots>\d{1,18}) )?
+        (?: :(?P<colon>\d{1,18}) | \s+slots\s*=\s*(?P<slots>\d{1,18}) | \s+(?P<number>\d{1,18})\s+\S+\s+\S+ )?
         (?: \s+max[-_]slots\s*=\s*\d+ )? """,
     re.VERBOSE,
 )
@@ -51,7 +50,7 @@ def parse_host(text: str, where: str) -> Host:
     match = _FORM.fullmatch(text.strip())
     if match is None:
         raise LaunchError(f"{where}: {text.strip()!r} is not a host; write `name`, `name:4` or `name slots=4`")
-    num_slots = int(match["colon"] or match["slots"] or 1)
+    num_slots = int(match["colon"] or match["slots"] or match["number"] or 1)
     if num_slots < 1:
         raise LaunchError(f"{where}: {text.strip()!r} leaves no room for a rank; drop the host, or give it a slot")
     return Host(match["name"].strip("[]"), num_slots)
@@ -75,18 +74,6 @@ def read_hostfile(path: Path, option: str = "--hostfile", remedy: str = "") -> t
     if not hosts:
         raise LaunchError(f"{option} {path} names no host{remedy}")
     return hosts
-
-
-def allocated(environment: Mapping[str, str]) -> tuple[Host, ...]:
-    """Hosts that PBS or LSF has given to this job; none elsewhere. Slurm's are the affair of the MPI's starter."""
-    for name in ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE"):
-        if path := environment.get(name):
-            return read_hostfile(Path(path), name, f"; unset {name}, or name the hosts with --hosts or --hostfile")
-    words = environment.get("LSB_MCPU_HOSTS", "").split()
-    if len(words) % 2:
-        raise LaunchError(f"LSB_MCPU_HOSTS={' '.join(words)!r} is no list of hosts, each with a number; unset it")
-    pairs = zip(words[::2], words[1::2], strict=True)
-    return merge(parse_host(f"{name}:{slots}", "LSB_MCPU_HOSTS") for name, slots in pairs)
 
 
 def merge(hosts: Iterable[Host]) -> tuple[Host, ...]:
@@ -130,49 +117,13 @@ def num_gpus(environment: Mapping[str, str]) -> int:
     driver = Path("/proc/driver/nvidia/gpus")
     if driver.is_dir():
         return len(os.listdir(driver))
-    return _num_gpus_listed()
+    return sum(line.startswith("GPU ") for line in output_of(environment, "nvidia-smi", "-L").splitlines())
 
 
-def _num_gpus_listed() -> int:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return 0
-    try:
-        listing = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=20, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in listing.splitlines())
-
-
-def default_num_ranks(named: tuple[Host, ...], environment: Mapping[str, str]) -> int:
-    """One rank per slot of the hosts; else per task of Slurm's allocation; else per GPU; else per core."""
-    # A single line for a single host says that the host is ours, and nothing of ranks.
-    num_slots = sum(host.num_slots for host in named or allocated(environment))
-    if named or num_slots > 1:
-        return num_slots
-    return variables.number(environment.get("SLURM_NTASKS", "")) or num_gpus(environment) or topology.num_usable_cores()
-
-
-def num_ranks_as_torchrun(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """The number of ranks by ``--nproc-per-node``. LaunchError with ``-n``, or with several hosts."""
-    number, num_hosts = int(options.ranks_per_host), len(named_hosts(options, environment))
-    if options.num_ranks:
-        raise LaunchError(f"-n {options.num_ranks} and --nproc-per-node {number} both number the ranks; give -n alone")
-    if num_hosts > 1 or environment.get("SLURM_JOB_NUM_NODES", "1") != "1":
-        raise LaunchError(
-            f"--nproc-per-node {number} counts the ranks of one host, and there are several; leave it away, and name "
-            f"the hosts with their ranks: --hosts a:{number},b:{number}"
-        )
-    return number
-
-
-def named_hosts(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[Host, ...]:
-    """Hosts that the user names, else the hosts of a batch system's job; none: this host, or what the MPI finds."""
-    if options.hosts and options.hostfile:
-        raise LaunchError("--hosts and --hostfile both name the hosts; give one of them")
-    if options.hosts:
-        return parse_hosts(options.hosts)
-    if options.hostfile:
-        return read_hostfile(options.hostfile)
-    found = allocated(environment)
-    return found if len(found) > 1 else ()  # a single one is this host, which needs no ssh
+def output_of(environment: Mapping[str, str], program: str, *words: str) -> str:
+    """What a program of the system prints; "" where there is no such program, or no answer."""
+    path = shutil.which(program, path=environment.get("PATH"))
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        if path is not None:
+            return subprocess.run([path, *words], capture_output=True, text=True, timeout=20, check=False).stdout
+    return ""

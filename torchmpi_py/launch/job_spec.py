@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import hosts, mpirun, surroundings
+from torchmpi_py.launch import allocation, mpirun, surroundings
 from torchmpi_py.launch.group_of_ranks import GroupOfRanks
 from torchmpi_py.launch.hosts import Host
 from torchmpi_py.launch.mpirun import Vendor
@@ -32,7 +32,9 @@ class JobSpec:
     vendor: Vendor = mpirun.OPEN_MPI
     starter: str = "mpirun"  # path of the MPI's starter
     num_ranks: int = 0  # 0: not known
-    hosts: tuple[Host, ...] = ()  # none: this host, or where the MPI's starter finds its batch system's job
+    hosts: tuple[Host, ...] = ()  # none: this host
+    system: str = ""  # the batch system that the hosts are from; "": the user has named them
+    notes: Sequence[str] = ()  # on the choice of ranks and hosts
     bind: str = "core"
     environment: Mapping[str, str] = field(default_factory=dict)  # of torchmpirun
     variables: Mapping[str, str] = field(default_factory=dict)  # of --env
@@ -68,10 +70,10 @@ def read(options: argparse.Namespace, words: list[str], environment: Mapping[str
         starter = vendor.programs[0]
     else:
         vendor, starter = mpirun.find(options.mpi, environment)
-    named = hosts.named_hosts(options, environment)
+    placed = allocation.place(options.num_ranks, options.hosts, options.hostfile, environment)
+    num_ranks = placed.num_ranks
     if options.ranks_per_host:
-        options.num_ranks = hosts.num_ranks_as_torchrun(options, environment)
-    num_ranks = options.num_ranks or hosts.default_num_ranks(named, environment)
+        num_ranks = allocation.num_ranks_as_torchrun(options.ranks_per_host, options.num_ranks, placed)
     if num_ranks > surroundings.MOST_RANKS:
         raise LaunchError(
             f"{num_ranks} ranks are too many: write -n, or fewer slots (at most {surroundings.MOST_RANKS})"
@@ -79,7 +81,7 @@ def read(options: argparse.Namespace, words: list[str], environment: Mapping[str
     if options.groups and (options.elastic or options.max_restarts is not None):
         option = "--elastic" if options.elastic else "--max-restarts"
         raise LaunchError(f"--groups starts a failed group again, without {option}; leave out {option}")
-    if options.interface and not named and options.interface not in (here := os.listdir("/sys/class/net")):
+    if options.interface and not placed.hosts and options.interface not in (here := os.listdir("/sys/class/net")):
         raise LaunchError(f"--interface {options.interface}: this host has {', '.join(sorted(here))}; name one of them")
     elastic, most = options.elastic and bool(vendor.elastic), options.max_restarts or 0
     if options.elastic and not elastic:
@@ -92,7 +94,10 @@ def read(options: argparse.Namespace, words: list[str], environment: Mapping[str
             "vendor": vendor,
             "starter": starter,
             "num_ranks": num_ranks,
-            "hosts": named,
+            "hosts": placed.hosts,
+            "system": placed.system,
+            "notes": [] if vendor.name == "srun" else placed.notes,  # srun spreads the ranks
+            "launch_agent": options.launch_agent or placed.agent,
             "environment": dict(environment),
             "variables": _variables(options.env, environment),
             "elastic": elastic,

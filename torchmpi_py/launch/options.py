@@ -151,9 +151,9 @@ def _parser() -> _Parser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("-n", "-np", dest="num_ranks", type=_RANKS, metavar="N", help="ranks; default: slots; SLURM; GPUs; cores")
+    add("-n", "-np", dest="num_ranks", type=_RANKS, metavar="N", help="ranks; default: slots; tasks; GPUs; cores")
     add("--hostfile", type=Path, metavar="F", help="lines of `host`, `host:4` or `host slots=4`")
-    add("--hosts", metavar="a:2,b:2", help="the same on the command line; default: those of PBS, LSF or Slurm")
+    add("--hosts", metavar="a:2,b:2", help="the same on the command line; default: the batch system's")
     add("--bind", choices=("core", "numa", "socket", "none"), default="core", help="what each rank gets: its own cores "
         "(default), all cores of its NUMA node or of its socket, or all cores")  # fmt: skip
     add("--log-dir", type=Path, metavar="D", help="each rank's output in D/rank-R.log; rank 0's is shown as well")

@@ -40,7 +40,7 @@ _RANK = (
     "MV2_COMM_WORLD_RANK",  # MVAPICH
     "SLURM_PROCID",  # the last: srun also starts programs that have nothing to do with MPI, nor with each other
 )
-SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE", "SLURM_STEP_NUM_TASKS")
 _LOCAL_RANK = (
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "MPI_LOCALRANKID",  # MPICH, Intel MPI
@@ -116,14 +116,10 @@ def is_srun(environment: Mapping[str, str]) -> bool:
 
 def tasks_on_node(layout: str, node: int) -> int | None:
     """Read Slurm's ``4(x2),3``: four tasks on each of two nodes, then three on the next one."""
-    first = 0
-    for part in layout.split(","):
-        match = re.fullmatch(rf"({_NUMBER})(?:\(x({_NUMBER})\))?", part)
-        if match is None:
-            break
-        first += int(match[2] or 1)
-        if node < first:
-            return int(match[1])
+    for number, times in re.findall(rf"(?:^|(?<=,))({_NUMBER})(?:\(x({_NUMBER})\))?(?=,|$)", layout):
+        node -= int(times or 1)
+        if node < 0:
+            return int(number)
     return None
 
 

@@ -25,7 +25,7 @@ from multiprocessing.connection import Client, Connection, answer_challenge, del
 from typing import Any, NamedTuple
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import child_python, hosts, variables
+from torchmpi_py.launch import allocation, child_python, variables
 from torchmpi_py.launch.options import parse
 
 VARIABLE = variables.NOTEBOOK
@@ -258,9 +258,9 @@ def _address_for(words: list[str]) -> str:
         raise LaunchError(f"{options.program[0]!r} is no option of torchmpirun; the program is the cell")
     if options.elastic or options.max_restarts or options.groups:
         raise LaunchError("--elastic, --max-restarts and --groups are not for notebooks: a death ends the ranks")
-    names = [host.name.rpartition("@")[2] for host in hosts.named_hosts(options, os.environ)]
-    others = (address for address in map(_address_towards, names) if not address.startswith("127."))
-    return next(others, variables.LOOPBACK)
+    placed = allocation.place(1, options.hosts, options.hostfile, os.environ)
+    addresses = (_address_towards(host.name.rpartition("@")[2]) for host in placed.hosts)
+    return next((address for address in addresses if not address.startswith("127.")), variables.LOOPBACK)
 
 
 def _address_towards(host: str) -> str:

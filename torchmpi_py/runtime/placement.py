@@ -16,7 +16,7 @@ import torch
 
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import TorchMPIError
-from torchmpi_py.launch import surroundings, topology, transports, variables
+from torchmpi_py.launch import cleanup, surroundings, topology, transports, variables
 
 logger = logging.getLogger("torchmpi_py")
 _ABORT_DELAY = "OMPI_MCA_opal_abort_delay"
@@ -60,6 +60,9 @@ def check_world(size: int) -> None:
     launched = variables.size_in(os.environ) or 1
     if size == 1 and launched > 1:
         vendor, version = MPI.get_vendor()
+        for name in cleanup.shared_memory([os.getpid()]):
+            if "/sm_segment." in name:  # Open MPI's, which itself leaves the file of a world of one, as srun does
+                os.unlink(name)
         raise TorchMPIError(
             f"the launcher started {launched} ranks, but for MPI each is alone: mpi4py has loaded {vendor} "
             f"{'.'.join(map(str, version))}, and the launcher belongs to another MPI. Start with torchmpirun, unset "

@@ -1,0 +1,154 @@
+"""The job of a batch system: its hosts, the number of ranks on each, and starts of torchmpirun that are mistakes.
+
+`_SYSTEMS` has a function for each batch system, which reads the hosts from the environment; another system is another
+row. Without ``-n`` the number of ranks is the number of tasks or slots that the user has asked the batch system for.
+Where the user has asked Slurm or Flux for hosts alone, each host gets a rank for each of its GPUs, or else for each
+core. SLURM_TASKS_PER_NODE is no answer then: it counts hardware threads (seen with Slurm 22.05).
+"""
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import hosts, topology, variables
+from torchmpi_py.launch.hosts import Host
+
+Environment = Mapping[str, str]
+Found = tuple[Iterable[Host], str]  # hosts, and what a slot is: a "slot" or "task" of the user's, a "GPU" or a "core"
+_ASKED_FOR_TASKS = ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_GPU", "SLURM_GPUS_PER_TASK")
+# What a launcher sets in each process that it starts.
+_STEPS = {"SLURM_PROCID": "srun", "JSM_NAMESPACE_RANK": "jsrun", "PALS_RANKID": "mpiexec", "FLUX_TASK_RANK": "flux run"}
+_PBS_AGENT = Path(__file__).with_name("templates") / "pbs_agent.sh"
+
+
+class Placement(NamedTuple):
+    """Where the ranks of a job run."""
+
+    hosts: tuple[Host, ...]  # none: this host, or the only one of the batch system's job
+    num_ranks: int
+    system: str  # the batch system that the hosts are from; "": the user has named them
+    agent: str  # a program to use in place of ssh; "": ssh
+    notes: list[str]  # what the ranks were counted from, or which hosts of the batch system's job have no rank
+
+
+def place(num_ranks: int | None, text: str | None, hostfile: Path | None, environment: Environment) -> Placement:
+    """Return the hosts in the ``text`` of --hosts or in the ``hostfile``, else the batch system's, and the ranks."""
+    if text and hostfile:
+        raise LaunchError("--hosts and --hostfile both name the hosts; give one of them")
+    named = hosts.parse_hosts(text) if text else hosts.read_hostfile(hostfile) if hostfile else ()
+    system, found, unit = _allocated(environment, (LaunchError,) if named else ())
+    own = named or (found if len(found) > 1 else ())  # a single host is this one, which needs no ssh
+    default = sum(host.num_slots for host in own or found) or _counted_here(environment)[0]
+    notes = _idle(own, num_ranks or default, found, system)
+    if own and not (named or num_ranks) and unit in ("GPU", "core"):
+        notes = [f"{default} ranks: one for each {unit} of the {len(own)} hosts of {system}'s job"]
+    system = "" if named or not own else system
+    has_tmrsh = system == "PBS" and shutil.which("pbs_tmrsh", path=environment.get("PATH"))
+    return Placement(own, num_ranks or default, system, str(_PBS_AGENT) if has_tmrsh else "", notes)
+
+
+def _idle(own: tuple[Host, ...], num_ranks: int, found: tuple[Host, ...], system: str) -> list[str]:
+    """Warn of hosts without a rank. Every MPI fills the slots of a host before it places ranks on the next one."""
+    firsts = accumulate((host.num_slots for host in own), initial=0)
+    used = {host.name for host, first in zip(own, firsts, strict=False) if first < num_ranks}
+    idle = [host.name for host in found if host.name not in used]
+    is_sure = own and len(idle) + len(used) == len(found)  # the user may have other names for the hosts
+    listed = ", ".join(idle[:4]) + ", ..." * (len(idle) > 4)
+    remedy = "leave out -n and --hosts, or name each host with its number of ranks (--hosts a:2,b:2)"
+    return [f"{system}'s job has hosts without a rank ({listed}); {remedy}"] if idle and is_sure else []
+
+
+def num_ranks_as_torchrun(number: int, num_ranks: int | None, placed: Placement) -> int:
+    """Return the number of ranks by ``--nproc-per-node``. LaunchError with ``-n``, or with several hosts."""
+    if num_ranks:
+        raise LaunchError(f"-n {num_ranks} and --nproc-per-node {number} both number the ranks; give -n alone")
+    if len(placed.hosts) > 1:
+        raise LaunchError(
+            f"--nproc-per-node is for one host, and there are several; write --hosts a:{number},b:{number}"
+        )
+    return number
+
+
+def check(environment: Environment) -> None:
+    """Refuse a job whose hosts no MPI finds, and a torchmpirun that another launcher has started several times."""
+    if "SLURM_JOB_ID_HET_GROUP_1" in environment or "SLURM_JOB_ID_PACK_GROUP_1" in environment:
+        raise LaunchError("no MPI starts ranks in a heterogeneous job of Slurm; ask for a job without ` : `")
+    launcher = next((name for variable, name in _STEPS.items() if variable in environment), "srun")
+    is_step = launcher != "srun" or variables.is_srun(environment)  # the daemons of an MPI are steps, and not its ranks
+    if (number := variables.size_in(environment) or 1) > 1 and is_step and not os.isatty(0):  # as under `srun --pty`
+        raise LaunchError(f"{launcher} has started torchmpirun {number} times, and it starts all ranks; call it once")
+
+
+def _allocated(environment: Environment, ignored: tuple[type[Exception], ...]) -> tuple[str, tuple[Host, ...], str]:
+    """The first batch system that has given hosts to this job, the hosts, and what a slot is."""
+    for system, read in _SYSTEMS:
+        with contextlib.suppress(*ignored):
+            named, unit = read(environment)
+            if found := hosts.merge(named):
+                # One line for one host says that the host is ours, and nothing of ranks.
+                return system, () if unit == "slot" and sum(host.num_slots for host in found) == 1 else found, unit
+    return "", (), ""
+
+
+def _in_file(name: str, environment: Environment) -> Found:
+    remedy = f"; unset {name}, or name the hosts with --hosts or --hostfile"
+    return hosts.read_hostfile(Path(environment[name]), name, remedy) if environment.get(name) else (), "slot"
+
+
+def _lsf(environment: Environment) -> Found:
+    pairs = re.findall(r"(\S+)\s*(\S*)", environment.get("LSB_MCPU_HOSTS", ""))
+    return [hosts.parse_host(":".join(pair), "LSB_MCPU_HOSTS") for pair in pairs], "slot"
+
+
+def _slurm(environment: Environment) -> Found:
+    names, unit, divisor = slurm_nodes(environment), "task", 1
+    layout = environment.get("SLURM_TASKS_PER_NODE", "")
+    if not any(name in environment for name in _ASKED_FOR_TASKS):
+        _, _, gpus = environment.get("SLURM_GPUS_PER_NODE", "").rpartition(":")  # of a100:4
+        if number := variables.number(gpus) or hosts.num_gpus(environment):
+            return [Host(name, number) for name in names], "GPU"
+        # Slurm does not say how many hardware threads a core has: as many as here.
+        layout, unit = environment.get("SLURM_JOB_CPUS_PER_NODE", ""), "core"
+        per_task = variables.number(environment.get("SLURM_CPUS_PER_TASK", "")) or 1
+        divisor = max(per_task, *(len(core.cpus) for core in topology.cores()))
+    numbers = ((name, variables.tasks_on_node(layout, node)) for node, name in enumerate(names))
+    return [Host(name, max(1, number // divisor)) for name, number in numbers if number], unit
+
+
+def slurm_nodes(environment: Environment) -> tuple[str, ...]:
+    """Hosts of Slurm's allocation; none outside."""
+    found = variables.nodes(names := environment.get("SLURM_JOB_NODELIST", ""))
+    return tuple(found or (names and hosts.output_of(environment, "scontrol", "show", "hostnames", names)).split())
+
+
+def slurm_layout(named: Iterable[Host], environment: Environment) -> dict[str, str]:
+    """The variable in which Open MPI looks for the slots of hosts in a job of Slurm, also where it has a hostfile."""
+    slots = {host.name: str(host.num_slots) for host in named}
+    layout = ",".join(slots.get(node, "1") for node in slurm_nodes(environment)) if slots else ""
+    return {"SLURM_TASKS_PER_NODE": layout} if layout else {}
+
+
+def _flux(environment: Environment) -> Found:
+    """Ask the Flux instance whose initial program this is, as the script of ``flux batch``."""
+    is_initial = "FLUX_URI" in environment and "FLUX_TASK_RANK" not in environment
+    names = variables.nodes(hosts.output_of(environment, "flux", "getattr", "hostlist").strip()) if is_initial else []
+    number, unit = _counted_here(environment) if names else (0, "")
+    return [Host(name, number) for name in names], unit
+
+
+def _counted_here(environment: Environment) -> tuple[int, str]:
+    return (number, "GPU") if (number := hosts.num_gpus(environment)) else (topology.num_usable_cores(), "core")
+
+
+_FILES = {"PBS": "PBS_NODEFILE", "LSF": "LSB_DJOB_HOSTFILE", "Grid Engine": "PE_HOSTFILE"}
+_SYSTEMS: list[tuple[str, Callable[[Environment], Found]]] = [
+    *((system, partial(_in_file, name)) for system, name in _FILES.items()),
+    *(("LSF", _lsf), ("Slurm", _slurm), ("Flux", _flux)),
+]
