@@ -299,6 +299,7 @@ def make_job(options: argparse.Namespace, vendor: Vendor, chosen: JobPlan, folde
         log_dir=options.log_dir,
         failure_grace_seconds=FAILURE_GRACE_SECONDS + TRACE_SECONDS * (options.profile is not None),
         stop_signals=vendor.stop_signals,
+        killed_code=vendor.killed_code,
         grace_seconds=options.grace,
         hands_input=chosen.hands_input,
     )
