@@ -72,8 +72,9 @@ def are_by_starter(deaths: list[Death], code: int, killed_code: int) -> bool:
     """Whether the starter has ended the ranks that died here because of another one, as its exit code shows.
 
     All starters do where a rank of another host has died. MPICH's and Intel MPI's also kill the caller of MPI_Abort.
+    A code of 255 says no more than that something went wrong, a connection of MPICH's starter for instance.
     """
-    is_other = code not in (0, killed_code, *(death.code() for death in deaths))
+    is_other = code not in (0, 255, killed_code, *(death.code() for death in deaths))
     return bool(deaths) and is_other and all(death.status in BY_STARTER[1:] for death in deaths)
 
 
