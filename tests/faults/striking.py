@@ -1,6 +1,7 @@
 """What the programs of trials have in common: the plan, as JSON, and the fault in it, which one rank injects.
 
-``fault`` says on which ``rank``, ``what``, ``where``, and ``at`` which step, which the program counts in ``step``.
+``fault`` says on which ``rank``, ``what``, ``where``, and ``at`` which step, which the program counts in ``step``; or
+``after`` how many seconds from the first line of the program on, wherever the rank is then.
 """
 
 import functools
@@ -8,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -74,3 +76,12 @@ def before(owner, name, where, *, skip=0, after=False):
         return result
 
     setattr(owner, name, patched)
+
+
+def strike_later(seconds):
+    """Strike from another thread."""
+    threading.Thread(target=lambda: (time.sleep(seconds), strike()), daemon=True).start()
+
+
+if is_victim and "after" in fault:
+    strike_later(fault["after"])

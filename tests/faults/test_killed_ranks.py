@@ -1,6 +1,11 @@
-"""kill -9 of one rank during collectives of every flavour: all processes end, the dead is named, nothing is left."""
+"""The death of one rank in collectives of every flavour, or at any moment: the job ends as ends.md says, in all ways.
+
+At *any moment* the rank imports, starts, works or stops. All processes end, the first death is named and gives the job
+its exit code, and nothing is left.
+"""
 
 import json
+import re
 
 import harness
 import pytest
@@ -18,6 +23,12 @@ VERBS = ["allreduce", "allreduce", "broadcast", "reduce", "allgather", "reduce_s
 LACKING = {"gloo": ["reduce_scatter", "alltoall"], "hierarchical": ["reduce_scatter", "alltoall"]}
 WHERE = ["a random moment", "a random moment", "between", "between"]
 MORE = {"blocking": ["in the operation"], "async": ["communication thread", "before waiting"]}
+DEATHS = {  # exit code, and the last line
+    "SIGKILL": (137, "was killed by signal 9"),
+    "SIGSEGV": (139, "was killed by signal 11"),
+    "os._exit": (5, "ended in the middle of the program, with exit code 5"),
+}
+LAST = 8.0 if harness.ALL else 3.0  # seconds; the whole program takes about 4
 INSIDE = {"shared": ["kernel", "before a barrier", "after a barrier"], "cudaipc": ["kernel"]}
 
 
@@ -38,17 +49,25 @@ def plans(number):
         plan = {"ranks": ranks, "flavour": flavour, "memory": memory, "nodes": nodes, "verb": verb, "form": form}
         plan |= {"bytes": num_bytes, "pause_seconds": draw.choice((0, 0.005, 0.05)), "operations": 10**6}
         yield plan | {"fault": fault}
+        fault = {"rank": fault["rank"], "what": draw.choice([*DEATHS]), "where": "", "after": draw.uniform(0, LAST)}
+        yield plan | {"fault": fault, "operations": 10 if is_large else 50, "pause_seconds": 0.02}
 
 
 def trial(plan):
-    victim = plan["fault"]["rank"]
+    fault = plan["fault"]
     line = harness.command(plan["ranks"], harness.WORK, json.dumps(plan))
     outcome = harness.run(" ".join(map(str, plan.values())), line)
-    outcome.expect(outcome.code not in (0, 124), "the exit code does not say that it failed")
     outcome.expect("WRONG" not in outcome.output, outcome.output)
-    outcome.expect(harness.names_the_dead(outcome.errors, victim), f"rank {victim} is not named")
+    if outcome.code == 0 and "all done" in outcome.output and "after" in fault:
+        outcome.name = f"end, {outcome.name}"  # the moment came after the program
+        return outcome
+    code, end = DEATHS[fault["what"]]
+    outcome.expect(outcome.code == code, f"the exit code is not {code}")
+    last = outcome.errors.partition("\n[dump ")[0].rstrip().rpartition("\n")[2]
+    is_named = re.fullmatch(rf"torchmpirun: rank {fault['rank']} \(process \d+\) {end}", last)
+    outcome.expect(bool(is_named), f"the last line is {last!r}")
     return outcome
 
 
-def test_a_rank_is_killed(judge):
-    judge("SIGKILL in a collective", harness.at_once(2, plans(harness.count(2, 112)), trial))
+def test_a_rank_dies(judge):
+    judge("a death", harness.at_once(2, plans(harness.count(1, 84)), trial))

@@ -4,11 +4,10 @@
 operation. Every result is checked; a wrong one is printed to standard output, with the word WRONG.
 """
 
-import threading
 import time
 
 import striking
-from striking import before, fault, hold, me, meet, plan, strike, strike_at
+from striking import before, fault, hold, me, meet, plan, strike_at, strike_later
 
 
 def patch_in():
@@ -33,11 +32,6 @@ def patch_in():
         before(group, "barrier", "after a barrier", skip=fault.get("skip", 0), after=True)
 
     node_group.NodeGroup.__init__ = init
-
-
-def strike_later():
-    """A random moment: in the middle of an operation, most likely."""
-    threading.Thread(target=lambda: (time.sleep(fault["delay_seconds"]), strike()), daemon=True).start()
 
 
 def prepare(mpi):
@@ -92,7 +86,7 @@ def main():
         args = (0,) if verb in ("broadcast", "reduce") else ()
         strike_at("between")
         if striking.is_victim and fault["where"] == "a random moment" and number == fault["at"]:
-            strike_later()
+            strike_later(fault["delay_seconds"])  # in the middle of an operation, most likely
         call = getattr(mpi, verb + ("_async" if plan["form"] == "async" else ""))
         result = call(x, *args, comm=comm, flavour=flavour)
         if plan["form"] == "async":

@@ -1,36 +1,43 @@
 """The exit code of a job and its last line are those of the first rank that ended: one table, as in ends.md."""
 
+import os
 import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from support import jobs
 
-# The last rank ends as argv[1] says, at the place that argv[2] says, while the others wait for it.
+# Rank argv[3] ends as argv[1] says, at the place that argv[2] says, while the others wait for it.
 PROGRAM = """
 import os, signal, sys, time
-how, where = sys.argv[1:]
-is_last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+how, where, rank, *group = sys.argv[1:]
+is_dying = os.environ["RANK"] == rank
+def take_memory():
+    with open(group[0], "w") as file:
+        file.write(str(os.getpid()))
+    kept = [bytearray(os.urandom(1 << 20)) * 8 for _ in range(100)]
 def end():
     if how.startswith("SIG"):
         os.kill(os.getpid(), getattr(signal, how))
     ways = {"exception": "raise RuntimeError('boom')", "MemoryError": "raise MemoryError", "late": "time.sleep(100)"}
+    ways |= {"MPI_Abort(7)": "from mpi4py import MPI; MPI.COMM_WORLD.Abort(7)", "out of memory": "take_memory()"}
     exec(ways.get(how, how))
 if where == "before":
     time.sleep(0.3)
-    end() if is_last else time.sleep(100)
+    end() if is_dying else time.sleep(100)
 import torch
 if where == "start":
     import torchmpi_py as mpi
     mpi.start()
     mpi.allreduce(torch.ones(3))
-    end() if is_last else mpi.allreduce(torch.ones(3))
+    end() if is_dying else mpi.allreduce(torch.ones(3))
 elif where == "exit":  # after MPI_Finalize
     import ctypes, torchmpi_py as mpi
     mpi.start()
     mpi.stop()
     libc = ctypes.CDLL(None)
-    if is_last:
+    if is_dying:
         libc.__cxa_atexit(ctypes.cast(getattr(libc, "raise"), ctypes.c_void_p), getattr(signal, how), None)
     sys.exit()
 else:
@@ -40,48 +47,81 @@ else:
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
     for step in range(3):
         loss = model(torch.ones(1, 3)).sum()
-        end() if is_last and step == 1 else loss.backward()
+        end() if is_dying and step == 1 else loss.backward()
 time.sleep(100)
 """
 
-DIES = {"SIGKILL": 137, "SIGSEGV": 139, "SIGABRT": 134, "os._exit(5)": 5, "os._exit(0)": 1}
+DIES = {"SIGKILL": 137, "SIGSEGV": 139, "os.abort()": 134, "os._exit(5)": 5, "os._exit(0)": 1, "MPI_Abort(7)": 7}
 FAILS = {"exception": 1, "MemoryError": 1, "sys.exit(3)": 3}
-CODES = DIES | FAILS | {"late": 1}
-CASES = [
-    *((how, "start", 2 + number % 2) for number, how in enumerate(CODES)),
+CODES = DIES | FAILS | {"late": 1, "out of memory": 137}
+ENDS = [how for how in CODES if how != "out of memory"]
+CASES = [  # how it ends, where, the number of ranks, and which of them
+    *((how, "start", 2 + number % 2, (1 + number % 2) * (number % 3 > 0)) for number, how in enumerate(ENDS)),
     # Without MPI the others have no need of a rank that leaves with code 0, and finish; nobody is late.
-    *((how, "before", 3 - number % 2) for number, how in enumerate(CODES) if how not in ("os._exit(0)", "late")),
-    *((how, "exit", 2) for how in ("SIGKILL", "SIGSEGV")),
-    *((how, "DDP", 2) for how in ("SIGKILL", "SIGSEGV", "os._exit(5)", "exception", "sys.exit(3)")),
+    *((how, "before", 3, 2 * (number % 2)) for number, how in enumerate(ENDS) if how not in ("os._exit(0)", "late")),
+    *((how, "exit", 2, 1) for how in ("SIGKILL", "SIGSEGV")),
+    *((how, "DDP", 2, 1) for how in ENDS if how != "late"),
 ]
+DAILY = [("SIGKILL", "start", 2, 0), ("os._exit(5)", "start", 3, 0), ("exception", "before", 3, 0)]
 
 
 def last_line(how, rank):
     """A regular expression of the last line of a job, in which this rank ends."""
     if how == "late":
-        return rf"rank {rank} \(process \d+\) did not call allreduce .*; rank 0 reported it"
+        return rf"rank {rank} \(process \d+\) did not call allreduce .*; rank \d reported it"
     if how in FAILS:
         return f"rank {rank} failed first, with exit code {FAILS[how]}"
-    ends = {"os._exit(5)": "ended .* with exit code 5", "os._exit(0)": "ended .* with exit code 0"}
-    return rf"rank {rank} \(process \d+\) {ends.get(how, f'was killed by signal {DIES[how] - 128}')}"
+    if how == "MPI_Abort(7)" and jobs.VENDOR in ("mpich", "intel"):
+        return "a rank called MPI_Abort, with exit code 7"
+    code = re.search(r"\((\d)\)", how)
+    end = f"ended .* with exit code {code[1]}" if code else f"was killed by signal {CODES[how] - 128}"
+    return rf"rank {rank} \(process \d+\) {end}"
+
+
+def end(path, how, where, size, rank, *words):
+    """Run a job; return what is wrong with its end."""
+    deadline = {"TORCHMPI_DEADLINE": "3"} if how == "late" else {}
+    job = jobs.torchmpirun("-n", size, "--bind", "none", path, how, where, rank, *words, env=deadline)
+    said = [line for line in job.stderr.splitlines() if line.startswith("torchmpirun: ")]
+    is_right = len(said) == 1 and re.fullmatch(f"torchmpirun: {last_line(how, rank)}", said[0])
+    if how in FAILS:
+        shown = [job.stderr.count(text) for text in (f"[rank {rank}] Traceback", "Traceback", "wrap.py", "runpy")]
+        is_right = is_right and shown == [how != "sys.exit(3)"] * 2 + [0, 0]
+    if job.returncode == CODES[how] and is_right:
+        return ""
+    return f"{how, where, size, rank}: code {job.returncode}, {said}\n{job.stderr[-800:]}"
+
+
+@pytest.mark.parametrize(
+    "cases", [DAILY, pytest.param(sorted({*CASES} - {*DAILY}), marks=pytest.mark.slow)], ids=["some", "others"]
+)
+@pytest.mark.timeout(900)
+@jobs.needs_mpi
+def test_the_first_end_decides(program, monkeypatch, tmp_path, cases):
+    monkeypatch.setenv("TORCHMPI_DUMP_DIR", str(tmp_path))
+    path = program(PROGRAM)
+    with ThreadPoolExecutor(2) as pool:
+        wrong = list(filter(None, pool.map(lambda case: end(path, *case), cases)))
+    assert not wrong, f"{len(wrong)} of {len(cases)}\n" + "\n".join(wrong)
+
+
+@pytest.fixture
+def group_without_memory():
+    """A file that takes the number of a process, which then has 64 MiB of memory."""
+    own = re.search(r":memory:(.*)", Path("/proc/self/cgroup").read_text())
+    folder, limit = (f"memory{own[1]}", "limit_in_bytes") if own else ("", "max")
+    group = Path("/sys/fs/cgroup", folder, f"torchmpi-{os.getpid()}")
+    try:
+        group.mkdir()
+        (group / f"memory.{limit}").write_text(str(64 << 20))
+    except OSError as error:
+        pytest.skip(f"no group of processes with a limit of memory can be made here: {error}")
+    yield group / "cgroup.procs"
+    group.rmdir()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @jobs.needs_mpi
-def test_the_first_end_decides(program, monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCHMPI_DUMP_DIR", str(tmp_path))
-    path = program(PROGRAM)
-
-    def trial(case):
-        how, where, size = case
-        deadline = {"TORCHMPI_DEADLINE": "3"} if how == "late" else {}
-        job = jobs.torchmpirun("-n", size, "--bind", "none", path, how, where, env=deadline)
-        said = [line for line in job.stderr.splitlines() if line.startswith("torchmpirun: ")]
-        wanted = f"torchmpirun: {last_line(how, size - 1)}"
-        is_right = job.returncode == CODES[how] and len(said) == 1 and re.fullmatch(wanted, said[0])
-        return "" if is_right else f"{case}: code {job.returncode}, {said}\n{job.stderr[-800:]}"
-
-    with ThreadPoolExecutor(2) as pool:
-        wrong = list(filter(None, pool.map(trial, CASES)))
-    assert not wrong, f"{len(wrong)} of {len(CASES)}\n" + "\n".join(wrong)
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_without_memory(program, group_without_memory, size):
+    assert end(program(PROGRAM), "out of memory", "start", size, size - 1, group_without_memory) == ""

@@ -139,18 +139,18 @@ def test_ranks_that_are_bound_yield_only_where_they_fill_the_host(cores, yields,
         )
 
 
-@pytest.mark.parametrize("starter", ["srun", "mpirun in an allocation", "mpirun with a rank a node"])
-def test_aborts_of_a_job_of_srun_wait_for_the_report_on_the_dead(starter, monkeypatch, tmp_path):
+@pytest.mark.parametrize("starter", ["srun", "mpirun on a node", "mpirun on two nodes"])
+def test_aborts_of_a_job_of_srun_or_on_several_hosts_wait_for_the_report_on_the_dead(starter, monkeypatch, tmp_path):
     monkeypatch.setattr(Path, "glob", lambda *_: iter(()))  # no files of the system's
     name = "OMPI_MCA_opal_abort_delay"
     settings = {"HOME": str(tmp_path), "PMIX_RANK": "1", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
     if starter != "srun":  # its daemon is a task of Slurm's, alone on its node
-        number = "4" if starter == "mpirun in an allocation" else "2"
-        settings |= {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": number}
+        local_size = "4" if starter == "mpirun on a node" else "2"
+        settings |= {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": local_size}
     with mock.patch.dict(os.environ, settings):
         os.environ.pop(name, None)
         placement.prepare_environment()
-        assert os.environ.pop(name, None) == ("1" if starter == "srun" else None)
+        assert os.environ.pop(name, None) == (None if starter == "mpirun on a node" else "1")
         for users in (name, "OMPI_MCA_mpi_abort_delay"):
             with mock.patch.dict(os.environ, {users: "30"}):
                 placement.prepare_environment()

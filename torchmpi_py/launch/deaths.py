@@ -34,6 +34,7 @@ from torchmpi_py.launch import exit_marks
 _GET_INFO = 0xC040FF0B  # PIDFD_GET_INFO of linux/pidfd.h, and the bit that asks how the process ended
 _INFO_EXIT = 1 << 3
 _INFO = struct.Struct("=QQ11Ii")  # mask and cgroup; process, thread group, parent and eight user ids; status
+BY_STARTER = (None, signal.SIGKILL, signal.SIGTERM)  # statuses of ranks that a starter may have ended
 ENDING_SECONDS = 2.0  # a rank that lives longer after its pipe broke has only closed it, by os.closerange for instance
 
 
@@ -51,11 +52,6 @@ class Death(NamedTuple):
         """The rank and its process, for a message."""
         return f"rank {self.rank} (process {self.process_id})"
 
-    @property
-    def is_by_another_rank(self) -> bool:
-        """Whether the MPI may have ended the rank, because of another one."""
-        return self.status in (None, signal.SIGKILL, signal.SIGTERM)
-
     def code(self, starter_code: int = 1) -> int:
         """An exit code for the death, never 0; ``starter_code`` where the status of the process is not known."""
         if self.status is None:
@@ -67,9 +63,19 @@ class Death(NamedTuple):
         """The end of the rank, for a message."""
         if self.status is not None and not os.WIFSIGNALED(self.status):
             return f"ended in the middle of the program, with exit code {os.waitstatus_to_exitcode(self.status)}"
-        if self.status is not None or starter_code > 128:
+        if self.status is not None or 128 < starter_code < 128 + signal.NSIG:  # Intel MPI's code is always 255
             return f"was killed by signal {self.code(starter_code) - 128}"
         return "died"
+
+
+def are_by_starter(deaths: list[Death], code: int, killed_code: int) -> bool:
+    """Whether the starter has ended the ranks that died here because of another one, as its exit code shows.
+
+    All starters do where a rank of another host has died. MPICH's and Intel MPI's also kill the caller of MPI_Abort.
+    A code of 255 says no more than that something went wrong, a connection of MPICH's starter for instance.
+    """
+    is_other = code not in (0, 255, killed_code, *(death.code() for death in deaths))
+    return bool(deaths) and is_other and all(death.status in BY_STARTER[1:] for death in deaths)
 
 
 class Lookout:
@@ -105,8 +111,8 @@ class Lookout:
 
     @property
     def is_holding(self) -> bool:
-        """Whether a rank has ended whose turn has not come."""
-        return bool(self._ended)
+        """Whether a rank has begun to end that is still there, or has ended and its turn has not come."""
+        return bool(self._ended) or any(self._watched[rank][0] for rank in self._began)
 
     def close(self) -> None:
         """Give the descriptors back."""

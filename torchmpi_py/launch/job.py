@@ -41,7 +41,7 @@ from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import cleanup, exit_marks, handed_input, terminal
 from torchmpi_py.launch.cleanup import GRACE_SECONDS, Guardian
 from torchmpi_py.launch.command import StarterCommand
-from torchmpi_py.launch.deaths import Death, Lookout
+from torchmpi_py.launch.deaths import BY_STARTER, Death, Lookout, are_by_starter
 from torchmpi_py.launch.job_spec import JobSpec
 from torchmpi_py.launch.last_wait import LastWait
 from torchmpi_py.launch.signals import ForwardedSignal, Signals
@@ -153,8 +153,7 @@ class Job:
 
     def _wait(self) -> int:
         """Watch the job until it has ended, or has to be ended; its exit code."""
-        look = time.monotonic()
-        interval = 0.1
+        look, interval = time.monotonic(), 0.1
         while self._running():
             now = time.monotonic()
             if self.signals.ending:
@@ -185,8 +184,9 @@ class Job:
             self._end(self.signals.ending[0])
             return 128 + self.signals.ending[0]
         # The starter has ended. What it did to the ranks may still be under way.
+        until = time.monotonic() + _OUTPUT_SECONDS  # MPICH's does not wait for the ranks that it has killed
         self._look_for_deaths(0.0)
-        while self._lookout.is_holding:
+        while self._lookout.is_holding or (self._lookout.living and time.monotonic() < until):
             time.sleep(_POLL_SECONDS)
             self._look_for_deaths(0.0)
         code = self._exit_code()
@@ -216,15 +216,12 @@ class Job:
         failed = [failure.rank for failure in exit_marks.failures(self.folder)]
         deaths = deaths + self._lookout.wait(0.0)  # and what these failures did to the ranks' pipes
         deaths = [death for death in deaths if all(death.began < self._lookout.began(rank) < inf for rank in failed)]
-        if not deaths:
-            return
-        if not self.spec.elastic:
+        if deaths and not self.spec.elastic:
             self._deaths = deaths[:1] if deaths[0].began < inf else deaths
             return
         self._deaths += deaths
         for death in deaths:
-            others = "; the others go on" if death.num_left else ""
-            say(f"{death.name} {death.explain()}{others}")
+            say(f"{death.name} {death.explain()}{'; the others go on' if death.num_left else ''}")
 
     def _look_for_remains(self) -> None:
         if self._remains.look():
@@ -245,7 +242,7 @@ class Job:
                     say(forwarded.reason)
                 if len(forwarded.ranks) == self.spec.num_ranks:
                     time.sleep(_OUTPUT_SECONDS)
-                    self._kill()  # without what the starter says of it
+                    self._remains.kill(self.process.wait)  # without what the starter says of it
                 return
             if seconds > self.spec.grace or self.is_late:
                 ranks = ", ".join(map(str, sorted(forwarded.unfinished())))
@@ -269,9 +266,6 @@ class Job:
             until = time.monotonic() + (GRACE_SECONDS if grace_seconds is None else grace_seconds)
             while self._running() and time.monotonic() < until and len(self.signals.ending) == num_signals:
                 pass
-        self._kill()
-
-    def _kill(self) -> None:
         self._remains.kill(self.process.wait)
 
     def _failed_for(self) -> float:
@@ -284,16 +278,19 @@ class Job:
 
     def _exit_code(self) -> int:
         """Exit code of the first rank that died or, in an elastic job, failed; else the starter's, as of a shell."""
-        own = self.process.returncode
+        # Where torchmpirun has ended the starter, the starter's own code says no more than that.
+        own = max(self._lookout.codes_in_order, default=0) if self._is_ending else self.process.returncode
         code = 128 - own if own < 0 else int(own)
         failures = exit_marks.failures(self.folder)
         if not failures and (wanted := exit_marks.code_of_end(self.folder)):
             self.was_ended = True  # the ranks were asked, and not torchmpirun
             return wanted
-        if self._is_ending:  # the starter's own code says only that torchmpirun has ended it
-            code = max(self._lookout.codes_in_order, default=0)
-        is_lost = self._lookout.is_deserted and not self._lookout.codes_in_order
-        if self.spec.elastic and is_lost and self._deaths:
+        unknown = "which rank ended the job is not known, for torchmpirun sees the ranks of this host alone"
+        may_be_other = bool(self.spec.vendor.killed_code) or not self._lookout.sees_all
+        if may_be_other and not failures and are_by_starter(self._deaths, code, self.spec.vendor.killed_code):
+            self.reason = f"a rank called MPI_Abort, with exit code {code}" if self._lookout.sees_all else unknown
+            return code
+        if self.spec.elastic and self._deaths and self._lookout.is_deserted and not self._lookout.codes_in_order:
             code = code or self._deaths[-1].code()
         if not (left := self._left()) and self.spec.elastic and code == 0 and not failures:
             return 0
@@ -301,19 +298,18 @@ class Job:
         among = "" if self._lookout.sees_all else unseen
         reasons = [f"{death.name} {death.explain(0 if self.spec.elastic else code)}{among}" for death in self._deaths]
         if self._deaths and not self.spec.elastic:
-            code = min(self._deaths, key=lambda death: death.is_by_another_rank).code(code)
+            code = min(self._deaths, key=lambda death: death.status in BY_STARTER).code(code)
         elif failures:
             code = failures[0].code
             reasons.append(self._explain_failure(failures[0], is_first=not reasons))
         elif left and code == 0:
             code = 1
             ranks = f"rank{'s' * (len(left) > 1)} {', '.join(map(str, left))}"
-            why = "os._exit on a rank"
-            if self.spec.elastic:
-                why = "a lost host" if len(self.spec.hosts) > 1 else "the starter has left them"
+            lost = "a lost host" if len(self.spec.hosts) > 1 else "the starter has left them"
+            why = lost if self.spec.elastic else "os._exit on a rank"
             reasons.append(f"{ranks} did not reach the end of the program, though the MPI reports success ({why}?)")
         elif not reasons and len(self.spec.hosts) > 1:
-            reasons.append("which rank ended the job is not known, for torchmpirun sees the ranks of this host alone")
+            reasons.append(unknown)
         self.reason = "; ".join(reasons) if code else ""
         return code
 

@@ -61,6 +61,7 @@ class Vendor:
     busy_environment: Mapping[str, str] = field(default_factory=dict)
     root_environment: Mapping[str, str] = field(default_factory=dict)
     ssh_environment: Mapping[str, str] = field(default_factory=dict)  # give a host that does not answer up
+    killed_code: int = 0  # its exit code for signal 9, if it kills also the caller of MPI_Abort; see `deaths`
     shared_bytes: int = 0  # what a rank needs in /dev/shm, without which it cannot start
 
 
@@ -107,6 +108,7 @@ VENDORS = (
         interface_variables=("FI_TCP_IFACE",),
         environment={"I_MPI_PIN": "0"},
         busy_environment={"I_MPI_THREAD_YIELD": "2"},
+        killed_code=255,  # as for every end of a rank except MPI_Abort
     ),
     OPEN_MPI,
     replace(  # which has neither ULFM nor PRRTE
@@ -132,6 +134,7 @@ VENDORS = (
         interface_variables=("FI_TCP_IFACE",),
         busy_environment={"MPIR_CVAR_POLLS_BEFORE_YIELD": "1"},
         ssh_environment={"HYDRA_LAUNCHER_EXTRA_ARGS": _SSH_OPTIONS},
+        killed_code=signal.SIGKILL,
         shared_bytes=6 << 20,  # measured: 5.4 MB
     ),
     Vendor(
