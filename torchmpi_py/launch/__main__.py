@@ -167,11 +167,7 @@ def plan(
     starters = None if mpirun.has_folder(vendor, program, options.mpi_args, inherited | given) else folder
     is_root = os.geteuid() == 0
     added = mpirun.settings(vendor, busy=busy, is_root=is_root, hostfile=hostfile, with_ssh=with_ssh, folder=starters)
-    library = mpirun.library_of(vendor, program)
-    for name, path in library.items():
-        if os.path.realpath(inherited.get(name, path)) != os.path.realpath(path):
-            say(f"{name} is {inherited[name]}, but {vendor.name}'s library is {path}; unset it if ranks cannot start")
-    added |= library
+    added |= mpirun.library_of(vendor, program)
     added = {name: value for name, value in added.items() if name == vendor.hostfile_variable or name not in inherited}
     record = variables.record_for_ranks([(host.name, host.num_slots) for host in named], folder)
     added |= {"TORCHMPIRUN_JOB_DIR": str(folder), "TORCHMPIRUN_RESTART": str(attempt), variables.RECORD: record}
@@ -248,6 +244,7 @@ def run(options: argparse.Namespace) -> int:
         with job.new_folder() as folder:
             show(plan(options, vendor, program, Path(folder), os.environ))
         return 0
+    host_check.refuse_misfit(inquiry(options, vendor, program))
     num_before = options.group.restart if options.group is not None else 0
     check_folder("--log-dir", options.log_dir, replaced="" if num_before else "rank-0.log")
     check_folder("--profile", options.profile)
@@ -324,7 +321,7 @@ def inquiry(options: argparse.Namespace, vendor: Vendor, program: str) -> host_c
         tuple(files),
         options.launch_agent,
         " ".join(chosen.environment.get(name, "") for name in vendor.ssh_environment),
-        needs_shared_memory=vendor.shared_bytes > 0,
+        starter=(vendor, program),
     )
 
 
@@ -335,13 +332,13 @@ def answer(options: argparse.Namespace) -> int:
         return 0
     try:
         vendor, program = choose(options, os.environ)
-        asked, where = inquiry(options, vendor, program), program
+        asked, no_starter = inquiry(options, vendor, program), ""
     except LaunchError as error:
         if options.check:
             raise
-        asked, where = host_check.Inquiry((), os.environ), f"no MPI: {error}"
+        asked, no_starter = host_check.Inquiry((), os.environ), str(error)
     if options.version:
-        print("\n".join(host_check.versions(asked, where)))
+        print("\n".join(host_check.versions(asked, no_starter)))
         return 0
     found = host_check.check(asked)
     print(notices.printable("\n".join([*found.problems, *found.warnings, *([] if found.problems else [found.text])])))
