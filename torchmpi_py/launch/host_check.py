@@ -270,6 +270,7 @@ def refuse_misfit(inquiry: Inquiry) -> None:
     """LaunchError if starter and library do not fit; asks mpi4py only where the library is not the starter's own."""
     vendor, program = inquiry.starter
     is_own = inquiry.environment.get("MPI4PY_LIBMPI") in mpirun.own_libraries(vendor, program)
+    is_own &= any(next(Path(folder).glob("mpi4py/MPI.mpich.*"), None) for folder in sys.path)  # else built for one MPI
     if not vendor.label or (is_own and "MPI4PY_MPIABI" not in inquiry.environment):
         return
     here = ask(replace(inquiry, doctor=host_facts.WITHOUT_DOCTOR), "localhost")

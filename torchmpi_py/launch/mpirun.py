@@ -270,7 +270,7 @@ def misfit(vendor: Vendor, program: str, loaded: str, error: str) -> str:
 def library_remedy(vendor: str) -> str:
     """What to do where mpi4py loads no MPI, or another one than this vendor's; "": any one."""
     chosen = " and ".join(name for name in ("MPI4PY_LIBMPI", "MPI4PY_MPIABI") if name in os.environ)
-    return f"unset {chosen}, or set it right" if chosen else remedy(vendor)
+    return f"unset {chosen}, or set it right" if chosen else f"{remedy(vendor)}, or build mpi4py for it"
 
 
 def find(wanted: str, environment: Mapping[str, str]) -> tuple[Vendor, str]:
