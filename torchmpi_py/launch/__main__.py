@@ -49,6 +49,7 @@ _CHECKED = (
 
 def run(spec: JobSpec) -> int:
     """Start the job, and again if it fails; its exit code."""
+    host_check.refuse_misfit(inquiry(spec))
     checks.check_output_folder("--log-dir", spec.log_dir, replaced="" if spec.restart else "rank-0.log")
     checks.check_output_folder("--profile", spec.profile)
     if spec.vendor.shared_bytes and not spec.hosts:
@@ -87,7 +88,7 @@ def inquiry(spec: JobSpec) -> host_check.Inquiry:
         tuple(files),
         spec.launch_agent,
         " ".join(made.environment.get(name, "") for name in spec.vendor.ssh_environment),
-        needs_shared_memory=spec.vendor.shared_bytes > 0,
+        starter=(spec.vendor, spec.starter),
     )
 
 
@@ -98,13 +99,13 @@ def answer(options: argparse.Namespace, words: list[str]) -> int:
         return 0
     try:
         spec = job_spec.read(options, words, os.environ)
-        asked, where = inquiry(spec), spec.starter
+        asked, no_starter = inquiry(spec), ""
     except LaunchError as error:
         if options.check:
             raise
-        asked, where = host_check.Inquiry((), os.environ), f"no MPI: {error}"
+        asked, no_starter = host_check.Inquiry((), os.environ), str(error)
     if options.version:
-        print("\n".join(host_check.versions(asked, where)))
+        print("\n".join(host_check.versions(asked, no_starter)))
         return 0
     found = host_check.check(asked)
     print(notices.printable("\n".join([*found.problems, *found.warnings, *([] if found.problems else [found.text])])))

