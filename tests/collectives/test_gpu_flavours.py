@@ -3,21 +3,10 @@
 import itertools
 
 import pytest
+import test_verbs
 import torch
 from support.lazy_device import LazyDevice
-from test_verbs import (
-    GPU_FLAVOURS as FLAVOURS,
-    REDUCTIONS,
-    Way,
-    allgather,
-    allreduce,
-    alltoall,
-    broadcast,
-    gather,
-    gpu_flavours_on_the_host,  # noqa: F401 - a fixture
-    reduce,
-    scatter,
-)
+from test_verbs import REDUCTIONS, Way, allgather, allreduce, broadcast, gpu_flavours_on_the_host  # noqa: F401
 
 from torchmpi_py.collectives.flavours import cudaipc, staged
 from torchmpi_py.collectives.prepare import builder
@@ -26,6 +15,7 @@ from torchmpi_py.core import communicators, config
 from torchmpi_py.errors import RanksDisagree, Unavailable
 from torchmpi_py.memory import devices
 
+FLAVOURS = test_verbs.GPU_FLAVOURS
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -54,7 +44,7 @@ def test_several_pieces(request, mpi, comm, flavour):
         for turn in (0, 1):
             for reduced in REDUCTIONS:
                 reduced(way, torch.float64, "sum", turn)
-            for moved in (broadcast, allgather, gather, scatter, alltoall):
+            for moved in (broadcast, allgather, test_verbs.gather, test_verbs.scatter, test_verbs.alltoall):
                 moved(way, torch.float64, turn)
 
 
@@ -110,7 +100,7 @@ def test_hierarchical_over_flavours_for_gpus(mpi, comm, monkeypatch):
         with way.naming_the_case():
             for turn in range(0, 4 * way.size, 3):
                 allreduce(way, torch.float64, "sum", turn)
-                reduce(way, torch.float64, "sum", turn)
+                test_verbs.reduce(way, torch.float64, "sum", turn)
                 broadcast(way, torch.float64, turn)
                 allgather(way, torch.float64, turn)
     mpi.set_collective_span(*span)

@@ -9,18 +9,10 @@ import itertools
 import os
 import pathlib
 
+import protocol_programs
 import pytest
 from protocol_model import TSO, WEAK, explore, with_plain_barriers, without_barrier
-from protocol_programs import (
-    ODD_SIZES,
-    SINGLE_COPY,
-    STAGED,
-    SYMMETRIC,
-    VERBS,
-    needed_barriers,
-    record_cudaipc,
-    record_shared,
-)
+from protocol_programs import ODD_SIZES, SINGLE_COPY, STAGED, SYMMETRIC, VERBS, needed_barriers, record_shared
 from protocol_ranks import PACKAGE, model
 
 from torchmpi_py.core import backoff
@@ -113,7 +105,7 @@ def test_all_barriers_of_the_code_are_met(monkeypatch):
     met = set()
     entry = [record_shared(monkeypatch, 2, {"A": list(VERBS)})]
     with monkeypatch.context() as patched:
-        entry.append(record_cudaipc(patched, 2, [("allreduce", "s"), ("allreduce, 2 chunks", "s")]))
+        entry.append(protocol_programs.record_cudaipc(patched, 2, [("allreduce", "s"), ("allreduce, 2 chunks", "s")]))
     for processes in entry:
         met |= {step.site for step in processes[0] if step.name == "barrier"}
     there = set()

@@ -7,12 +7,13 @@ another, and its reads and writes of the board's words are recorded. ``journal.e
 is seen is a difference.
 """
 
+import numpy as np
 import pytest
 from protocol_model import TSO, WEAK, Step, explore
 from protocol_ranks import Ranks
 
 from torchmpi_py.core import journal, sequences, status_board
-from torchmpi_py.core.channels import DIRECT, Place
+from torchmpi_py.core.channels import DIRECT, Place, Places
 from torchmpi_py.core.status_board import Board
 from torchmpi_py.errors import RanksDisagree
 
@@ -83,14 +84,14 @@ class Node:
 
     def communicator(self, members):
         """Sequences of the ranks that make a communicator."""
-        offers, places = [], [Place(0, rank) for rank in members]
+        offers, places = [], Places([(0, rank) for rank in members])
         for rank in members:
             self.as_rank(rank)
             offers.append(sequences.offer())
         made = {}
         for index, rank in enumerate(members):
             self.as_rank(rank)
-            made[rank] = sequences.CallSequence(index, places, offers, DIRECT, "key")
+            made[rank] = sequences.CallSequence(index, places, np.array(offers), DIRECT, "key")
             self.words.accesses.clear()
         return made
 

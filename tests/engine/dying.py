@@ -6,14 +6,7 @@ import signal
 
 import torch
 
-TOUCHED = [
-    (os, "open"),
-    (os, "fsync"),
-    (os, "rename"),
-    (os, "unlink"),
-    (builtins, "open"),
-    (torch, "save"),
-]
+TOUCHED = [(os, "open"), (os, "fsync"), (os, "rename"), (os, "unlink"), (builtins, "open"), (torch, "save")]
 
 
 class Points:

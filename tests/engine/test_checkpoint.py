@@ -172,11 +172,7 @@ def test_another_order_in_the_middle_of_an_epoch_is_refused(tmp_path, now, messa
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"every": 0}, "every=0: give a positive number"),
-        ({"every": "step"}, "every='step'"),
-        ({"keep": 0}, "keep=0"),
-    ],
+    [({"every": 0}, "every=0: give a positive number"), ({"every": "step"}, "every='step'"), ({"keep": 0}, "keep=0")],
 )
 def test_wrong_arguments(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):

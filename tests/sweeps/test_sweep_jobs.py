@@ -168,10 +168,7 @@ def test_a_claim_that_fails_is_outside_of_an_experiment(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [
-        ("-n 3 --groups 2", "--groups 2 does not divide 3 ranks"),
-        ("-n 2 --groups 2 --elastic", "leave out --elastic"),
-    ],
+    [("-n 3 --groups 2", "--groups 2 does not divide 3 ranks"), ("-n 2 --groups 2 --elastic", "leave out --elastic")],
 )
 def test_options_that_do_not_fit(options, text, tmp_path):
     done = run(tmp_path, {}, *options.split())

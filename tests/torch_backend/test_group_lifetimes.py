@@ -7,7 +7,7 @@ from support import jobs
 
 pytestmark = pytest.mark.usefixtures("full_collections")
 HEAD = """
-import datetime as dt, os, threading, time, torch, torch.distributed as dist
+import datetime as dt, gc, os, threading, time, torch, torch.distributed as dist
 import torchmpi_py as mpi, torchmpi_py.torch_backend as backend
 
 def use(group=None):
@@ -62,6 +62,20 @@ def test_begin_and_end_in_any_order(tmp_path):
         if mpi.rank() != 1:
             use(inner)
         dist.destroy_process_group()
+        # As on several nodes, rank 0 serves a store; the other ranks connect when they first use it.
+        folder, served, made = os.environ.pop("TORCHMPIRUN_JOB_DIR"), dist.TCPStore, []
+        dist.TCPStore = lambda *words, **options: made.append(words) or served(*words, **options)
+        dist.init_process_group("torchmpi")
+        use(dist.new_group())
+        gc.collect()
+        assert len(made) == (mpi.rank() == 0), made
+        use(dist.new_group(backend="gloo"))
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"key{mpi.rank()}", "value")
+        assert [store.get(f"key{rank}") for rank in range(3)] == [b"value"] * 3
+        assert (store.add("number", 0), store.check(["another"]), len(made)) == (0, False, 1)
+        dist.destroy_process_group()
+        os.environ["TORCHMPIRUN_JOB_DIR"] = folder
         dist.init_process_group("gloo")  # it meets over MPI, too
         use()
         ours = dist.new_group(backend="torchmpi")

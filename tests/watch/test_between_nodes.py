@@ -18,7 +18,7 @@ from torchmpi_py.core import config, status_board
 from torchmpi_py.core.status_board import CLAIMED_DEATH, CLAIMED_LATE, HAS_LEFT, STOPPING
 from torchmpi_py.watch import job_reports, node_links, node_watch, reports
 from torchmpi_py.watch.node_links import Link, Nodes
-from torchmpi_py.watch.reports import NodeReport
+from torchmpi_py.watch.reports import Line, NodeReport
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -240,15 +240,15 @@ def test_claims_of_two_nodes_become_one_report(watched, monkeypatch):
     answers = []
     for node in (0, 1):
         monkeypatch.setattr(node_links, "current", node_links.current._replace(mine=node))
-        report = NodeReport(f"heading {node}", f"part {node}", True)
+        report = NodeReport(f"heading {node}", [Line([node], f"part {node}", "a text")], True)
         answers.append(job_reports.claim(first.board, CLAIMED_LATE, report, ends=True)["claimed"])
     assert answers == ["printed", "held"]
     (text,) = said
-    assert text.startswith("heading 0\nhost nodea (rank 0):\npart 0\n")
+    assert text.startswith("heading 0\nhost nodea (rank 0):\npart 0: a text\n")
     assert "host nodeb (rank 1):\nrank 1 (process" in text
     assert not ended  # the claimant does that
     job_reports.withdraw()
-    report = NodeReport("another", "part", True)
+    report = NodeReport("another", [], True)
     assert job_reports.claim(first.board, CLAIMED_DEATH, report, ends=True)["claimed"] == "printed"
 
 
@@ -301,7 +301,7 @@ def test_a_leader_that_is_stopped_is_late_and_one_that_dies_is_dead(hub, monkeyp
         process.send_signal(signal.SIGSTOP)
         until(lambda: time.monotonic() - watch._links[1].last_heard > 1.5)
         assert not watch._lost(time.monotonic())
-        late = NodeReport("an operation is late", "part of node 0", True)
+        late = NodeReport("an operation is late", [], True)
         assert job_reports.claim(watch._board, CLAIMED_LATE, late, ends=True)["claimed"] == "printed"
         assert "host nodeb (rank 1): the host answers, but rank 1 does not: its process is stopped" in said[0]
         assert not ended
@@ -342,4 +342,4 @@ def test_strangers_take_few_descriptors_of_a_hub_and_delay_no_leader(hub, monkey
 def test_without_a_hub_a_rank_reports_for_itself(hub, monkeypatch):
     monkeypatch.setattr(job_reports, "_KILLED_SECONDS", 0.0)
     hub[1].close()
-    assert job_reports.claim(Rank(0).board, CLAIMED_LATE, NodeReport("late", "part", True), ends=True) is None
+    assert job_reports.claim(Rank(0).board, CLAIMED_LATE, NodeReport("late", [], True), ends=True) is None

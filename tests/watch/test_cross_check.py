@@ -163,5 +163,16 @@ def test_views_and_positions():
     assert reports.views(rank.board, position._replace(ranks="0-7")) == []
     assert reports.brief(rank.board, 0).endswith("last called allreduce, 4 bytes at train.py:7 in step")
     assert reports.position_of(rank.board, Record(1, 0, -1, 0, 0, 0, 0, 0, "", "", False)) is None
-    assert "is through with it" in reports.part_of_node(rank.board, position, "allreduce, 4 bytes", ())
-    assert "has not come to it; its last, allreduce" in reports.part_of_node(rank.board, ahead, "barrier", ())
+    assert "is through with it" in reports.part_of_node(rank.board, position, "allreduce, 4 bytes", ())[0].text
+    assert "has not come to it; its last, allreduce" in reports.part_of_node(rank.board, ahead, "barrier", ())[0].text
+
+
+def test_many_ranks_that_do_the_same_are_one_row():
+    """For however long they do it; a row names its ranks in a bounded number of ranges."""
+    texts = [f"in {'barrier' if rank == 5 else 'reduce'} for {rank / 4:.1f} s" for rank in range(12)]
+    rows = [reports.Line([rank], f"rank {rank}", text) for rank, text in enumerate(texts)]
+    assert list(map(str, reports.folded(rows))) == ["11 ranks (0-4, 6-11): " + texts[0], f"rank 5: {texts[5]}"]
+    assert reports.folded(rows[:9]) == rows[:9]
+    (row,) = reports.folded(reports.Line([rank * rank], "", "waits") for rank in range(1000))
+    assert str(row).startswith("1000 ranks (0-1, 4, 9, ")
+    assert len(str(row)) < 200

@@ -21,25 +21,9 @@ import torch
 
 import torchmpi_py as mpi
 from torchmpi_py import nn as mpinn
-from torchmpi_py.bench import UsageError, WrongValue, command_line, machine, progress_bar, results, wire
+from torchmpi_py.bench import UsageError, WrongValue, command_line, machine, progress_bar, results, trainers, wire
 from torchmpi_py.bench.candidates import process_groups
 from torchmpi_py.bench.results import quantile
-from torchmpi_py.bench.trainers import (
-    DDP,
-    DDP_ALONE,
-    DDP_TORCHMPI,
-    FSDP,
-    FSDP_TORCHMPI,
-    LAYERS,
-    NETWORKS,
-    NONE,
-    OPTIMIZERS,
-    SEED,
-    WAYS,
-    Sample,
-    Trainer,
-    trainers,
-)
 from torchmpi_py.collectives.timing import order
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.memory import devices
@@ -54,13 +38,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``step``."""
     add = parser.add_argument
     networks = "perceptron: few large gradients (default); gpt: 0.8 M parameters, 128 tokens a sample"
-    add("--network", choices=NETWORKS, default="perceptron", help=networks)
-    widths = ",".join(map(str, LAYERS["perceptron"]))
+    add("--network", choices=trainers.NETWORKS, default="perceptron", help=networks)
+    widths = ",".join(map(str, trainers.LAYERS["perceptron"]))
     add("--layers", type=_layers, help=f"widths of the perceptron, input first; default: {widths}")
     command_line.add_device(parser)
     add("--batch", type=command_line.count, default=32, help="samples a rank; default: 32")
     add("--steps", type=command_line.count, default=25, help="timed steps of each way; default: 25")
-    add("--optimizer", choices=OPTIMIZERS, default="sgd", help="default: sgd")
+    add("--optimizer", choices=trainers.OPTIMIZERS, default="sgd", help="default: sgd")
     ways = "average: DDP, nn, the engine (default); sharded: the optimizer's state divided; compressed: fewer bytes"
     add("--ways", type=_ways, default="average", help=f"kinds of trainers, separated by commas; {ways}")
     command_line.add_link(parser)
@@ -69,8 +53,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @command_line.with_message
 def _ways(text: str) -> list[str]:
-    if unknown := [way for way in text.split(",") if way not in WAYS]:
-        raise ValueError(f"{unknown[0]!r}: give some of {', '.join(WAYS)}")
+    if unknown := [way for way in text.split(",") if way not in trainers.WAYS]:
+        raise ValueError(f"{unknown[0]!r}: give some of {', '.join(trainers.WAYS)}")
     return text.split(",")
 
 
@@ -100,11 +84,11 @@ class StepReport:
     @property
     def floor_seconds(self) -> float | None:
         """The floor of a step: it computes, and all gradients cross the wire, at best at the same time."""
-        return None if self.wire_seconds is None else max(self.median_seconds[NONE], self.wire_seconds)
+        return None if self.wire_seconds is None else max(self.median_seconds[trainers.NONE], self.wire_seconds)
 
     def added_seconds(self, name: str) -> float:
         """Seconds of a trainer above the loop without communication."""
-        return self.median_seconds[name] - self.median_seconds[NONE]
+        return self.median_seconds[name] - self.median_seconds[trainers.NONE]
 
 
 def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
@@ -116,10 +100,10 @@ def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
     if options.layers is not None and options.network != "perceptron":
         raise UsageError("--layers are the widths of the perceptron; leave it out, or take --network perceptron")
     machine.limit_threads()
-    device, layers = mpi.device(), options.layers or LAYERS[options.network]
+    device, layers = mpi.device(), options.layers or trainers.LAYERS[options.network]
     link = None if options.link is None else wire.open_link(comm, options.link)
     with process_groups(comm, with_torchmpi=True) as groups:
-        made = trainers(
+        made = trainers.trainers(
             layers,
             with_ddp=not groups.no_gloo,
             torchmpi=groups.torchmpi,
@@ -128,12 +112,12 @@ def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
             optimizer=options.optimizer,
             network=options.network,
         )
-        reasons = {DDP: groups.no_gloo, DDP_TORCHMPI: groups.no_torchmpi}
+        reasons = {trainers.DDP: groups.no_gloo, trainers.DDP_TORCHMPI: groups.no_torchmpi}
         notes = [f"{name} is left out: {reason}" for name, reason in reasons.items() if reason]
         is_text = options.network == "gpt"
         samples = make_samples(layers, options.batch, STEPS_PER_RUN + 1, comm.rank, device=device, is_text=is_text)
         seconds = _measured(comm, made, samples, options)
-    num_steps = len(seconds[NONE])
+    num_steps = len(seconds[trainers.NONE])
     medians = {name: quantile(times, 0.5) for name, times in seconds.items()}
     facts = machine.facts(comm, device) | wire.facts(link)
     on_wire = (
@@ -161,10 +145,10 @@ def render(report: StepReport) -> str:
 
 
 def _row(report: StepReport, name: str) -> list[str]:
-    if name == NONE:
+    if name == trainers.NONE:
         return [name, results.number(report.median_seconds[name] * 1e3), "-", "-"]
     added = report.added_seconds(name)
-    ddp = report.added_seconds(DDP) if DDP in report.median_seconds else 0.0
+    ddp = report.added_seconds(trainers.DDP) if trainers.DDP in report.median_seconds else 0.0
     return [
         name,
         results.number(report.median_seconds[name] * 1e3),
@@ -174,7 +158,7 @@ def _row(report: StepReport, name: str) -> list[str]:
 
 
 def _measured(
-    comm: MPI.Comm, made: Sequence[Trainer], samples: Sequence[Sample], options: argparse.Namespace
+    comm: MPI.Comm, made: Sequence[trainers.Trainer], samples: Sequence[trainers.Sample], options: argparse.Namespace
 ) -> dict[str, list[float]]:
     """The seconds of the timed steps of each trainer, each of the slowest rank. Collective."""
     for trainer in made:
@@ -188,12 +172,13 @@ def _measured(
             comm.Barrier()
             times[made[index].name] += _run(made[index], samples)
     for trainer in made:
-        if trainer.name not in (NONE, DDP_ALONE, FSDP, FSDP_TORCHMPI):  # whose ranks differ
+        # The ranks of these differ.
+        if trainer.name not in (trainers.NONE, trainers.DDP_ALONE, trainers.FSDP, trainers.FSDP_TORCHMPI):
             mpinn.check_with_allreduce(trainer.network)
     return {name: np.max(comm.allgather(of_trainer), axis=0).tolist() for name, of_trainer in times.items()}
 
 
-def _run(trainer: Trainer, samples: Sequence[Sample]) -> list[float]:
+def _run(trainer: trainers.Trainer, samples: Sequence[trainers.Sample]) -> list[float]:
     """The seconds of all steps but the first."""
     ends: list[float] = []
     device = devices.of(samples[0][0].device)
@@ -206,9 +191,9 @@ def _run(trainer: Trainer, samples: Sequence[Sample]) -> list[float]:
     return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
-def _check_alike(made: Sequence[Trainer]) -> None:
+def _check_alike(made: Sequence[trainers.Trainer]) -> None:
     """Raise WrongValue unless all trainers that average all bits have the same parameters, up to rounding."""
-    first, *others = [trainer for trainer in made if trainer.name != NONE and trainer.is_exact] or made[:1]
+    first, *others = [trainer for trainer in made if trainer.name != trainers.NONE and trainer.is_exact] or made[:1]
     for other in others:
         for (name, x), y in zip(first.network.named_parameters(), other.network.parameters(), strict=True):
             if not torch.allclose(_whole(x), _whole(y), rtol=1e-3, atol=1e-5):
@@ -222,12 +207,12 @@ def _whole(x: Any) -> torch.Tensor:
 
 def make_samples(
     layers: Sequence[int], batch: int, num_steps: int, rank: int, *, device: torch.device = _CPU, is_text: bool = False
-) -> list[Sample]:
+) -> list[trainers.Sample]:
     """The batches of ``rank`` on ``device``: inputs (batch, layers[0]), and a class index for each input.
 
     ``is_text``: inputs are tokens, and each token has a class index.
     """
-    generator = torch.Generator().manual_seed(SEED + rank)
+    generator = torch.Generator().manual_seed(trainers.SEED + rank)
     samples = []
     for _ in range(num_steps):
         x = torch.randn(batch, layers[0], generator=generator)

@@ -7,9 +7,11 @@ share of what flavours keep between calls (staging memory, process groups, inner
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
 import torch
 
 from torchmpi_py.core import ulfm
@@ -25,6 +27,25 @@ class Place(NamedTuple):
 
     node: int
     local: int
+
+
+class Places(Sequence[Place]):
+    """The places of the ranks of a channel: a table of two numbers per rank, which channels of the same ranks share."""
+
+    def __init__(self, places: Any) -> None:
+        self.table = _shared(np.array(places, np.int32).tobytes())
+        self.nodes, self.locals = self.table.T
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def __getitem__(self, rank: Any) -> Any:
+        return Place(int(self.nodes[rank]), int(self.locals[rank]))
+
+
+@functools.lru_cache(32)
+def _shared(table: bytes) -> Any:
+    return np.frombuffer(table, np.int32).reshape(-1, len(Place._fields))
 
 
 class Resource(Protocol):
@@ -52,9 +73,9 @@ class Channel:
         self.mpi = mpi
         self.rank: int = mpi.rank
         self.size: int = mpi.size
-        self.places = tuple(places)
+        self.places = places if isinstance(places, Places) else Places(places)
         self.thread_role = thread_role
-        self.num_nodes = len({place.node for place in places})
+        self.num_nodes = len(set(self.places.nodes.tolist()))
         self.user = NOBODY  # the ident of the thread that carries out a collective
         self._kept: dict[Hashable, Resource] = {}
         ulfm.register(self)
@@ -74,7 +95,7 @@ class Channel:
     def split(self, colours: Sequence[int]) -> Channel:
         """The channel of the ranks with this rank's colour, in rank order. Collective, with equal ``colours``."""
         mine = colours[self.rank]
-        places = [place for place, colour in zip(self.places, colours, strict=True) if colour == mine]
+        places = Places(self.places.table[np.equal(colours, mine)])
         return Channel(self.mpi.Split(mine, self.rank), places, self.thread_role)
 
     @property

@@ -24,8 +24,10 @@ import operator
 from collections.abc import Hashable, Iterator, Sequence as Ranks
 from typing import Any
 
+import numpy as np
+
 from torchmpi_py.core import agree, communication_thread, journal, sequences
-from torchmpi_py.core.channels import BACKGROUND, DIRECT, Channel, Place
+from torchmpi_py.core.channels import BACKGROUND, DIRECT, Channel, Place, Places
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.core.sequences import CallSequence
 from torchmpi_py.errors import CommunicatorError, NotStarted
@@ -39,8 +41,10 @@ class Communicator:
     """
 
     def __init__(self, group: MPI.Comm, place: Place, key: str) -> None:
-        gathered = group.allgather((place, sequences.offer()))
-        places, offers = [place for place, _ in gathered], [offer for _, offer in gathered]
+        mine = np.array([*place, *sequences.offer()])
+        table = np.empty((group.size, mine.size), mine.dtype)  # numbers, because thousands of objects take a second
+        group.Allgather(mine, table)
+        places, offers = Places(table[:, : len(place)]), table[:, len(place) :]
         self.direct = Channel(group, places, DIRECT)
         self.background = Channel(group.Dup(), places, BACKGROUND)
         self.sequences = [

@@ -21,27 +21,11 @@ from typing import Any, Protocol, TypeVar
 from torchmpi_py.core import backoff, sequences, status_board
 from torchmpi_py.core.channels import DIRECT
 from torchmpi_py.core.sequences import CallSequence
-from torchmpi_py.core.status_board import (
-    ASYNCHRONOUS_SHIFT,
-    BEGUN,
-    CHECKSUM_BITS,
-    ENDED,
-    HAS_FAILED,
-    HAS_LEFT,
-    IS_LAUNCH,
-    LAUNCHED,
-    NAMES,
-    NUM_RECORDS,
-    STOPPING,
-    STRING_BITS,
-    Board,
-    Record,
-    pack,
-)
+from torchmpi_py.core.status_board import ASYNCHRONOUS_SHIFT, CHECKSUM_BITS, IS_LAUNCH, STRING_BITS, Board, Record, pack
 from torchmpi_py.errors import RanksDisagree, TorchMPIError
 
 R = TypeVar("R")
-_HALF = NUM_RECORDS // 2 - 1
+_HALF = status_board.NUM_RECORDS // 2 - 1
 _LATELY_NS = 1_000_000_000  # two looks of the watchdog
 _NEXT = 1 << CHECKSUM_BITS  # fingerprints that differ by less have the same generation and sequence number
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -229,7 +213,7 @@ def begin(entry: Entry) -> None:
     """Record that a launched operation is carried out from now on."""
     used = status_board.current
     if used is not None and used.words[entry[1]] == entry[0]:  # the record may have been overwritten
-        used.words[entry[1] + BEGUN] = monotonic_ns()
+        used.words[entry[1] + status_board.BEGUN] = monotonic_ns()
 
 
 def end(entry: Entry) -> None:
@@ -268,8 +252,8 @@ def fail(entry: Entry) -> None:
         return
     evicted_open.pop(number, None)
     # Not where the record is another's, nor where ``end`` has found a difference: that operation has ended.
-    if used.words[word] == number and used.words[end_word] < used.words[word + LAUNCHED]:
-        used.words[word + NAMES] |= HAS_FAILED
+    if used.words[word] == number and used.words[end_word] < used.words[word + status_board.LAUNCHED]:
+        used.words[word + status_board.NAMES] |= status_board.HAS_FAILED
         used.words[end_word] = monotonic_ns()
 
 
@@ -305,7 +289,7 @@ def _may_come(used: Board, number: int, size: int) -> bool:
         return True
     missing = sequences.behind(used, mine)
     # A rank in ``stop`` calls no more operations.
-    if any(used.get(HAS_LEFT, index) == STOPPING for index in missing):
+    if any(used.get(status_board.HAS_LEFT, index) == status_board.STOPPING for index in missing):
         return False
     is_in_sight = len(used.slots_of.get(mine.slot, ())) == size
     return not is_in_sight or any(_has_called_lately(used, index) for index in missing)
@@ -319,7 +303,9 @@ def _has_called_lately(used: Board, index: int) -> bool:
 def _open(used: Board) -> set[int]:
     # One look at all records at once, for this runs within a call: not ended, and not launched for another thread.
     columns = used.columns
-    is_open = (columns[ENDED] < columns[LAUNCHED]) & (columns[NAMES] & IS_LAUNCH == 0)
+    is_open = (columns[status_board.ENDED] < columns[status_board.LAUNCHED]) & (
+        columns[status_board.NAMES] & IS_LAUNCH == 0
+    )
     return set(columns[0][is_open].tolist()) if is_open.any() else set()
 
 

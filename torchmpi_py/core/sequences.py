@@ -20,86 +20,65 @@ import itertools
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence as Ranks
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from torchmpi_py.core import status_board
-from torchmpi_py.core.channels import Place
-from torchmpi_py.core.status_board import (
-    BLANK_SLOT,
-    CHECKSUM_BITS,
-    FINGERPRINTS_PER_SLOT,
-    NUM_GENERATIONS,
-    NUM_SLOTS,
-    SCRAP_SLOT,
-    SEQUENCE_NUMBER_BITS,
-    WORLD_RANK,
-    Board,
-    BoardSlot,
-    Record,
-)
+from torchmpi_py.core.channels import Places
+from torchmpi_py.core.status_board import CHECKSUM_BITS, FINGERPRINTS_PER_SLOT, WORLD_RANK, Board, BoardSlot, Record
 from torchmpi_py.errors import CommunicatorError
 
 logger = logging.getLogger("torchmpi_py")
 _MOST_NAMED = 4
 
 
-class SlotOffer(NamedTuple):
-    """A rank's part in a new communicator: a slot for each thread role, and its rank in the world."""
-
-    slots: tuple[BoardSlot | None, BoardSlot | None]
-    world_rank: int
+_NO_SLOT = BoardSlot(-1, 0)
 
 
-def offer() -> SlotOffer:
-    """This rank's offer, for all ranks of a new communicator."""
-    used = status_board.current
-    if used is None:
-        return SlotOffer((None, None), 0)
-    return SlotOffer((used.acquire_slot(), used.acquire_slot()), used.get(WORLD_RANK))
+def offer() -> list[int]:
+    """This rank's part in a new communicator: its rank in the world, and a slot for each thread role."""
+    if (used := status_board.current) is None:
+        return [0, *_NO_SLOT, *_NO_SLOT]
+    return [used.get(WORLD_RANK), *(used.acquire_slot() or _NO_SLOT), *(used.acquire_slot() or _NO_SLOT)]
 
 
 class CallSequence:
-    """This rank's operation counter for one communicator and one thread role; ``offers`` are those of all ranks."""
+    """This rank's operation counter for one communicator and one thread role; ``offers``: one row per rank."""
 
-    def __init__(self, rank: int, places: Ranks[Place], offers: Ranks[SlotOffer], thread_role: int, key: str) -> None:
-        slots = [offer.slots[thread_role] for offer in offers]
+    def __init__(self, rank: int, places: Places, offers: Any, thread_role: int, key: str) -> None:
+        numbers, generations = offers.T[1 + 2 * thread_role : 3 + 2 * thread_role]
         self.neighbour: int | None = None  # its rank
         self.is_alone = len(places) == 1
         self.is_broken, self.broken_from = False, 1 << 64  # an operation with this fingerprint differed, or broke off
-        self.slot = slots[rank]
+        self.slot = None if numbers[rank] < 0 else BoardSlot(int(numbers[rank]), int(generations[rank]))
         self.index = -1 if self.slot is None else self.slot.number
         self._board = used = status_board.current
         if used is None:
             return
-        self.blank = used.first_fingerprint(used.index, BLANK_SLOT)
+        self.blank = used.first_fingerprint(used.index, status_board.BLANK_SLOT)
 
         # 1. The largest generation is new to every rank: no fingerprint that stands in one of the slots has it.
-        generation = max((slot.generation for slot in slots if slot is not None), default=0)
-        self.generation = generation & NUM_GENERATIONS - 1
-        if None in slots and slots.index(None) == rank:
-            _warn_of_missing_slots()
+        generation = int(generations.max())
+        self.generation = generation & status_board.NUM_GENERATIONS - 1
         if self.slot is None:
-            self._count_from(used.first_fingerprint(used.index, SCRAP_SLOT), self.blank)
+            if numbers.argmin() == rank:  # the first one without a slot
+                _warn_of_missing_slots()
+            self._count_from(used.first_fingerprint(used.index, status_board.SCRAP_SLOT), self.blank)
             return
 
         # 2. Reports find the communicator of a slot, and the slots of the other ranks of this node.
-        ranks = ranks_as_text([offer.world_rank for offer in offers], strides=True)
-        used.publish_slot(self.slot, generation, key, ranks)
-        used.slots_of[self.slot.number] = {
-            place.local: slot.number
-            for place, slot in zip(places, slots, strict=True)
-            if slot is not None and place.node == places[rank].node
-        }
+        used.publish_slot(self.slot, generation, key, ranks_as_text(offers[:, 0].tolist(), strides=True))
+        here = np.flatnonzero((places.nodes == places.nodes[rank]) & (numbers >= 0))
+        slots = dict(zip(places.locals[here].tolist(), numbers[here].tolist(), strict=True))
+        used.slots_of[self.slot.number] = slots
 
         # 3. The neighbour is the next rank of this node that has a slot too.
         first = neighbours_first = used.first_fingerprint(used.index, self.slot.number)  # without a neighbour, its own
-        for step in range(1, len(places)):
-            other = (rank + step) % len(places)
-            theirs = slots[other]
-            if theirs is not None and places[other].node == places[rank].node and places[other].local in used.indices:
-                self.neighbour = other
-                self.neighbours_index = places[other].local
-                neighbours_first = used.first_fingerprint(places[other].local, theirs.number)
+        for other in [*here[here > rank].tolist(), *here[here < rank].tolist()]:
+            if (index := int(places.locals[other])) in used.indices:
+                self.neighbour, self.neighbours_index = other, index
+                neighbours_first = used.first_fingerprint(index, slots[index])
                 break
         self._count_from(first, neighbours_first)
 
@@ -108,7 +87,7 @@ class CallSequence:
         words = [(first + number, neighbours_first + number) for number in range(FINGERPRINTS_PER_SLOT)]
         step = 1 << CHECKSUM_BITS
         # A sequence number that overflows makes another generation, on all ranks alike.
-        fingerprints = itertools.count((self.generation << SEQUENCE_NUMBER_BITS) * step + step, step)
+        fingerprints = itertools.count((self.generation << status_board.SEQUENCE_NUMBER_BITS) * step + step, step)
         self.next_fingerprint: Callable[[], tuple[int, tuple[int, int]]] = zip(
             fingerprints, itertools.cycle(words[1:] + words[:1]), strict=False
         ).__next__
@@ -135,7 +114,7 @@ def _warn_of_missing_slots() -> None:
     """Once a process."""
     logger.warning(
         "more than %d communicators: what is called on further ones is not compared; free() those that are done with",
-        NUM_SLOTS // 2,
+        status_board.NUM_SLOTS // 2,
     )
 
 
@@ -195,9 +174,9 @@ def is_freed(used: Board, mine: Record) -> bool:
     if not is_numbered(mine):
         return False
     # The slot may be another communicator's, and is empty until the first operation of that one.
-    mines = mine.fingerprint >> CHECKSUM_BITS + SEQUENCE_NUMBER_BITS
-    ahead = (used.generation_of(used.index, mine.slot) - mines) % NUM_GENERATIONS
-    return mine.slot not in used.slots_of or 0 < ahead < NUM_GENERATIONS // 2
+    mines = mine.fingerprint >> CHECKSUM_BITS + status_board.SEQUENCE_NUMBER_BITS
+    ahead = (used.generation_of(used.index, mine.slot) - mines) % status_board.NUM_GENERATIONS
+    return mine.slot not in used.slots_of or 0 < ahead < status_board.NUM_GENERATIONS // 2
 
 
 def is_passed(used: Board, mine: Record) -> bool:

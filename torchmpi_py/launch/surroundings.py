@@ -30,11 +30,17 @@ def open_standard_streams() -> None:
 def raise_open_files(num_ranks: int) -> None:
     """Raise the limit of open files as far as the ranks of this host need. LaunchError where it is too low for them."""
     needed = _FILES + _FILES_OF_A_RANK * num_ranks
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < needed:
+    if (limit := allow_open_files(needed)) < needed:
         raise LaunchError(
-            f"the limit of open files is {hard}, and {num_ranks} ranks on this host need {needed}; "
+            f"the limit of open files is {limit}, and {num_ranks} ranks on this host need {needed}; "
             f"raise it (ulimit -n {needed}, or nofile in limits.conf), or start fewer ranks"
         )
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def allow_open_files(needed: int) -> int:
+    """Raise the soft limit of open files to ``needed``, as far as the hard limit allows; return the limit, if lower."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if -1 < soft < most:  # -1: no limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most

@@ -98,20 +98,20 @@ def why_no_ipc(places: Sequence[Place] = ()) -> str:
 
 def ipc_groups(offers: Sequence[GpuOffer]) -> list[int]:
     """The lowest rank of every rank's IPC group: the first group in which all reach the rank, and the rank all."""
-    groups: list[list[int]] = []
+    groups: dict[int, list[list[int]]] = {}  # by node
     for rank, mine in enumerate(offers):
-        for members in groups:
+        for members in (here := groups.setdefault(mine.place.node, [])):
             if all(_reach_each_other(mine, offers[member]) for member in members):
                 members.append(rank)
                 break
         else:
-            groups.append([rank])
-    lowest = {rank: members[0] for members in groups for rank in members}
+            here.append([rank])
+    lowest = {rank: members[0] for here in groups.values() for members in here for rank in members}
     return [lowest[rank] for rank in range(len(offers))]
 
 
 def _reach_each_other(one: GpuOffer, other: GpuOffer) -> bool:
-    return one.place.node == other.place.node and one.identity in other.reached and other.identity in one.reached
+    return one.identity in other.reached and other.identity in one.reached
 
 
 def _offer(place: Place, device: torch.device) -> GpuOffer:

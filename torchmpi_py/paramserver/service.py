@@ -28,18 +28,7 @@ from torchmpi_py.core.backoff import Nap, end_sleeps_in_time
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import ParameterServerError
-from torchmpi_py.paramserver import rules
-from torchmpi_py.paramserver.remote import (
-    BYTES_TAG,
-    HEADER_TAG,
-    Client,
-    Kind,
-    Links,
-    ShardRequest,
-    is_small,
-    pieces,
-    to_bytes,
-)
+from torchmpi_py.paramserver import remote, rules
 from torchmpi_py.paramserver.shard import Shard
 from torchmpi_py.paramserver.store import Store
 from torchmpi_py.watch import abort
@@ -73,11 +62,11 @@ def packed(error: BaseException) -> bytes:
 class _Job:
     """A request that is not carried out yet."""
 
-    def __init__(self, request: ShardRequest) -> None:
+    def __init__(self, request: remote.ShardRequest) -> None:
         self.request = request
         self.payload = None if request.payload is None else torch.frombuffer(request.payload, dtype=torch.uint8)
-        is_large = not is_small(request.num_bytes)
-        gives = Kind(request.kind).gives
+        is_large = not remote.is_small(request.num_bytes)
+        gives = remote.Kind(request.kind).gives
         self.gives_pieces, self.comes_in_pieces = is_large and gives, is_large and not gives
         self.arriving: list[MPI.Request] | None = None  # the pieces of the payload, once they are received
 
@@ -107,14 +96,14 @@ class _Jobs:
         for _ in range(min(room, _MOST_OF_A_CLIENT - self.num_payloads, len(self._announced))):
             job = self._announced.popleft()
             job.payload = torch.empty(job.request.num_bytes, dtype=torch.uint8, device="cpu")
-            job.arriving = [requests.Irecv(piece, client, BYTES_TAG) for piece in pieces(job.payload)]
+            job.arriving = [requests.Irecv(piece, client, remote.BYTES_TAG) for piece in remote.pieces(job.payload)]
             self.num_payloads += 1
 
 
 class Service:
     """Serves the stores that are added to it; its thread ends with the last store."""
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: remote.Links) -> None:
         self._links = links
         self._stores: dict[int, Store] = {}
         self._jobs: dict[int, _Jobs] = {}  # by client
@@ -189,8 +178,8 @@ class Service:
     def _receive_requests(self) -> bool:
         """Receive all requests that have come; whether there were any."""
         status, has_come = MPI.Status(), False
-        while (message := self._links.requests.improbe(tag=HEADER_TAG, status=status)) is not None:
-            job = _Job(ShardRequest._make(message.recv()))
+        while (message := self._links.requests.improbe(tag=remote.HEADER_TAG, status=status)) is not None:
+            job = _Job(remote.ShardRequest._make(message.recv()))
             self._jobs.setdefault(status.source, _Jobs()).append(job)
             has_come = True
         return has_come
@@ -205,7 +194,7 @@ class Service:
         """Carry out a request, and reply with the values or the error, if any."""
         try:
             with self._stores[job.request.server].held(job.request.shard) as shard:
-                if Kind(job.request.kind).gives:
+                if remote.Kind(job.request.kind).gives:
                     self._give(client, job, shard)
                     return
                 self._change(job.request, job.payload, shard)
@@ -216,9 +205,9 @@ class Service:
         else:
             self._reply(client)
 
-    def _change(self, request: ShardRequest, payload: Tensor | None, shard: Shard) -> None:
+    def _change(self, request: remote.ShardRequest, payload: Tensor | None, shard: Shard) -> None:
         """Apply a rule to a shard, or restore it. Under its lock."""
-        if request.kind == Kind.APPLY:
+        if request.kind == remote.Kind.APPLY:
             name, options = pickle.loads(request.rule)
             values = shard.values[:0] if payload is None else payload.view(shard.values.dtype)
             shard.apply(rules.named("send", name), values, options)
@@ -228,20 +217,20 @@ class Service:
 
     def _give(self, client: int, job: _Job, shard: Shard) -> None:
         """Reply with the bytes of a shard. Under its lock."""
-        source = (shard.memory if job.request.kind == Kind.SAVE else shard.values).view(torch.uint8)
+        source = (shard.memory if job.request.kind == remote.Kind.SAVE else shard.values).view(torch.uint8)
         if not job.gives_pieces:
-            self._reply(client, None, to_bytes(source))
+            self._reply(client, None, remote.to_bytes(source))
             return
         copy = torch.empty_like(source)
         self._reply(client)
         leaving = []
-        for piece, into in zip(pieces(source), pieces(copy), strict=True):
+        for piece, into in zip(remote.pieces(source), remote.pieces(copy), strict=True):
             into[:] = piece  # the first pieces leave while the others are copied
-            leaving.append(self._links.replies.Isend(into, client, BYTES_TAG))
+            leaving.append(self._links.replies.Isend(into, client, remote.BYTES_TAG))
         self._values.append(leaving)
 
     def _reply(self, client: int, error: bytes | None = None, values: bytearray | None = None) -> None:
-        sent = self._links.replies.isend((error, values), client, HEADER_TAG)
+        sent = self._links.replies.isend((error, values), client, remote.HEADER_TAG)
         if not sent.Test():
             self._replies.append(sent)
 
@@ -254,8 +243,8 @@ class ShardExchange:
     """Kept with a channel over several nodes: its links, a client, and the service in each node's first rank."""
 
     def __init__(self, channel: Channel) -> None:
-        self.links = Links(channel)
-        self.client = Client(self.links)
+        self.links = remote.Links(channel)
+        self.client = remote.Client(self.links)
         first: dict[int, int] = {}
         for rank, place in enumerate(channel.places):
             first.setdefault(place.node, rank)

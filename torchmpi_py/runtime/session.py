@@ -215,16 +215,13 @@ def check_same(world: MPI.Comm, tuning: config.Tuning) -> None:
     Rank 0 warns of different versions of torch and of the MPI. The ranks exchange text, which every version can read.
     """
     mine = f"torchmpi_py {torchmpi_py.__version__}", str(tuning), kept_boards.versions(), socket.gethostname()
+    if world.allreduce(world.bcast(mine[:3]) == mine[:3], MPI.LAND):
+        return
     packages, tunings, versions, hosts = zip(*world.allgather(mine), strict=True)
-    if (rank := agree.first_different(packages)) is not None:
-        raise RanksDisagree(
-            f"start: rank 0 has {packages[0]} on {hosts[0]}, and rank {rank} has {packages[rank]} on {hosts[rank]}; "
-            "install the same version on all hosts"
-        )
-    if (rank := agree.first_different(tunings)) is not None:
-        raise RanksDisagree(
-            f"start: rank 0 has {tunings[0]}, rank {rank} has {tunings[rank]}; set TORCHMPI_* alike on all hosts"
-        )
+    for values, remedy in ((packages, "install the same version"), (tunings, "set the same TORCHMPI_*")):
+        if (rank := agree.first_different(values)) is not None:
+            pair = f"rank 0 has {values[0]} on {hosts[0]}, and rank {rank} has {values[rank]} on {hosts[rank]}"
+            raise RanksDisagree(f"start: {pair}; {remedy} on all hosts")
     if (rank := agree.first_different(versions)) is not None and world.rank == 0:
         text = "rank 0 has %s on %s, and rank %d has %s on %s; install the same versions on all hosts"
         logger.warning(text, versions[0], hosts[0], rank, versions[rank], hosts[rank])

@@ -74,7 +74,7 @@ def _seconds(timeout: dt.timedelta | None) -> float:
     return 0.0 if seconds == DEFAULT_SECONDS else seconds
 
 
-def over_mpi(rank: int | None, timeout: dt.timedelta | None = None, **_: object) -> Found:
+def over_mpi(rank: int | None, is_lazy: bool, timeout: dt.timedelta | None = None, **_: object) -> Found:
     """The rendezvous of torch.distributed: a store, the rank (default: MPI's), the size. Collective over the world."""
     ensure_started(timeout)
     world = communicators.stack().levels[0]
@@ -82,7 +82,7 @@ def over_mpi(rank: int | None, timeout: dt.timedelta | None = None, **_: object)
     store = journal.run_together(
         "the store of init_process_group",
         world,
-        lambda: rendezvous.open_store(world.direct, "torch.distributed"),
+        lambda: rendezvous.open_store(world.direct, "torch.distributed", is_lazy=is_lazy),
         frame=program(),
     )
     yield store, world.rank if rank is None else rank, world.size

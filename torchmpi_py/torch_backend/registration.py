@@ -47,7 +47,8 @@ def _rendezvous(former: Callable[..., Any]) -> Callable[..., Any]:
         if not _meets_over_mpi(given):
             return former(url, **options)
         rank = int(given["RANK"]) if "RANK" in given else None
-        return importlib.import_module("torchmpi_py.torch_backend.meeting").over_mpi(rank, **options)
+        is_lazy = _named_backend() == NAME  # whose groups do not use the store
+        return importlib.import_module("torchmpi_py.torch_backend.meeting").over_mpi(rank, is_lazy, **options)
 
     return meet
 
@@ -65,7 +66,7 @@ def _meets_over_mpi(given: Mapping[str, str]) -> bool:
     size = variables.size_in(os.environ) if stack is None else stack.levels[0].size
     if given.get("WORLD_SIZE", str(size or 1)) != str(size or 1):
         return False
-    return size is not None or _is_named()
+    return size is not None or NAME in _named_backend()
 
 
 def _stack() -> Any:
@@ -74,9 +75,9 @@ def _stack() -> Any:
     return communicators.stack() if communicators is not None and communicators.is_started() else None
 
 
-def _is_named() -> bool:
-    """Whether init_process_group, which does not pass the name on to the handler, was called for this backend."""
+def _named_backend() -> str:
+    """The backend for which init_process_group was called, which does not pass the name on to its handler."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_name != "init_process_group":
         frame = frame.f_back
-    return frame is not None and NAME in str(frame.f_locals.get("backend"))
+    return "" if frame is None else str(frame.f_locals.get("backend"))

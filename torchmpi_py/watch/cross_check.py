@@ -18,22 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from torchmpi_py.core import status_board
 from torchmpi_py.core.sequences import is_cut, ranks_from_text
-from torchmpi_py.core.status_board import (
-    CHECKSUM_BITS,
-    ENDED,
-    GENERATION_SHIFT,
-    HAS_LEFT,
-    IS_LAUNCH,
-    LAUNCHED,
-    NAMES,
-    NUM_GENERATIONS,
-    SEQUENCE_NUMBER_BITS,
-    STOPPING,
-    STRING_BITS,
-    WORLD_RANK,
-    Board,
-)
+from torchmpi_py.core.status_board import CHECKSUM_BITS, HAS_LEFT, LAUNCHED, NAMES, STOPPING, WORLD_RANK, Board
 
 _WAITS_NS = 1_000_000_000  # a call that takes longer waits for others
 _PLACES_KEPT = 2048  # of a communicator: a power of two, more than two boards can be apart
@@ -53,7 +40,7 @@ class Position(NamedTuple):
     @property
     def sequence_number(self) -> int:
         """The number of the operation in its communicator, from 1."""
-        return self.place & (1 << SEQUENCE_NUMBER_BITS) - 1
+        return self.place & (1 << status_board.SEQUENCE_NUMBER_BITS) - 1
 
     def __str__(self) -> str:
         return f"operation {self.sequence_number} of the communicator of ranks {self.ranks}"
@@ -93,13 +80,14 @@ class Rows:
         # 1. Two copies: a record that another process writes meanwhile differs, and is read the next time.
         seen = columns.copy()
         whole = (seen[:5] == columns[:5]).all(axis=0)
-        slots = (seen[NAMES] >> 2 * STRING_BITS & 0xFFFF).astype(np.int64) - 1
+        slots = (seen[NAMES] >> 2 * status_board.STRING_BITS & 0xFFFF).astype(np.int64) - 1
         is_new = whole & (slots >= 0) & (seen[0] >= self._last[index]) & (seen[1] >> CHECKSUM_BITS > 0)
         # 2. By communicator. The fingerprints of one that has left its slot have a smaller generation.
         rows = []
         for slot in np.unique(slots[is_new]).tolist():
             generation, ranks, is_delegate = self._communicator(index, slot)
-            mine = is_new & (slots == slot) & (seen[1] >> GENERATION_SHIFT >= generation & NUM_GENERATIONS - 1)
+            least = generation & status_board.NUM_GENERATIONS - 1
+            mine = is_new & (slots == slot) & (seen[1] >> status_board.GENERATION_SHIFT >= least)
             if is_delegate and mine.any():
                 order = np.argsort(seen[1][mine])
                 last = seen[:, mine][:, order[-1]]
@@ -112,7 +100,9 @@ class Rows:
 
     def _next_first(self, seen: Any) -> int:
         newest = int(seen[0].max())
-        under_way = (seen[ENDED] < seen[LAUNCHED]) & (seen[NAMES] & IS_LAUNCH == 0) & (seen[0] > 0)
+        under_way = (
+            (seen[status_board.ENDED] < seen[LAUNCHED]) & (seen[NAMES] & status_board.IS_LAUNCH == 0) & (seen[0] > 0)
+        )
         return int(min([newest, *seen[0][under_way].tolist()]))
 
     def _communicator(self, index: int, slot: int) -> tuple[int, str, bool]:
@@ -135,7 +125,7 @@ class Rows:
 
 
 def _waits(last: Any) -> bool:
-    is_call = int(last[NAMES]) & IS_LAUNCH == 0 and last[ENDED] < last[LAUNCHED]
+    is_call = int(last[NAMES]) & status_board.IS_LAUNCH == 0 and last[status_board.ENDED] < last[LAUNCHED]
     return bool(is_call) and time.monotonic_ns() - int(last[LAUNCHED]) > _WAITS_NS
 
 
@@ -213,7 +203,7 @@ class Comparison:
     def _desertion(self, row: Row, history: _History) -> Desertion | None:
         place = row.fingerprints[-1] >> CHECKSUM_BITS
         # Who is in stop waits for the others to come there; they may have work to complete on the way.
-        waits = row.waits and row.delegate not in self._stopping
+        waits = row.waits and self._stopping and row.delegate not in self._stopping  # mostly no rank is in stop
         for other in history.last.values() if waits else ():
             if other.delegate in self._stopping and other.fingerprints[-1] >> CHECKSUM_BITS < place:
                 return Desertion(Position(row.generation, row.ranks, place), row.delegate, other.delegate)

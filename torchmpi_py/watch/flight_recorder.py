@@ -22,18 +22,10 @@ import tempfile
 from typing import Any
 
 from torchmpi_py import trusted_files
-from torchmpi_py.core import config
+from torchmpi_py.core import config, status_board
 from torchmpi_py.core.collective import COLLECTIVES
 from torchmpi_py.core.sequences import ranks_from_text
-from torchmpi_py.core.status_board import (
-    GENERATION_SHIFT,
-    NUM_GENERATIONS,
-    PROCESS,
-    WORLD_RANK,
-    Board,
-    ReadableBoard,
-    Record,
-)
+from torchmpi_py.core.status_board import PROCESS, WORLD_RANK, Board, ReadableBoard, Record
 
 PREFIX = "flight_recorder_"
 VERSION = "2.10"
@@ -145,8 +137,8 @@ def _group(board: ReadableBoard, index: int, record: Record) -> tuple[str, str, 
     """(name, description, ranks) of the communicator and thread: the name is the same on all of its ranks."""
     if record.slot < 0:
         return "0", "without a row", [board.get(WORLD_RANK, index)]
-    group, generation = board.group(index, record.slot), record.fingerprint >> GENERATION_SHIFT
-    if record.sequence_number and generation < group.generation & NUM_GENERATIONS - 1:
+    group, generation = board.group(index, record.slot), record.fingerprint >> status_board.GENERATION_SHIFT
+    if record.sequence_number and generation < group.generation & status_board.NUM_GENERATIONS - 1:
         return str(generation), "a communicator that was freed", []
     ranks = ranks_from_text(group.ranks)
     return f"{group.generation}.{min(ranks, default=0)}", group.key, ranks

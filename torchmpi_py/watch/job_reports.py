@@ -21,7 +21,7 @@ from torchmpi_py.core.status_board import CLAIMED_ASKED, Board
 from torchmpi_py.watch import flight_recorder, node_links, reports
 from torchmpi_py.watch.cross_check import Position
 from torchmpi_py.watch.node_links import Link, Message, Nodes
-from torchmpi_py.watch.reports import NodeReport
+from torchmpi_py.watch.reports import Line, NodeReport
 
 CLAIM_HOLDS_SECONDS = 30.0
 CLAIM_HOLDS_SECONDS_WHEN_ASKED = 1.0
@@ -35,6 +35,9 @@ _CLAIM_SECONDS = 6.0
 _KILLED_SECONDS = 2.0  # for a rank that finds no hub, because the job is being ended, to be ended too
 
 Answers = dict[int, Any]
+Part = tuple[list[Line], str]  # of a report: what the ranks of a node do, and where the dump is
+_MOST_NODES_APART = 8  # a report on more nodes has the rows of all ranks together
+_MOST_ROWS = 64
 
 
 def hold_seconds(reason: int) -> float:
@@ -55,7 +58,7 @@ def claim(board: Board, reason: int, report: NodeReport, number: int | None = No
         "claim": reason,
         "node": node_links.current.mine,
         "heading": report.heading,
-        "part": f"{report.ranks}\n{flight_recorder.dump(board)}",
+        "part": [report.rows, flight_recorder.dump(board)],
         "position": reports.position_of(board, late),
         "called": "" if late is None else late.what,
         "ends": ends,
@@ -89,7 +92,7 @@ class _Report:
     heading: str
     position: Position | None
     ends: bool
-    parts: dict[int, str]
+    parts: dict[int, Part]
     then: Callable[[], None]
 
 
@@ -196,7 +199,7 @@ class ReportDesk:
         called: str = "",
         *,
         ends: bool = True,
-        parts: dict[int, str] | None = None,
+        parts: dict[int, Part] | None = None,
     ) -> None:
         """Ask for the nodes' parts, and print them; then do ``then``."""
         parts = parts or {}
@@ -208,16 +211,26 @@ class ReportDesk:
         """Print the report of the parts that have come, by node; then do what was asked for behind it."""
         report, self._report = self._report, None
         assert report is not None, "begin has asked"
-        parts = {**answers, **report.parts}
-        lines = [report.heading]
-        for node in sorted(self._nodes.ranks):
-            lines += [f"{self._nodes.name(node)}:", parts[node]] if node in parts else [self._absence(node)]
+        parts = {node: ([Line(*row) for row in rows], dump) for node, (rows, dump) in (answers | report.parts).items()}
         try:
-            self._say("\n".join(lines))
+            self._say("\n".join([report.heading, *self._lines(parts)]))
         finally:
             self._claimed[report.reason], self._is_ending = time.monotonic(), report.ends
             self._last_position = report.position
             report.then()
+
+    def _lines(self, parts: dict[int, Part]) -> list[str]:
+        """The lines of a report: by node, or the rows of the ranks of many nodes together, the largest row first."""
+        lines, nodes = list[str](), sorted(self._nodes.ranks)
+        if len(nodes) > _MOST_NODES_APART:
+            rows = reports.folded(row for here, _ in parts.values() for row in here)
+            rows.sort(key=lambda row: -len(row.ranks))
+            lines = reports.limited([str(row) for row in rows], "more rows", _MOST_ROWS)
+            parts = {node: ([], dump) for node, (_, dump) in parts.items()}
+            nodes.sort(key=parts.__contains__)  # those that have not answered first
+        said = {node: [f"{self._nodes.name(node)}:", *map(str, here), dump] for node, (here, dump) in parts.items()}
+        texts = ["\n".join(said.get(node) or [self._absence(node)]) for node in nodes]
+        return [*lines, *reports.limited(texts, "more hosts", _MOST_NODES_APART)]
 
 
 def _reply(link: Link, message: Message) -> None:

@@ -27,15 +27,20 @@ import struct
 import termios
 import time
 import weakref
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchmpi_py.core.channels import Channel
+from torchmpi_py.launch import surroundings
+
+if TYPE_CHECKING:
+    from torchmpi_py.core.channels import Channel
+
 
 logger = logging.getLogger("torchmpi_py")
 
 Message = dict[str, Any]
 NUM_HUBS = 2
 CONNECT_SECONDS = 2.0  # also for the hub to answer: a hub that is stopped does not
+_ACCEPTED_PER_SECOND = 100  # links, by a hub, at least
 _QUIET_SECONDS = 1.0  # between a sign of life and the question for another one
 _MOST_UNANSWERED = 1000  # such questions; more would fill the memory of a connection whose other end is stopped
 _LENGTH = struct.Struct("!I")
@@ -80,23 +85,26 @@ def introduce(channel: Channel, address: str) -> tuple[Nodes | None, socket.sock
 
     ``address``: under which other hosts reach this one. (None, None) where all ranks are on one node.
     """
-    places = channel.places
-    order = sorted({place.node for place in places})
-    if len(order) == 1:
+    ranks: dict[int, list[int]] = {}
+    for rank, node in enumerate(channel.places.nodes.tolist()):
+        ranks.setdefault(node, []).append(rank)
+    if len(ranks) == 1:
         return None, None
+    order = sorted(ranks)
     is_hub = channel.rank in order[:NUM_HUBS]
-    listener = _listen(address) if is_hub else None
+    listener = _listen(address, len(order)) if is_hub else None
     port = 0 if listener is None else listener.getsockname()[1]
-    mine = places[channel.rank].node
+    mine = channel.places[channel.rank].node
     host = socket.gethostname() if channel.rank == mine else ""
     gathered = channel.mpi.allgather((host, address if is_hub else "", port))
     token = channel.mpi.bcast(secrets.token_bytes(32) if channel.rank == 0 else None)
-    ranks = {node: [rank for rank, place in enumerate(places) if place.node == node] for node in order}
     hubs = {node: gathered[node][1:] for node in order[:NUM_HUBS] if gathered[node][2]}
     return Nodes(mine, {node: gathered[node][0] for node in order}, ranks, hubs, token), listener
 
 
-def _listen(address: str) -> socket.socket | None:
+def _listen(address: str, num_nodes: int) -> socket.socket | None:
+    # For the nodes' links, for short links, and for what the program opens later.
+    surroundings.allow_open_files(len(os.listdir("/proc/self/fd")) + num_nodes + 256)
     try:
         family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
@@ -269,16 +277,18 @@ def _parse(text: bytearray) -> Message:
     return message
 
 
-def connect(nodes: Nodes, hub: int, node: int | None = None) -> Link:
+def connect(nodes: Nodes, hub: int, node: int | None = None, *, is_again: bool = False) -> Link:
     """A link to a hub, on which both ends have proved themselves. OSError within some seconds if there is none.
 
-    ``node``: of the leader that connects for good; None for a short link.
+    ``node``: of the leader that connects for good; None for a short link. ``is_again``: whether there was a link
+    before; else all nodes may connect at the same time, as at the start, or when a rank of each is late.
     """
-    connection = socket.create_connection(nodes.hubs[hub], timeout=CONNECT_SECONDS)
+    seconds = CONNECT_SECONDS + (0 if is_again else len(nodes.hosts) / _ACCEPTED_PER_SECOND)
+    until = time.monotonic() + seconds
+    connection = socket.create_connection(nodes.hubs[hub], timeout=seconds)
     link = Link(connection, nodes.token, accepts=False)
     link.node = node
     try:
-        until = time.monotonic() + CONNECT_SECONDS
         while not link.is_proved:
             _wait_readable(link, until)
             link.unread = link.receive()

@@ -41,9 +41,10 @@ _COME_AGAIN_SECONDS = 1.5  # besides OTHERS_REPORT_SECONDS, for a leader whose c
 _COME_BACK_SECONDS = 4.0  # the same, where the host was silent before: an attempt to connect may be under way
 _STALL_SECONDS = 1.0  # a turn that takes longer is no silence of the others
 _PROOF_SECONDS = 5.0
-_ACCEPT_AGAIN_SECONDS = 1.0
+_SLOW_SECONDS = 0.5  # for a proof, while others wait
+_ACCEPT_SOON_SECONDS, _ACCEPT_AGAIN_SECONDS = 0.01, 1.0
 _MOST_UNPROVED = 64  # connections that have yet to prove themselves; each takes a descriptor
-_ACCEPTED_PER_TURN = 16  # fewer, so that each has some turns for its proof
+_ACCEPTED_PER_TURN = 16
 
 
 class NodeWatch:
@@ -106,13 +107,13 @@ class NodeWatch:
         self._announce_end()
         self._desk.turn()
         now = time.monotonic()  # after all that may take long: with an older one, or two, a stall looks like silence
+        if now - self._now < _TURN_SECONDS / 2:  # between messages: a look at thousands of links takes a while
+            return
         self._tend(now)
         if self._is_in_charge(now):
             self._ask_for_rows(now)
             self._check_trouble(now)
             self._check_losses(now)
-
-    # Links
 
     def _tend(self, now: float) -> None:
         """Look for signs of life on the links; drop connections that have not proved themselves in time."""
@@ -133,7 +134,7 @@ class NodeWatch:
             if hub >= self._nodes.mine or hub in self._links or hub in self._left:
                 continue
             try:
-                link = node_links.connect(self._nodes, hub, self._nodes.mine)
+                link = node_links.connect(self._nodes, hub, self._nodes.mine, is_again=self._last_connect > 0)
             except (OSError, ValueError) as error:
                 if not self._has_warned and hub not in self._gone and time.monotonic() - self._begun > _WARN_SECONDS:
                     self._has_warned = True
@@ -167,17 +168,20 @@ class NodeWatch:
             self._accept(self._listener)
 
     def _accept(self, listener: socket.socket) -> None:
-        """Accept connections. Too many that prove nothing push out the oldest, for a proof takes one round trip."""
+        """Accept connections. Of too many that prove nothing the slow ones go, for a proof takes one round trip."""
+        unproved, now = [link for link in self._others if not link.is_proved], time.monotonic()
+        if len(unproved) >= _MOST_UNPROVED:  # a crowd waits in the system
+            self._accept_after = now + _ACCEPT_SOON_SECONDS
+            for link in (each for each in unproved if now - each.begun > _SLOW_SECONDS):
+                self._drop(link)
+            return
         try:
             for _ in range(_ACCEPTED_PER_TURN):
                 self._others.append(Link(listener.accept()[0], self._nodes.token, accepts=True))
         except BlockingIOError:
             pass
         except OSError:  # too many open files, for instance: the connection waits, and poll would not
-            self._accept_after = time.monotonic() + _ACCEPT_AGAIN_SECONDS
-        unproved = [link for link in self._others if not link.is_proved]
-        for link in unproved[:-_MOST_UNPROVED]:
-            self._drop(link)
+            self._accept_after = now + _ACCEPT_AGAIN_SECONDS
 
     def _read(self, link: Link) -> None:
         try:
@@ -240,7 +244,7 @@ class NodeWatch:
                 self._desk.answered(link.node, message["answer"], message["value"])
         else:
             lost = [node for node in self._lost(self._now) if node not in self._reported]
-            self._desk.handle(link, message, "; ".join(self._loss(node, self._now) for node in lost))
+            self._desk.handle(link, message, "; ".join(reports.limited([self._loss(node, self._now) for node in lost])))
 
     def _answer(self, question: Message) -> Any:
         """This node's answer to a hub; None, for which a hub does not wait, where an answer cannot be found."""
@@ -260,8 +264,7 @@ class NodeWatch:
         if question["what"] == "views":
             return [] if position is None else reports.views(board, position)
         silent = stacks.gather(board, self._ending.is_set)
-        part = reports.part_of_node(board, position, question["called"], silent)
-        return f"{part}\n{flight_recorder.dump(board)}"
+        return [reports.part_of_node(board, position, question["called"], silent), flight_recorder.dump(board)]
 
     def _announce_end(self) -> None:
         """Say to the other nodes that a rank of this one is ending the job, and has said why."""
@@ -271,8 +274,6 @@ class NodeWatch:
             for link in self._links.values():
                 with contextlib.suppress(OSError):
                     link.send({"ending": 1})
-
-    # The hub in charge
 
     def _is_in_charge(self, now: float) -> bool:
         """Whether no hub before this node can be reached."""
@@ -361,7 +362,7 @@ class NodeWatch:
             return
         self._reported.update(lost)
         goes_on = self._tuning.at_deadline == "report" and not any(node in self._gone for node in lost)
-        why = "; ".join(self._loss(node, now) for node in lost)
+        why = "; ".join(reports.limited([self._loss(node, now) for node in lost], "more hosts"))
         why += "; Open MPI loses ranks and goes on (--elastic), but not hosts" * (ulfm.is_elastic() and not goes_on)
         self._end_job(CLAIMED_DEATH, why, ends=not goes_on)
 

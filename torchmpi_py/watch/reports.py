@@ -6,30 +6,18 @@
 from __future__ import annotations
 
 import os
+import re
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from torchmpi_py.core import journal, sequences, status_board
 from torchmpi_py.core.journal import Entry
-from torchmpi_py.core.status_board import (
-    CHECKSUM_BITS,
-    DRAINING,
-    ENDING,
-    HAS_LEFT,
-    NAMESPACE,
-    PROCESS,
-    STARTED,
-    STOPPED,
-    STOPPING,
-    WORLD_RANK,
-    Board,
-    Record,
-)
+from torchmpi_py.core.status_board import CHECKSUM_BITS, HAS_LEFT, NAMESPACE, PROCESS, WORLD_RANK, Board, Record
 from torchmpi_py.watch import node_links
 from torchmpi_py.watch.cross_check import Position
 
-_MOST_NAMED = 4
+_MOST_NAMED, _MOST_RANGES, _MOST_APART = 4, 20, 8  # apart: ranks that do the same; more of them are one row
 _STATES = {"T": "its process is stopped (SIGSTOP)", "t": "a debugger has stopped its process"}
 _ANSWER_SECONDS = 2.0  # for a hub, which asks the other nodes
 
@@ -37,9 +25,9 @@ _ANSWER_SECONDS = 2.0  # for a hub, which asks the other nodes
 def is_dead(board: Board, index: int) -> bool:
     """Whether a rank's process has ended without leaving in order."""
     process = _process(board, index)
-    if board.get(HAS_LEFT, index) == STOPPED or process is status_board.UNKNOWN_PROCESS:
+    if board.get(HAS_LEFT, index) == status_board.STOPPED or process is status_board.UNKNOWN_PROCESS:
         return False
-    started = board.get(STARTED, index)  # 0 where the system does not say
+    started = board.get(status_board.STARTED, index)  # 0 where the system does not say
     return process is None or process.is_dead or (started != 0 and process.started != started)
 
 
@@ -57,13 +45,15 @@ def trouble(board: Board, index: int) -> str:
     """Why a rank's process may not go on; empty if nothing is known to be wrong."""
     if is_dead(board, index):
         return "its process is gone"
-    if board.get(HAS_LEFT, index) == STOPPED:
+    if board.get(HAS_LEFT, index) == status_board.STOPPED:
         return "has left by mpi.stop()"
     process = _process(board, index)
     if process is not None and process.state in _STATES:
         return _STATES[process.state]
-    stopping = "is in mpi.stop()"
-    return {DRAINING: stopping, STOPPING: stopping, ENDING: "is ending the job"}.get(board.get(HAS_LEFT, index), "")
+    is_in_stop = board.get(HAS_LEFT, index) in (status_board.DRAINING, status_board.STOPPING)
+    return (
+        "is in mpi.stop()" if is_in_stop else "is ending the job" * (board.get(HAS_LEFT, index) == status_board.ENDING)
+    )
 
 
 def rank_name(board: Board, index: int) -> str:
@@ -84,17 +74,47 @@ def _blocking(board: Board, waited: Record) -> Record | None:
     return next((record for record in reversed(before) if record.is_open), None)
 
 
+def limited(texts: Sequence[str], what: str = "more", most: int = _MOST_NAMED) -> list[str]:
+    """The first texts, and the number of the others."""
+    return [*texts[:most], *[f"{len(texts) - most} {what}"] * (len(texts) > most)]
+
+
+class Line(NamedTuple):
+    """What ranks do: one rank, which ``name`` names with its process, or many that do the same."""
+
+    ranks: list[int]
+    name: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.text}"
+
+
+def folded(rows: Iterable[Line]) -> list[Line]:
+    """The rows, with one in place of the rows of many ranks that do the same, though not for equally long."""
+    alike, found = dict[str, list[Line]](), list[Line]()
+    for row in rows:
+        alike.setdefault(re.sub(r"\d+\.\d s", "", row.text), []).append(row)
+    for each in alike.values():
+        ranks = sorted(rank for row in each for rank in row.ranks)
+        if len(ranks) > _MOST_APART:
+            ranges = limited(sequences.ranks_as_text(ranks, strides=True).split(","), "more ranges", _MOST_RANGES)
+            each = [Line(ranks, f"{len(ranks)} ranks ({', '.join(ranges)})", each[0].text)]
+        found += each
+    return sorted(found)
+
+
 class NodeReport(NamedTuple):
     """A report on a node. ``missing``: the ranks that have not called the late operation, if it names any."""
 
     heading: str
-    ranks: str
+    rows: list[Line]
     missing: str
 
     @property
     def text(self) -> str:
         """The whole report."""
-        return f"{self.heading}\n{self.ranks}"
+        return "\n".join([self.heading, *map(str, self.rows)])
 
 
 def of_node(
@@ -120,7 +140,7 @@ def waited_for(board: Board, number: int | None) -> Record | None:
     return None if waiting is None else _blocking(board, waiting) or waiting
 
 
-def part_of_node(board: Board, position: Position | None, called: str, silent: Collection[int]) -> str:
+def part_of_node(board: Board, position: Position | None, called: str, silent: Collection[int]) -> list[Line]:
     """This node's part of a report on a late operation of another node; ``called``: verb and arguments there."""
     late, slot = None, None
     if position is not None:
@@ -131,21 +151,21 @@ def part_of_node(board: Board, position: Position | None, called: str, silent: C
     return _of_ranks(board, late, silent, True)[0]
 
 
-def _of_ranks(board: Board, late: Record | None, silent: Collection[int], has_text: bool) -> tuple[str, str]:
-    """What each rank does, in lines; and which ranks have not called the late operation, as a clause."""
-    lines, activities = [], {index: _activity(board, index, late) for index in _by_rank(board)}
+def _of_ranks(board: Board, late: Record | None, silent: Collection[int], has_text: bool) -> tuple[list[Line], str]:
+    """What each rank does; and which ranks have not called the late operation, as a clause."""
+    rows, activities = [], {index: _activity(board, index, late) for index in _by_rank(board)}
     for index, each in activities.items():
-        lines.append(_with_trouble(board, index, each.text))
+        lines = [_troubled(board, index, each.text)]
         if has_text and index not in silent:
             lines += [f"    {line}" for line in board.read_text(index).splitlines()]
         elif has_text and not trouble(board, index):
             lines.append(
                 "    does not say where it stands: it is in a call that does not let Python's other threads run"
             )
-    names = [rank_name(board, index) for index, each in activities.items() if each.is_missing]
-    names[_MOST_NAMED:] = [f"{len(names) - _MOST_NAMED} more"] * (len(names) > _MOST_NAMED)
+        rows.append(Line([board.get(WORLD_RANK, index)], rank_name(board, index), "\n".join(lines)))
+    names = limited([rank_name(board, index) for index, each in activities.items() if each.is_missing])
     missing = f"{', '.join(names)} did not call {late.what}, called at {late.site}" if names and late else ""
-    return "\n".join(lines), missing
+    return folded(rows), missing
 
 
 class _Activity(NamedTuple):
@@ -190,9 +210,13 @@ def _current(records: Sequence[Record]) -> Record | None:
     return min(begun, key=lambda record: record.is_launch, default=None)
 
 
-def _with_trouble(board: Board, index: int, text: str) -> str:
+def _troubled(board: Board, index: int, text: str) -> str:
     matter = trouble(board, index)
-    return f"{rank_name(board, index)}: {matter + '; ' if matter else ''}{text}"
+    return f"{matter + '; ' if matter else ''}{text}"
+
+
+def _with_trouble(board: Board, index: int, text: str) -> str:
+    return f"{rank_name(board, index)}: {_troubled(board, index, text)}"
 
 
 def death(board: Board, index: int) -> str:
@@ -242,9 +266,8 @@ def late(entry: Entry, only: Sequence[int] | None = None) -> str:
         for each in elsewhere
         if each.fingerprint != record.fingerprint
     ]
-    if len(found) > _MOST_NAMED:
-        found[_MOST_NAMED:] = [f"{len(found) - _MOST_NAMED} more"]
-    return "; ".join(found) or f"The ranks of {'the nodes that answer' if elsewhere else 'this node'} are all there."
+    all_there = f"The ranks of {'the nodes that answer' if elsewhere else 'this node'} are all there."
+    return "; ".join(limited(found)) or all_there
 
 
 class View(NamedTuple):
@@ -299,7 +322,7 @@ def sides_of_nodes(seen: Sequence[View]) -> str:
         if not is_missing
     ]
     missing = [text for is_missing, text in sides if is_missing]
-    texts += missing[:_MOST_NAMED] + [f"{len(missing) - _MOST_NAMED} more"] * (len(missing) > _MOST_NAMED)
+    texts += limited(missing)
     return "; ".join(texts) if len(texts) > 1 else ""
 
 
@@ -360,7 +383,7 @@ def deserted(board: Board, number: int) -> str:
     if mine is None:
         return ""
     for index in sequences.behind(board, mine):
-        if board.get(HAS_LEFT, index) == STOPPING:
+        if board.get(HAS_LEFT, index) == status_board.STOPPING:
             rank = rank_name(board, index)
             return f"{rank} has come to its end, and will not come to {mine.what}, called at {mine.site}"
     return ""

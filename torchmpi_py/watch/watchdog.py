@@ -28,21 +28,7 @@ from collections.abc import Collection, Iterable
 
 from torchmpi_py.core import backoff, journal, status_board, ulfm
 from torchmpi_py.core.config import Tuning
-from torchmpi_py.core.status_board import (
-    CLAIMED_ASKED,
-    CLAIMED_DEATH,
-    CLAIMED_DIFFERENCE,
-    CLAIMED_LATE,
-    DRAINING,
-    ENDING,
-    HAS_LEFT,
-    LATE_NUMBER,
-    STOPPED,
-    STOPPING,
-    WAITS_ALONE,
-    WORLD_RANK,
-    Board,
-)
+from torchmpi_py.core.status_board import CLAIMED_DIFFERENCE, CLAIMED_LATE, HAS_LEFT, WAITS_ALONE, Board
 from torchmpi_py.launch.notices import printable
 from torchmpi_py.watch import abort, flight_recorder, job_reports, reports, stacks, wait_cycles
 from torchmpi_py.watch.node_links import Nodes
@@ -115,7 +101,7 @@ def _is_reported(board: Board, number: int) -> bool:
         return False
     for _, index in _recent_claims(board, CLAIMED_LATE, time.monotonic_ns()):
         theirs = None if index == board.index else board.counterpart(mine.slot, mine.fingerprint, index)
-        if theirs is not None and theirs.number == board.get(LATE_NUMBER, index):
+        if theirs is not None and theirs.number == board.get(status_board.LATE_NUMBER, index):
             return True
     return False
 
@@ -157,8 +143,10 @@ class Neighbours:
                 continue
             since = self._dead_since.setdefault(index, now)
             # A rank that was ending the job, or that another rank claims, is reported if the job is still here later.
-            is_expected = self._board.get(HAS_LEFT, index) == ENDING
-            if (not is_expected and claim(self._board, CLAIMED_DEATH)) or now - since >= job_reports.OTHERS_END_SECONDS:
+            is_expected = self._board.get(HAS_LEFT, index) == status_board.ENDING
+            if (
+                not is_expected and claim(self._board, status_board.CLAIMED_DEATH)
+            ) or now - since >= job_reports.OTHERS_END_SECONDS:
                 return index
         return None
 
@@ -189,12 +177,12 @@ class Watchdog:
         self._thread = threading.Thread(target=self._loop, name="torchmpi_py-watchdog", daemon=True)
         self._thread.start()
         self._node_watch = None
-        if nodes is not None and board.get(WORLD_RANK) == nodes.mine:
+        if nodes is not None and board.get(status_board.WORLD_RANK) == nodes.mine:
             self._node_watch = NodeWatch(board, nodes, listener, tuning, print_to_stderr)
 
     def stop(self) -> None:
         """End the watch: this rank no longer needs the others, nor they this rank."""
-        self._board.put(HAS_LEFT, STOPPED)
+        self._board.put(HAS_LEFT, status_board.STOPPED)
         if self._node_watch is not None:
             self._node_watch.stop()
         self._ending.set()
@@ -222,14 +210,14 @@ class Watchdog:
         stacks.give(self._board)
         if is_asked:
             requests.acknowledge()
-            if claim(self._board, CLAIMED_ASKED):
+            if claim(self._board, status_board.CLAIMED_ASKED):
                 report = self._report("asked for by SIGUSR1")
-                if job_reports.claim(self._board, CLAIMED_ASKED, report, ends=False) is None:
+                if job_reports.claim(self._board, status_board.CLAIMED_ASKED, report, ends=False) is None:
                     print_to_stderr(report.text)
         # 2. Troubles, the surest first: a dead rank makes operations late, and so do ranks that disagree.
         dead = self._neighbours.death_to_report(now)
         if dead is not None:
-            end_job(self._board, CLAIMED_DEATH, reports.death(self._board, dead))
+            end_job(self._board, status_board.CLAIMED_DEATH, reports.death(self._board, dead))
         self._check_agreement()
         self._check_circles()
         self._check_deadline()
@@ -285,7 +273,7 @@ class Watchdog:
         if oldest is None or oldest not in journal.under_way(board):
             return
         # Other ranks compare this number with theirs, to know whether the report covers their operation.
-        board.put(LATE_NUMBER, oldest)
+        board.put(status_board.LATE_NUMBER, oldest)
         if not claim(board, CLAIMED_LATE):
             if _is_reported(board, oldest):
                 self._reported.add(oldest)
@@ -368,4 +356,4 @@ def announce_stop(*, is_drained: bool) -> None:
     ``is_drained``: the rank will come to no further operation, and its entries of ``mpi.stop()`` itself are recorded.
     """
     if status_board.current is not None:
-        status_board.current.put(HAS_LEFT, STOPPING if is_drained else DRAINING)
+        status_board.current.put(HAS_LEFT, status_board.STOPPING if is_drained else status_board.DRAINING)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import fcntl
+import functools
 import ipaddress
 import os
 import secrets
@@ -25,6 +26,7 @@ from torchmpi_py.core import agree
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import CommunicatorError
+from torchmpi_py.launch import surroundings
 
 T = TypeVar("T")
 
@@ -41,10 +43,12 @@ _OUTSIDE = ("192.0.2.1", 9)  # reserved for documentation: nobody is there, and 
 _SIOCGIFADDR = 0x8915  # Linux: ask for the address of an interface
 
 
-def open_store(channel: Channel, who: str) -> Any:
+def open_store(channel: Channel, who: str, *, is_lazy: bool = False) -> Any:
     """A store that all ranks of a channel are connected to; rank 0, which may serve it, must be the last to drop it.
 
     Collective. CommunicatorError, on every rank, if it cannot be had; ``who``, the caller, begins the message.
+    ``is_lazy``: on rank 0, whether the other ranks connect when they first use the store: rank 0 may never need the
+    thousands of connections of a large job. The channel keeps a lazy store alive.
     """
     if (path := _shared_file(channel)) is not None:
         store = getattr(distributed, "FileStore")(path, channel.size)  # noqa: B009 - its stub does not export it
@@ -54,12 +58,34 @@ def open_store(channel: Channel, who: str) -> Any:
     is_server = channel.rank == 0
     host = channel.mpi.bcast(own_address(channel.num_nodes) if is_server else "")
     cannot_open = f"{who}: cannot open a store on rank 0, at {host}"
-    served = connect_all(channel.mpi, cannot_open, lambda: _serve(host, channel.size) if is_server else None)
+    served = connect_all(channel.mpi, cannot_open, lambda: _serve(host, channel.size, is_lazy) if is_server else None)
     # 2. Its port, and the prefix that stands for a password, go to the others over MPI. 3. All connect.
-    port, prefix = channel.mpi.bcast(served and (served.port, secrets.token_hex(16)))
+    port, prefix, is_lazy = channel.mpi.bcast(served and (served.port, secrets.token_hex(16), is_lazy))
     what = f"{who}: cannot reach the store of rank 0 at {host}, port {port}"
-    store = connect_all(channel.mpi, what, lambda: served or _tcp_store(host, port, channel.size))
-    return getattr(distributed, "PrefixStore")(prefix, store)  # noqa: B009 - its stub does not export it
+
+    def connect() -> Any:
+        store = served or _tcp_store(host, port, channel.size)
+        return getattr(distributed, "PrefixStore")(prefix, store)  # noqa: B009 - its stub does not export it
+
+    if not is_lazy:
+        return connect_all(channel.mpi, what, connect)
+    return connect() if served else channel.keep(("store", prefix), lambda _: _connected_later(connect))
+
+
+def _connected_later(connect: Callable[[], Any]) -> Any:
+    """A store that connects when torch first uses it, from Python or from C++."""
+    connected, base = functools.cache(connect), getattr(distributed, "Store")  # noqa: B009 - as above
+
+    class LazyStore(base):  # type: ignore[misc, valid-type]
+        free = staticmethod(connected.cache_clear)
+
+        def __getattribute__(self, name: str) -> Any:
+            if name.startswith("_") or name in ("free", "timeout", "set_timeout"):
+                return super().__getattribute__(name)
+            connected().set_timeout(self.timeout)
+            return functools.partial(getattr(connected(), name))  # C++ calls no function of C++ here
+
+    return LazyStore()
 
 
 def _shared_file(channel: Channel) -> str | None:
@@ -76,8 +102,11 @@ def _shared_file(channel: Channel) -> str | None:
     return path if all(channel.mpi.allgather(is_shared and os.path.isfile(path))) else None
 
 
-def _serve(address: str, num_ranks: int) -> Any:
+def _serve(address: str, num_ranks: int, is_lazy: bool) -> Any:
     """A store that listens on ``address`` alone: torch's own socket would listen on all interfaces."""
+    needed = len(os.listdir("/proc/self/fd")) + num_ranks
+    if (limit := surroundings.allow_open_files(needed)) < needed and not is_lazy:
+        raise OSError(f"{num_ranks} connections need {needed} open files, and the limit is {limit}: raise ulimit -n")
     family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listener:
         listener.bind(where)
