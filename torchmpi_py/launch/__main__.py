@@ -27,6 +27,7 @@ from torchmpi_py.launch import (
     host_facts,
     job,
     job_spec,
+    layouts,
     notices,
     private,
     ready_scripts,
@@ -135,6 +136,8 @@ def start(words: list[str]) -> int:
     if options.check or options.version or options.template:
         return answer(options, words)
     spec = job_spec.read(options, words, os.environ)
+    if options.layouts:
+        layouts.check(options, spec)
     if options.private:
         private.check(spec)
     if options.dry_run:
@@ -143,6 +146,8 @@ def start(words: list[str]) -> int:
         checks.check_program(spec.program[0])
     if options.private:
         private.enter()
+    if options.layouts:
+        return layouts.run(spec, options.layout_seconds)
     return group_jobs.run(spec, options.groups) if options.groups else run(spec)
 
 
