@@ -7,6 +7,7 @@ variables (``launch.variables``).
 
 import functools
 import importlib
+import os
 import re
 import sys
 from typing import Any
@@ -46,6 +47,8 @@ def _attempt(what: str, module: str, function: str) -> None:
 def _register_backend() -> None:
     """Register the torch.distributed backend, at the end of ``import torch``: its entry point in ``torch.backends``."""
     _attempt("the backend torchmpi is not registered", "torch_backend.registration", "register")
+    if "TORCHMPIRUN_LAYOUT" in os.environ:
+        _attempt("optimizer steps are not counted", "runtime.step_count", "StepCount")
 
 
 _attempt("torchrun's variables are not set", "launch.variables", "set_variables")

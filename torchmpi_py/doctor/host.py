@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import os
 import pwd
-import re
 import resource
 import shutil
 import socket
@@ -42,12 +41,7 @@ def cores() -> Iterator[Finding]:
 
 def memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Iterable[Path] | None = None) -> Iterator[Finding]:
     """Memory for one rank for each core. ``cgroups``: the folders of this process's, for tests."""
-    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    free, limit = int(lines.get("MemAvailable", lines["MemFree"]).split()[0]) << 10, ""
-    for folder in topology.cgroup_folders("memory") if cgroups is None else cgroups:
-        left = _left_in(folder)
-        if left is not None and left < free:
-            free, limit = left, " by a cgroup's limit"
+    free, limit = topology.free_memory(meminfo, cgroups)
     text = f"{free // _MIB} MiB free{limit}"
     wanted = topology.num_usable_cores() * _BYTES_OF_A_RANK
     if free >= wanted:
@@ -55,18 +49,6 @@ def memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Iterable[Path] | None
     else:
         fit = max(1, free // _BYTES_OF_A_RANK)
         yield Finding(WARNING, "memory", f"{text}, and a rank takes some {_BYTES_OF_A_RANK // _MIB}", _fewer(fit))
-
-
-def _left_in(folder: Path) -> int | None:
-    """Bytes that a cgroup, of either version, has left; files that it caches can go. None without a limit."""
-    for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-        try:
-            limit, num_used = (folder / most).read_text().strip(), int((folder / used).read_text())
-            cached = re.search(r"^(?:total_)?inactive_file (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
-        except (OSError, ValueError):
-            continue
-        return int(limit) - num_used + (int(cached[1]) if cached else 0) if limit.isdigit() else None
-    return None
 
 
 def _fewer(fit: int) -> str:

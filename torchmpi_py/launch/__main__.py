@@ -28,6 +28,7 @@ from torchmpi_py.launch import (
     host_facts,
     job,
     job_spec,
+    layouts,
     notices,
     private,
     ready_scripts,
@@ -140,6 +141,8 @@ def start(words: list[str]) -> int:
     spec = job_spec.read(options, words, os.environ)
     for note in spec.notes:
         say(note)
+    if options.layouts:
+        layouts.check(options, spec)
     if options.private:
         private.check(spec)
     if options.dry_run:
@@ -148,6 +151,8 @@ def start(words: list[str]) -> int:
         checks.check_program(spec.program[0])
     if options.private:
         private.enter()
+    if options.layouts:
+        return layouts.run(spec, options.layout_seconds)
     return group_jobs.run(spec, options.groups) if options.groups else run(spec)
 
 

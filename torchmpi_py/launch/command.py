@@ -27,7 +27,7 @@ from torchmpi_py.launch.mpirun import Options
 # What the ranks must not inherit: the place of this process in another job, and the variable by which a started process
 # forbids MPI to its children.
 _DROPPED = ("PMIX_", "PMI_", "OMPI_COMM_", "OMPI_ARGV", "OMPI_COMMAND", "PRTE_LAUNCHED", "HYDI_", "MPI_LOCAL")
-_DROPPED_WHOLE = ("TORCHMPI_STARTED_PID", group_of_ranks.VARIABLE, timeline_file.VARIABLE)
+_DROPPED_WHOLE = ("TORCHMPI_STARTED_PID", group_of_ranks.VARIABLE, timeline_file.VARIABLE, variables.LAYOUT)
 _KEPT = ("PMIX_MCA_",)
 FORWARDED = (
     "TORCHMPI",

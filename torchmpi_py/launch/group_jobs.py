@@ -18,6 +18,8 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO
 
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import binding, child_python, host_check, hosts, topology, variables
@@ -89,6 +91,27 @@ def _with_own_files(spec: JobSpec) -> JobSpec:
     )
 
 
+def start_job(
+    spec: JobSpec, file: Path, cores: Sequence[int] = (), output: IO[bytes] | None = None
+) -> "subprocess.Popen[bytes]":
+    """Start a torchmpirun for the job, whose description goes to the ``file``, on the ``cores`` (none: on all)."""
+
+    def prepare() -> None:  # in the new process, before it is executed
+        die_with_parent()
+        if cores:
+            os.sched_setaffinity(0, cores)
+
+    file.write_bytes(pickle.dumps(spec))
+    return subprocess.Popen(
+        child_python.command("torchmpi_py.launch", OPTION, str(file)),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+        preexec_fn=prepare,
+    )
+
+
 @dataclass
 class _GroupJob:
     """The torchmpirun of one group, started again as often as experiments end it."""
@@ -116,20 +139,7 @@ class _GroupJob:
         spec = replace(self.spec, variables={**self.spec.variables, VARIABLE: self.group.text})
         if self.ends_at is not None:
             spec = replace(spec, timeout=max(_POLL_SECONDS, self.ends_at - self.started))
-        file = self.group.path("spec")
-        file.write_bytes(pickle.dumps(spec))
-        self.process = subprocess.Popen(
-            child_python.command("torchmpi_py.launch", OPTION, str(file)),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=self._prepare,
-        )
-
-    def _prepare(self) -> None:
-        """In the new process, before it is executed."""
-        die_with_parent()
-        if self.cores:
-            os.sched_setaffinity(0, self.cores)
+        self.process = start_job(spec, self.group.path("spec"), self.cores)
 
     def code(self) -> int | None:
         """Exit code of the job; None while it runs."""

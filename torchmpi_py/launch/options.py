@@ -161,6 +161,8 @@ def _parser() -> _Parser:
     add("--grace", type=_GRACE, default=30.0, metavar="S", help="time for ranks that heed Ctrl-C or SIGTERM (30 s)")
     add("--max-restarts", type=_RESTARTS, metavar="N", help="start the job again when it fails, at most N times")
     add("--groups", type=_RANKS, metavar="G", help="G jobs of N/G ranks, which share the experiments of the program")
+    add("--layouts", action="store_true", help="try the program with several numbers of ranks: which is the fastest?")
+    add("--layout-seconds", type=_LIMIT, default=10.0, metavar="S", help="how long each is measured (10 s)")
     add("--profile", type=Path, metavar="D", help="trace each rank from mpi.start() to stop() into D/rank-R.json")
     add("--timeline", type=Path, metavar="FILE", help="what each rank did last, as a page for a browser, FILE")
     add("--mpi", choices=mpirun.NAMES, default="", help="default: the one that is found")

@@ -11,8 +11,9 @@ number of threads, and leaves the cores as they are.
 
 import math
 import os
+import re
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -123,3 +124,26 @@ def cgroup_folders(controller: str) -> list[Path]:
         leaf = root / name.lstrip("/")
         folders += [leaf, *(parent for parent in leaf.parents if parent.is_relative_to(root))]
     return folders
+
+
+def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Iterable[Path] | None = None) -> tuple[int, str]:
+    """Bytes that this process and its siblings may still use, and what limits them, if that is not the host."""
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    free, limit = int(lines.get("MemAvailable", lines["MemFree"]).split()[0]) << 10, ""
+    for folder in cgroup_folders("memory") if cgroups is None else cgroups:
+        left = _left_in(folder)
+        if left is not None and left < free:
+            free, limit = left, " by a cgroup's limit"
+    return free, limit
+
+
+def _left_in(folder: Path) -> int | None:
+    """Bytes that a cgroup, of either version, has left; files that it caches can go. None without a limit."""
+    for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        try:
+            limit, num_used = (folder / most).read_text().strip(), int((folder / used).read_text())
+            cached = re.search(r"^(?:total_)?inactive_file (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
+        except (OSError, ValueError):
+            continue
+        return int(limit) - num_used + (int(cached[1]) if cached else 0) if limit.isdigit() else None
+    return None

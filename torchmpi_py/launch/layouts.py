@@ -1,0 +1,130 @@
+"""How many ranks? ``torchmpirun --layouts train.py`` runs the program in each layout that fills this host.
+
+A layout is a number of ranks, and the cores that each of them gets from ``--bind``. For each torchmpirun starts itself,
+as it does for ``--groups``, and the ranks count their optimizer steps (`runtime.step_count`). When every rank has left
+its count, the layout's job is ended, and the next one starts. Samples per second decide: with more ranks a step takes
+as long or longer, and holds more samples. A program whose batch is not seen counts one sample for a step of a rank.
+
+A short run of the program itself is preferred to a model of its costs: what limits many threads (small operators, the
+loader of the data, memory bandwidth) is not known before.
+"""
+
+import argparse
+import json
+import re
+import shlex
+import signal
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torchmpi_py.errors import LaunchError
+from torchmpi_py.launch import group_jobs, host_check, topology, variables
+from torchmpi_py.launch.cleanup import Guardian
+from torchmpi_py.launch.job import new_folder
+from torchmpi_py.launch.job_spec import JobSpec
+from torchmpi_py.launch.notices import printable
+from torchmpi_py.launch.signals import Signals
+
+_REFUSED = "num_ranks hosts hostfile elastic max_restarts groups private log_dir profile timeline dry_run"
+_MOST_LAYOUTS, _LEAST_FULL = 7, 0.95  # the share of the cores that a layout has to use
+_LEAST_LIMIT_SECONDS = 120.0  # for the start of a program: imports, data, compilation
+_POLL_SECONDS, _SHOWN_LINES = 0.1, 10
+
+
+@dataclass
+class Layout:
+    """A number of ranks, and what was seen of the program with it."""
+
+    num_ranks: int
+    failure: str = ""
+    reports: list[dict[str, Any]] = field(default_factory=list)  # of the ranks
+
+    @property
+    def samples(self) -> list[float]:
+        """Samples per second of all ranks: over all of the time, then in parts of it."""
+        rates = [[rate * (report["batch"] or 1) for rate in report["rates"]] for report in self.reports]
+        return [sum(part) for part in zip(*rates, strict=True)]
+
+    def row(self, baseline: float) -> str:
+        """A line of the table; ``baseline``: the samples per second to compare with."""
+        if self.failure:
+            return f"{self.num_ranks:5}  {self.failure}"
+        steps = sum(report["rates"][0] for report in self.reports) / self.num_ranks
+        mebibytes = sum(report["num_bytes"] for report in self.reports) >> 20
+        place = f"{self.num_ranks:5} x {self.reports[0]['num_threads']:<7}"
+        return f"{place} {steps:9.1f} {self.samples[0]:11.1f} {self.samples[0] / baseline:9.2f} {mebibytes:7} MiB"
+
+
+def numbers_of_ranks(num_cores: int) -> list[int]:
+    """Numbers of ranks that fill so many cores; where there are many, a few in equal ratios."""
+    numbers = range(1, num_cores + 1)
+    full = [each for each in numbers if num_cores // each * each >= _LEAST_FULL * num_cores]
+    wanted = [num_cores ** (step / (_MOST_LAYOUTS - 1)) for step in range(_MOST_LAYOUTS)]
+    nearest = {min(full, key=lambda number: max(number / each, each / number)) for each in wanted}
+    return full if len(full) <= _MOST_LAYOUTS else sorted(nearest)
+
+
+def check(options: argparse.Namespace, spec: JobSpec) -> None:
+    """LaunchError for what makes no sense with --layouts."""
+    unfit = [f"--{name.replace('_', '-')}" for name in _REFUSED.split() if getattr(options, name)]
+    unfit += ["the variable OMP_NUM_THREADS"] * ("OMP_NUM_THREADS" in spec.environment)
+    unfit += ["the other hosts"] * (len(spec.hosts or host_check.nodes_of_allocation(spec.environment)) > 1)
+    if unfit:
+        names = ", ".join(unfit).replace("--num-ranks", "-n")
+        raise LaunchError(f"--layouts tries numbers of ranks and of threads on this host: leave out {names}")
+
+
+def run(spec: JobSpec, seconds: float) -> int:
+    """Measure the layouts, and print a table; the exit code, 1 if the program could be measured in none."""
+    # Without grace, because a program that saves when it is asked to end should not save after a trial.
+    limit = spec.timeout or max(_LEAST_LIMIT_SECONDS, 6 * seconds)
+    trials = replace(spec, hosts=(), timeout=limit, grace=0.0)
+    measured, folder, free = list[Layout](), new_folder(), topology.free_memory()[0]
+    print("ranks x threads   steps/s   samples/s  relative      memory", flush=True)
+    with Guardian(folder.name), folder, Signals() as signals:
+        for layout in map(Layout, numbers_of_ranks(topology.num_usable_cores())):
+            largest = max((report["num_bytes"] for former in measured[-1:] for report in former.reports), default=0)
+            if largest * layout.num_ranks > free:
+                layout.failure = f"left out: takes {layout.num_ranks} x {largest >> 20} of {free >> 20} MiB"
+            else:
+                _measure(layout, trials, seconds, Path(folder.name), signals)
+            if signals.ending:
+                return 128 + signals.ending[0]
+            measured += [] if layout.failure else [layout]
+            print(layout.row(measured[0].samples[0] if measured else 0.0), flush=True)
+    if not measured:
+        return 1
+    *others, best = sorted(measured, key=lambda layout: layout.samples[0])
+    options = spec.text.removesuffix(program := shlex.join(spec.program))
+    options = re.sub(r" --layout(s(?= )|-seconds[ =]\S+)", "", options).removeprefix("torchmpirun")
+    print(f"best: torchmpirun -n {best.num_ranks}{options}{program}")
+    if near := [str(layout.num_ranks) for layout in others if max(layout.samples) >= min(best.samples)]:
+        print(f"-n {' or '.join(near)} may be as good, because the rates varied; --layout-seconds S measures longer")
+    return 0
+
+
+def _measure(layout: Layout, spec: JobSpec, seconds: float, folder: Path, signals: Signals) -> None:
+    """Run the program in a layout until every rank has left its count, or the job ends."""
+    (trial := folder / str(layout.num_ranks)).mkdir()
+    added = {variables.LAYOUT: str(trial), variables.LAYOUT_SECONDS: str(seconds)}
+    of_layout = replace(spec, num_ranks=layout.num_ranks, variables={**spec.variables, **added})
+    with (trial / "output").open("wb") as file:
+        process = group_jobs.start_job(of_layout, trial / "spec", output=file)
+    files, is_measured = [trial / f"rank-{rank}.json" for rank in range(layout.num_ranks)], False
+    code: int | None = None
+    while code is None and not (is_measured or signals.ending):
+        time.sleep(_POLL_SECONDS)
+        signals.look_at_parent()
+        code = process.poll()  # before the reports, because a rank leaves its report before its job ends
+        layout.reports = [json.loads(file.read_text()) for file in files if file.exists()]
+        is_measured = sum(report["is_whole"] for report in layout.reports) == layout.num_ranks
+    process.send_signal(signal.SIGTERM)  # without effect where the job has ended
+    code = process.wait()
+    if code and not is_measured:
+        lines = printable((trial / "output").read_text(errors="replace")).splitlines()[-_SHOWN_LINES:]
+        layout.failure = "\n       ".join([f"failed with exit code {code}; its last lines:", *lines])
+    elif len(layout.reports) < layout.num_ranks or not all(report["rates"] for report in layout.reports):
+        least = min((report["num_steps"] for report in layout.reports), default=0)
+        layout.failure = f"ended after {least} steps of a torch optimizer, which are too few to measure"
