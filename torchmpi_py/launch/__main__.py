@@ -145,8 +145,11 @@ def start(words: list[str]) -> int:
         layouts.check(options, spec)
     if options.private:
         private.check(spec)
-    if options.dry_run:
-        return show(spec, options.settings)
+    return show(spec, options.settings) if options.dry_run else launch(spec, options)
+
+
+def launch(spec: JobSpec, options: argparse.Namespace) -> int:
+    """Run the job in the way that the options ask for; the exit code."""
     if not spec.as_module:
         checks.check_program(spec.program[0])
     if options.private:

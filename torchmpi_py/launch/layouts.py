@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import group_jobs, host_check, topology, variables
+from torchmpi_py.launch import group_jobs, topology, variables
 from torchmpi_py.launch.cleanup import Guardian
 from torchmpi_py.launch.job import new_folder
 from torchmpi_py.launch.job_spec import JobSpec
@@ -70,7 +70,7 @@ def check(options: argparse.Namespace, spec: JobSpec) -> None:
     """LaunchError for what makes no sense with --layouts."""
     unfit = [f"--{name.replace('_', '-')}" for name in _REFUSED.split() if getattr(options, name)]
     unfit += ["the variable OMP_NUM_THREADS"] * ("OMP_NUM_THREADS" in spec.environment)
-    unfit += ["the other hosts"] * (len(spec.hosts or host_check.nodes_of_allocation(spec.environment)) > 1)
+    unfit += ["the other hosts"] * (len(spec.hosts) > 1)
     if unfit:
         names = ", ".join(unfit).replace("--num-ranks", "-n")
         raise LaunchError(f"--layouts tries numbers of ranks and of threads on this host: leave out {names}")

@@ -42,7 +42,8 @@ class StepCount:
         self._seconds, self._process_id = float(os.environ[variables.LAYOUT_SECONDS]), os.getpid()
         self._times = list[float]()  # after each step
         self._first = self._batch = self._samples = 0  # _first: index of the measurement's start; 0: in the warm-up
-        self._model, self._is_over = None, False
+        self._model: torch.nn.Module | None = None
+        self._is_over = False
         self._optimizer: Any = lambda: None
         register_optimizer_step_post_hook(self._after_step)
         self._modules = register_module_forward_pre_hook(self._before_forward)
