@@ -127,6 +127,22 @@ def test_slurm_queues_again_only_what_has_saved(tmp_path, how, is_queued_again, 
     assert {name for name in set(os.listdir(tmp_path)) - before if name.startswith("tmp.")} == set()
 
 
+def test_slurms_script_stages_an_environment(tmp_path):
+    """On nodes whose stand-in is this host; the environment's Python says how it was called."""
+    folder = str(tmp_path / "torchmpi-77")
+    show = '#!/bin/sh\n[ "$1" = -c ] && echo package || echo "$0" "$@"\n'
+    jobs.script(tmp_path / "env" / "bin", show, "python")
+    assert jobs.run("tar", "-cf", tmp_path / "env.tar", "-C", tmp_path / "env", ".").returncode == 0
+    jobs.script(tmp_path, SRUN.format(starter=""), "srun")
+    jobs.script(tmp_path, '#!/bin/sh\nshift\nexec cp "$@"\n', "sbcast")
+    settings = {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "2", "TMPDIR": str(tmp_path), "STAGE": "env.tar"}
+    job = start(["bash", printed("slurm", tmp_path), "program.py", "a b"], tmp_path, **settings)
+    assert (job.returncode, job.stderr) == (0, "")
+    assert f"{folder}/bin/python package/launch/wrap.py --bind core --ended " in job.stdout
+    assert job.stdout.count("option --ntasks=2\n") == 2
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(("torchmpi-", "tmp."))]
+
+
 def test_slurms_script_without_the_package_and_ended_by_a_signal(tmp_path):
     script, bare = printed("slurm", tmp_path), {"PYTHON": "python", "PYTHONPATH": "", "TMPDIR": str(tmp_path)}
     jobs.script(tmp_path, f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n', "python")
