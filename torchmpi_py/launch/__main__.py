@@ -22,6 +22,7 @@ from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import (
     checks,
     command,
+    discovery,
     group_jobs,
     host_check,
     host_facts,
@@ -52,18 +53,18 @@ def run(spec: JobSpec) -> int:
     checks.check_output_folder("--profile", spec.profile)
     if spec.vendor.shared_bytes and not spec.hosts:
         checks.check_shared_memory(spec.vendor, spec.num_ranks)
-    with timeline_file.kept(spec) as (spec_of_page, page):
+    with timeline_file.kept(spec) as (spec_of_page, page), discovery.Discovery(spec_of_page) as found:
 
         def make(folder: Path, attempt: int, begin: float) -> Job:
-            return Job(command.build(spec_of_page, folder, attempt), spec_of_page, folder, begin)
+            return Job(command.build(found.spec, folder, attempt), found.spec, folder, begin, news=found.news)
 
-        code, attempts = job.run(make, spec.max_restarts, Tail(spec.log_dir))
+        code, attempts = job.run(make, spec.max_restarts, Tail(spec.log_dir), found.wait)
         last = attempts[-1]
         page.write(code, last.reason, restart=spec.restart + sum(each.has_run for each in attempts) - 1)
     if code and spec.group is not None:
         spec.group.record_end(last.reason)
     if code and last.may_lack_something:
-        explain_start(spec)
+        explain_start(last.spec)
     return code
 
 
@@ -96,7 +97,7 @@ def answer(options: argparse.Namespace, words: list[str]) -> int:
         print(ready_scripts.text(options.template), end="")
         return 0
     try:
-        spec = job_spec.read(options, words, os.environ)
+        spec = discovery.first(job_spec.read(options, words, os.environ))
         asked, where = inquiry(spec), spec.starter
     except LaunchError as error:
         if options.check:
@@ -134,7 +135,7 @@ def start(words: list[str]) -> int:
     checks.check_working_folder()
     if options.check or options.version or options.template:
         return answer(options, words)
-    spec = job_spec.read(options, words, os.environ)
+    spec = discovery.first(job_spec.read(options, words, os.environ))
     if options.private:
         private.check(spec)
     if options.dry_run:

@@ -20,6 +20,7 @@ process in its place, such as a shell. In an elastic job a death is reported, an
 A job that failed may be started again. Each attempt is a new job, with a folder of its own, and nothing left of the
 former. The program goes on from its last checkpoint; to it a restart is a start (TORCHMPIRUN_RESTART counts them). What
 was ended from outside, by a signal or by the time limit, is not started again. The limit is for all attempts together.
+Where a script names the hosts (`discovery`), an attempt is ended and another one started when the hosts change.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ class Job:
     has_run: bool = False
     may_lack_something: bool = False  # a start that failed, and no rank of this host said how
     was_ended: bool = False  # by a signal or the time limit
+    starts_again: bool = False  # ended because its hosts have changed
     signals: Signals = field(default_factory=Signals)
+    news: Callable[[], str] = lambda: ""  # why the job is to end and to start again; empty while it is not
     _deaths: list[Death] = field(default_factory=list)  # the first; of an elastic job all
     _failed_since: float = 0.0  # when a rank was first seen to have failed or died; 0: none has
     _is_ending: bool = False
@@ -153,11 +156,10 @@ class Job:
 
     def _wait(self) -> int:
         """Watch the job until it has ended, or has to be ended; its exit code."""
-        look = time.monotonic()
-        interval = 0.1
+        look, interval, news = time.monotonic(), 0.1, ""
         while self._running():
             now = time.monotonic()
-            if self.signals.ending:
+            if self.signals.ending or (news := self.news()):
                 break
             if self.is_late:
                 self.reason = f"the job passed its limit of {self.spec.timeout:g} s (--timeout)"
@@ -178,12 +180,8 @@ class Job:
                 self._look_for_remains()
                 interval = 5.0 if self._remains.shared_memory else min(5.0, 1.2 * interval)
                 look = now + interval
-        if self.signals.ending:
-            self.was_ended = True
-            self.reason = f"the job was ended by signal {self.signals.ending[0]}"
-            self._give_time(self.signals.ending[0])
-            self._end(self.signals.ending[0])
-            return 128 + self.signals.ending[0]
+        if self.signals.ending or news:
+            return self._stop(news)
         # The starter has ended. What it did to the ranks may still be under way.
         self._look_for_deaths(0.0)
         while self._lookout.is_holding:
@@ -193,6 +191,19 @@ class Job:
         if code == 0 and self.spec.num_ranks > 1 and (found := exit_marks.ranks_alone(self.folder)):
             say(exit_marks.explain_alone(found))
         return code
+
+    def _stop(self, news: str) -> int:
+        """End the job because of a signal, or because of ``news`` as SIGTERM does; its exit code."""
+        signum = self.signals.ending[0] if self.signals.ending else signal.SIGTERM
+        if news:
+            say(news)
+        else:
+            self.was_ended, self.reason = True, f"the job was ended by signal {signum}"
+        self._give_time(signum)
+        # Otherwise the ranks have reached the end of their program meanwhile.
+        self.starts_again = bool(news) and (self.process.poll() != 0 or self._exit_code() != 0)
+        self._end(signum)
+        return 128 + signum if self.starts_again or not news else 0
 
     def _running(self) -> bool:
         """Take in what happens within a moment: signals, deaths, the starter's end; whether the starter runs."""
@@ -288,7 +299,7 @@ class Job:
         code = 128 - own if own < 0 else int(own)
         failures = exit_marks.failures(self.folder)
         if not failures and (wanted := exit_marks.code_of_end(self.folder)):
-            self.was_ended = True  # the ranks were asked, and not torchmpirun
+            self.was_ended = not self.spec.discover  # the ranks were asked, and not torchmpirun: a host may be leaving
             return wanted
         if self._is_ending:  # the starter's own code says only that torchmpirun has ended it
             code = max(self._lookout.codes_in_order, default=0)
@@ -344,16 +355,19 @@ class Job:
 
 
 Maker = Callable[[Path, int, float], Job]
+Waiter = Callable[[float, Signals], bool]
 
 
-def run(make: Maker, most: int, tail: Tail) -> tuple[int, list[Job]]:
+def run(make: Maker, most: int, tail: Tail, wait: Waiter = lambda begin, signals: True) -> tuple[int, list[Job]]:
     """Run the job that ``make(folder, attempt, begin)`` gives, up to ``most`` times more; the exit code, all attempts.
 
-    Returns when the reader of ``tail`` has all, or the job was ended from outside.
+    A job that fails on other hosts than the one before is counted anew. ``wait(begin, signals)`` is called before each
+    attempt; if it returns False there is none, and the exit code is that of a timeout. Returns when the reader of
+    ``tail`` has all, or the job was ended from outside.
     """
     cleanup.clear_abandoned()
     with Signals() as signals:
-        code, attempts = _run_attempts(make, most, signals, tail)
+        code, attempts = _run_attempts(make, most, signals, tail, wait)
 
         def is_over() -> bool:
             signals.look_at_parent()
@@ -363,24 +377,30 @@ def run(make: Maker, most: int, tail: Tail) -> tuple[int, list[Job]]:
     return code, attempts
 
 
-def _run_attempts(make: Maker, most: int, signals: Signals, tail: Tail) -> tuple[int, list[Job]]:
+def _run_attempts(make: Maker, most: int, signals: Signals, tail: Tail, wait: Waiter) -> tuple[int, list[Job]]:
     attempts: list[Job] = []
-    begin, place = time.monotonic(), terminal.input_position()
-    for attempt in range(most + 1):
-        if attempt:
+    begin, place, num_failures = time.monotonic(), terminal.input_position(), 0
+    while True:
+        if attempts:
             terminal.rewind_input(place)
-        folder = new_folder()
+        is_ready, folder = wait(begin, signals), new_folder()
         with Guardian(folder.name), folder:  # the guardian outlives the folder
-            job = make(Path(folder.name), attempt, begin)
+            job = make(Path(folder.name), len(attempts), begin)
+            if attempts and job.spec.hosts != attempts[-1].spec.hosts:
+                num_failures = 0
             attempts.append(job)
-            job.signals = signals
-            code = 0 if signals.ending else job.run()
+            job.signals, job.was_ended = signals, not is_ready
+            code = job.run() if is_ready and not signals.ending else 0
         tail.catch_up()
         if signals.ending and (code or not job.has_run):
             return code if job.was_ended else 128 + signals.ending[0], attempts
-        if code == 0 or job.was_ended or not _goes_on(job, code, attempt, most, signals.cause(code)):
-            break
-    return code, attempts
+        if not is_ready:
+            return TIMEOUT_CODE, attempts
+        if job.starts_again:
+            continue
+        if code == 0 or job.was_ended or not _goes_on(job, code, num_failures, most, signals.cause(code)):
+            return code, attempts
+        num_failures += 1
 
 
 def _goes_on(job: Job, code: int, attempt: int, most: int, signum: int) -> bool:
