@@ -87,8 +87,8 @@ class Discovery:
             self._has_failed = True
 
     def _change_to(self, now: JobSpec) -> str:
-        hosts = ",".join(map(str, now.hosts)) or "none"
-        return f"hosts are now {hosts} ({now.num_ranks} ranks, were {self.spec.num_ranks})"
+        ranks = f"({now.num_ranks} ranks, were {self.spec.num_ranks})"
+        return f"hosts are now {','.join(map(str, now.hosts)) or 'none'} {ranks}"
 
     def news(self) -> str:
         """Why the attempt is to end and another one to start; empty if it is to go on."""
@@ -106,10 +106,8 @@ class Discovery:
         if not self.spec.discover:
             return True
         self._ask()
-        start, least, limit = time.monotonic(), self.spec.elastic_restart[0], _WAIT_SECONDS
-        if self.spec.timeout is not None:
-            limit = max(0.0, begin + self.spec.timeout - start)
-        is_announced = False
+        start, least, is_announced = time.monotonic(), self.spec.elastic_restart[0], False
+        limit = _WAIT_SECONDS if self.spec.timeout is None else max(0.0, begin + self.spec.timeout - start)
         while (now := chosen(self.spec, self._found)).num_ranks < least and not signals.ending:
             what = f"{least} slots (--elastic-restart), {self.spec.discover!r} names {now.num_ranks}"
             if not is_announced:
