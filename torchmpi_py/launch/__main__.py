@@ -20,6 +20,7 @@ from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import (
+    attempts,
     checks,
     command,
     discovery,
@@ -58,9 +59,9 @@ def run(spec: JobSpec) -> int:
         def make(folder: Path, attempt: int, begin: float) -> Job:
             return Job(command.build(found.spec, folder, attempt), found.spec, folder, begin, news=found.news)
 
-        code, attempts = job.run(make, spec.max_restarts, Tail(spec.log_dir), found.wait)
-        last = attempts[-1]
-        page.write(code, last.reason, restart=spec.restart + sum(each.has_run for each in attempts) - 1)
+        code, made = attempts.run(make, spec.max_restarts, Tail(spec.log_dir), found.wait)
+        last = made[-1]
+        page.write(code, last.reason, restart=spec.restart + sum(each.has_run for each in made) - 1)
     if code and spec.group is not None:
         spec.group.record_end(last.reason)
     if code and last.may_lack_something:

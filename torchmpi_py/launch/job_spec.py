@@ -20,7 +20,7 @@ from torchmpi_py.launch.hosts import Host
 from torchmpi_py.launch.mpirun import Vendor
 from torchmpi_py.launch.terminal import say
 
-_MOST_RESTARTS_FOR_ELASTIC = 3  # where the MPI has nothing for --elastic, and for --elastic-restart
+_MOST_RESTARTS = 3  # where the MPI has nothing for --elastic, and for --elastic-restart
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,8 @@ def read(options: argparse.Namespace, words: list[str], environment: Mapping[str
         raise LaunchError(f"--groups starts a failed group again, without {option}; leave out {option}")
     if options.interface and not named and options.interface not in (here := os.listdir("/sys/class/net")):
         raise LaunchError(f"--interface {options.interface}: this host has {', '.join(sorted(here))}; name one of them")
-    elastic, most = options.elastic and bool(vendor.elastic), options.max_restarts or 0
-    if options.elastic_restart and options.max_restarts is None:
-        most = _MOST_RESTARTS_FOR_ELASTIC
+    elastic, default = options.elastic and bool(vendor.elastic), _MOST_RESTARTS * bool(options.elastic_restart)
+    most = default if options.max_restarts is None else options.max_restarts
     if options.elastic and not elastic:
         most = _restarts_in_place_of_elastic(vendor, options.max_restarts)
     same = {each.name: getattr(options, each.name) for each in fields(JobSpec) if each.name in options}
@@ -109,7 +108,7 @@ def read(options: argparse.Namespace, words: list[str], environment: Mapping[str
 
 
 def _restarts_in_place_of_elastic(vendor: Vendor, wanted: int | None) -> int:
-    most = _MOST_RESTARTS_FOR_ELASTIC if wanted is None else wanted
+    most = _MOST_RESTARTS if wanted is None else wanted
     say(
         f"{vendor.name} has nothing for --elastic (no ULFM; Open MPI 5 has it): a death will restart the job from its "
         f"last checkpoint, at most {most} time{'s' * (most != 1)} (--max-restarts)"
