@@ -75,7 +75,7 @@ def read(options: argparse.Namespace, words: list[str], environment: Mapping[str
         options.num_ranks = hosts.num_ranks_as_torchrun(options, environment)
     num_ranks = options.num_ranks or hosts.default_num_ranks(named, environment)
     if options.elastic_restart or options.discover:
-        num_ranks = _num_ranks_within(options, num_ranks, vendor)
+        num_ranks = _num_ranks_within(options, num_ranks)
     if num_ranks > surroundings.MOST_RANKS:
         raise LaunchError(
             f"{num_ranks} ranks are too many: write -n, or fewer slots (at most {surroundings.MOST_RANKS})"
@@ -116,14 +116,13 @@ def _restarts_in_place_of_elastic(vendor: Vendor, wanted: int | None) -> int:
     return most
 
 
-def _num_ranks_within(options: argparse.Namespace, num_ranks: int, vendor: Vendor) -> int:
+def _num_ranks_within(options: argparse.Namespace, num_ranks: int) -> int:
     """The number of ranks by --elastic-restart; the most with --discover. LaunchError for options that exclude it."""
     if not options.elastic_restart:
         raise LaunchError("--discover names hosts; add --elastic-restart MIN:MAX, the numbers of ranks that may run")
     (least, most), script = options.elastic_restart, options.discover
     of_restart = {"-n": options.num_ranks, "--groups": options.groups, "--elastic": options.elastic}
     of_script = {f"--{name}": getattr(options, name) for name in ("hosts", "hostfile", "private")}
-    of_script[f"--mpi {vendor.name}"] = not vendor.hostfile
     for option, value in (of_restart | of_script if script else of_restart).items():
         if value:
             other = f"--elastic-restart {least}:{most}" if option in of_restart else "--discover"
