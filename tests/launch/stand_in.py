@@ -8,7 +8,7 @@ from support import jobs
 LAUNCHER = """
 import os, signal, sys
 from pathlib import Path
-from torchmpi_py.launch import cleanup, job as jobs, last_wait, mpirun, signals, terminal
+from torchmpi_py.launch import attempts, cleanup, job as jobs, last_wait, mpirun, signals, terminal
 from torchmpi_py.launch.command import StarterCommand
 from torchmpi_py.launch.hosts import Host
 from torchmpi_py.launch.job_spec import JobSpec
@@ -23,7 +23,7 @@ def hear(*_):
 
 options, tail = {}, terminal.Tail(None)
 exec(sys.argv[3])
-sys.exit(jobs.run(make, int(sys.argv[2]), tail)[0])
+sys.exit(attempts.run(make, int(sys.argv[2]), tail)[0])
 """
 
 

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("no_leftovers")]
 # The command, whose options are those of the stand-in's launcher.
 IN_MAIN = """
 from torchmpi_py.launch import __main__ as main
-main.run = lambda spec: jobs.run(make, 0, tail)[0]
+main.run = lambda spec: attempts.run(make, 0, tail)[0]
 sys.exit(main.main(["-m", "os"]))
 """
 NO_FOLDER = "import tempfile; tempfile.tempdir = '/no/such'"

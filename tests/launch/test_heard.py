@@ -12,7 +12,7 @@ import stand_in
 from support import jobs
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import checks, cleanup, exit_marks, job as one_job, signals, wrap
+from torchmpi_py.launch import attempts, checks, cleanup, exit_marks, signals, wrap
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -222,9 +222,10 @@ def test_the_parents_death_ends_the_wait_for_a_reader(monkeypatch, default_signa
         wait = staticmethod(lambda seconds, is_over=None: is_over is None or all(is_over() for _ in range(2)))
         catch_up = staticmethod(lambda: monkeypatch.setattr(os, "getppid", lambda: 1 << 22))
 
-    done, heard = SimpleNamespace(run=lambda: 0, has_run=True, was_ended=False, is_late=False), []
+    done = SimpleNamespace(run=lambda: 0, has_run=True, was_ended=False, is_late=False, starts_again=False)
+    heard = []
     monkeypatch.setattr(signals, "say", heard.append)
-    assert one_job.run(lambda *_: done, 0, Paused()) == (0, [done])
+    assert attempts.run(lambda *_: done, 0, Paused()) == (0, [done])
     assert heard == [signals.PARENT_ENDED]
 
 

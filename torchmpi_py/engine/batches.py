@@ -134,21 +134,16 @@ class BatchIterator(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on at the place of a ``state_dict``; the same on every rank.
 
-        On another number of ranks its epoch begins again, which rank 0 logs as a warning. ValueError if the place is in
-        the middle of an epoch of another order.
+        The number of ranks may be another one: the rest of the epoch is divided among the present ranks. ValueError if
+        the place is in the middle of an epoch of another order.
         """
-        position, order = state["position"], self._order_facts()
-        if position > 0 and state["size"] != self.size:
-            position = 0
-            if self.rank == 0:
-                text = "the saved place in an epoch is of %d ranks; on %d ranks that epoch begins again"
-                logger.warning(text, state["size"], self.size)
-        elif position > 0 and state["order"] != order:
+        order = self._order_facts()
+        if state["position"] > 0 and state["order"] != order:
             raise ValueError(
                 f"the place is in the middle of an epoch over {state['order']}; this is another order: {order}"
             )
         self.set_epoch(state["epoch"])
-        self.set_position(position)
+        self.set_position(state["position"])
 
     def _seed_of_workers(self, place: IterationPlace) -> int:
         """A seed for this rank's workers, which follows from seed, epoch and place."""

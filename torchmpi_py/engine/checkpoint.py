@@ -153,9 +153,8 @@ class Checkpoint(Extension):
             "optimizer": optimizer_state,
             "optimizer_kind": _kind(state)._asdict(),
         }
-        is_common = self.steps_together and getattr(state.iterator, "follows_place", False)
         is_own = not self.steps_together and not isinstance(optimizer, ReducingOptimizer)
-        parts: dict[str, Any] = {"maxepoch": (self.asked, state.maxepoch)}
+        parts: dict[str, Any] = {"maxepoch": (self.asked, state.maxepoch), "size": outcomes.size()}
         parts["experiment"] = os.environ.get(config.EXPERIMENT)
         own = {
             "buffers": {name: _buffers(module) for name, module in modules.items()},
@@ -167,8 +166,12 @@ class Checkpoint(Extension):
             "stateful": {name: part.state_dict() for name, part in self.stateful.items()},
         }
         (own if is_own else parts)["trained"] = trained
-        (parts if is_common else own)["iterator"] = samples.place_of(state.iterator)
+        (parts if self._has_common_place(state) else own)["iterator"] = samples.place_of(state.iterator)
         return parts, own
+
+    def _has_common_place(self, state: State) -> bool:
+        """Whether the place in the epoch is that of all ranks together, so that any number of ranks can go on there."""
+        return self.steps_together and getattr(state.iterator, "follows_place", False)
 
     def _restore(self, state: State, parts: dict[str, Any]) -> None:
         experiment, now = parts["experiment"], os.environ.get(config.EXPERIMENT)
@@ -188,7 +191,9 @@ class Checkpoint(Extension):
                 raise ValueError(f"it holds nothing of stateful[{name!r}]")
             part.load_state_dict(parts["stateful"][name])
         samples.restore_generators(state.iterator, parts["generators"])
-        state.place.position = samples.restore_place(state.iterator, parts["iterator"], parts["position"])
+        is_known = self._has_common_place(state) or parts.get("size", outcomes.size()) == outcomes.size()
+        place = parts["iterator"] if is_known else None
+        state.place.position = samples.restore_place(state.iterator, place, parts["position"])
         state.epoch, state.t, state.place.is_resumed = parts["epoch"], parts["t"], True
         if parts["loss"] is not None:
             state.loss = parts["loss"].to(next((tensor.device for tensor in state.parameters()), None))

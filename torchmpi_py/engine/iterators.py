@@ -44,8 +44,8 @@ class DatasetIterator(BatchIterator):
 
     Iterating runs through one epoch and moves on to the next one's order; ``set_epoch`` chooses another (the engine
     calls it). All ranks iterate in the same way. The engine reads ``weight``, ``num_samples`` and ``position`` of each
-    batch. After ``load_state_dict`` the next iteration begins at that place, on the same number of ranks; on another
-    number the epoch begins again, which rank 0 logs as a warning.
+    batch. After ``load_state_dict`` the next iteration begins at that place: the samples of the epoch that were not
+    used are divided among the present ranks, however many there were before.
 
     A batch is None where this rank has no samples in a step: only in the last step of an epoch, if the last global
     batch has fewer samples than there are ranks. The engine knows. A loop of your own makes that step without forward
@@ -123,9 +123,9 @@ class DatasetIterator(BatchIterator):
         return full + (rest > 0 and not self.drop_last)
 
     def may_give_none(self) -> bool:
-        """Whether a rank may have no samples in the last step: of an epoch, or of the rest that survivors share."""
-        rest = self.total % (self.batch_size * self.size)
-        return not self.drop_last and (0 < rest < self.size or ulfm.is_elastic())
+        """Whether a rank may have no samples in the last step: of an epoch, or of a rest that other ranks have left."""
+        rests = [(self.total - begin) % (self.batch_size * self.size) for begin in (0, self._first)]
+        return not self.drop_last and (any(0 < rest < self.size for rest in rests) or ulfm.is_elastic())
 
     def _facts(self) -> dict[str, Any]:
         names = ("batch_size", "shuffle", "seed", "drop_last")

@@ -111,16 +111,16 @@ def place_of(iterator: Any) -> dict[str, Any] | None:
 def restore_place(iterator: Any, place: dict[str, Any] | None, position: int) -> int:
     """Let the next epoch of the iterator go on at a place, and return its position.
 
-    The position is 0, and rank 0 warns, where the epoch begins again: for an iterator without places, and on another
-    number of ranks. ValueError if the order of samples is another one now.
+    Without a ``place`` the position is 0, the epoch begins again, and rank 0 warns. ValueError if the order of samples
+    is another one now.
     """
     if place is not None and position > 0:
         iterator.load_state_dict(place)
-        return iterator.state_dict()["position"] if isinstance(iterator, BatchIterator) else position
+        return position
     if position > 0 and outcomes.rank() == 0:
         name = type(iterator).__name__
         text = "the place in the middle of an epoch of a %s is not known, so that epoch begins again; a DatasetIterator"
-        logger.warning(text + " (or torchdata's StatefulDataLoader) goes on", name)
+        logger.warning(text + " goes on (on the same number of ranks torchdata's StatefulDataLoader too)", name)
     return 0
 
 

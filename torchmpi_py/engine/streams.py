@@ -156,9 +156,8 @@ class StreamIterator(BatchIterator):
 
     Iterating is collective, in every step, over the level at which the iterator was made: an exchange of 32 bytes a
     rank. All ranks take the same number of steps. ``weight``, ``num_samples`` and ``position`` are set with each batch,
-    as by a ``DatasetIterator``. After ``load_state_dict`` the next iteration begins at that place, on the same number
-    of ranks, with any number of workers; on another number of ranks the epoch begins again, which rank 0 logs as a
-    warning. What was used of the files under way is read again.
+    as by a ``DatasetIterator``. After ``load_state_dict`` the next iteration begins at that place, on any number of
+    ranks and workers. What was used of the files under way is read again.
 
     The batch is None where this rank has run out of samples and others have not. The engine knows. A loop of your own
     makes that step without forward and backward pass (``if batch is not None:`` around them; ``optimizer.step()`` of a

@@ -21,8 +21,10 @@ from pathlib import Path
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import (
     allocation,
+    attempts,
     checks,
     command,
+    discovery,
     group_jobs,
     host_check,
     host_facts,
@@ -55,18 +57,18 @@ def run(spec: JobSpec) -> int:
     checks.check_output_folder("--profile", spec.profile)
     if spec.vendor.shared_bytes and not spec.hosts:
         checks.check_shared_memory(spec.vendor, spec.num_ranks)
-    with timeline_file.kept(spec) as (spec_of_page, page):
+    with timeline_file.kept(spec) as (spec_of_page, page), discovery.Discovery(spec_of_page) as found:
 
         def make(folder: Path, attempt: int, begin: float) -> Job:
-            return Job(command.build(spec_of_page, folder, attempt), spec_of_page, folder, begin)
+            return Job(command.build(found.spec, folder, attempt), found.spec, folder, begin, news=found.news)
 
-        code, attempts = job.run(make, spec.max_restarts, Tail(spec.log_dir))
-        last = attempts[-1]
-        page.write(code, last.reason, restart=spec.restart + sum(each.has_run for each in attempts) - 1)
+        code, made = attempts.run(make, spec.max_restarts, Tail(spec.log_dir), found.wait)
+        last = made[-1]
+        page.write(code, last.reason, restart=spec.restart + sum(each.has_run for each in made) - 1)
     if code and spec.group is not None:
         spec.group.record_end(last.reason)
     if code and last.may_lack_something:
-        explain_start(spec)
+        explain_start(last.spec)
     return code
 
 
@@ -99,7 +101,7 @@ def answer(options: argparse.Namespace, words: list[str]) -> int:
         print(ready_scripts.text(options.template), end="")
         return 0
     try:
-        spec = job_spec.read(options, words, os.environ)
+        spec = discovery.first(job_spec.read(options, words, os.environ))
         asked, no_starter = inquiry(spec), ""
     except LaunchError as error:
         if options.check:
@@ -138,7 +140,7 @@ def start(words: list[str]) -> int:
     if options.check or options.version or options.template:
         return answer(options, words)
     allocation.check(os.environ)
-    spec = job_spec.read(options, words, os.environ)
+    spec = discovery.first(job_spec.read(options, words, os.environ))
     for note in spec.notes:
         say(note)
     if options.layouts:

@@ -16,10 +16,6 @@ sees each death on this host, names the first, and has the job ended where the s
 each other (`watch.watchdog`): they say in which operation a rank has died, and end a job whose starter sees another
 process in its place, such as a shell. In an elastic job a death is reported, and the job goes on to its last rank.
 `last_wait` sees ranks that hang after their program, and a starter that hangs after the ranks.
-
-A job that failed may be started again. Each attempt is a new job, with a folder of its own, and nothing left of the
-former. The program goes on from its last checkpoint; to it a restart is a start (TORCHMPIRUN_RESTART counts them). What
-was ended from outside, by a signal or by the time limit, is not started again. The limit is for all attempts together.
 """
 
 from __future__ import annotations
@@ -39,13 +35,13 @@ from typing import Any
 
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import cleanup, exit_marks, handed_input, terminal
-from torchmpi_py.launch.cleanup import GRACE_SECONDS, Guardian
+from torchmpi_py.launch.cleanup import GRACE_SECONDS
 from torchmpi_py.launch.command import StarterCommand
 from torchmpi_py.launch.deaths import BY_STARTER, Death, Lookout, are_by_starter
 from torchmpi_py.launch.job_spec import JobSpec
 from torchmpi_py.launch.last_wait import LastWait
 from torchmpi_py.launch.signals import ForwardedSignal, Signals
-from torchmpi_py.launch.terminal import Tail, say
+from torchmpi_py.launch.terminal import say
 
 FAILURE_GRACE_SECONDS = 3.5  # a rank has failed: how long the MPI may take to end the others in its own way
 TRACE_SECONDS = 30.0  # and how long the rank may take to write its trace before that
@@ -92,7 +88,9 @@ class Job:
     has_run: bool = False
     may_lack_something: bool = False  # a start that failed, and no rank of this host said how
     was_ended: bool = False  # by a signal or the time limit
+    starts_again: bool = False  # ended because its hosts have changed
     signals: Signals = field(default_factory=Signals)
+    news: Callable[[], str] = lambda: ""  # why the job is to end and to start again; empty while it is not
     _deaths: list[Death] = field(default_factory=list)  # the first; of an elastic job all
     _failed_since: float = 0.0  # when a rank was first seen to have failed or died; 0: none has
     _is_ending: bool = False
@@ -153,10 +151,10 @@ class Job:
 
     def _wait(self) -> int:
         """Watch the job until it has ended, or has to be ended; its exit code."""
-        look, interval = time.monotonic(), 0.1
+        look, interval, news = time.monotonic(), 0.1, ""
         while self._running():
             now = time.monotonic()
-            if self.signals.ending:
+            if self.signals.ending or (news := self.news()):
                 break
             if self.is_late:
                 self.reason = f"the job passed its limit of {self.spec.timeout:g} s (--timeout)"
@@ -177,12 +175,8 @@ class Job:
                 self._look_for_remains()
                 interval = 5.0 if self._remains.shared_memory else min(5.0, 1.2 * interval)
                 look = now + interval
-        if self.signals.ending:
-            self.was_ended = True
-            self.reason = f"the job was ended by signal {self.signals.ending[0]}"
-            self._give_time(self.signals.ending[0])
-            self._end(self.signals.ending[0])
-            return 128 + self.signals.ending[0]
+        if self.signals.ending or news:
+            return self._stop(news)
         # The starter has ended. What it did to the ranks may still be under way.
         until = time.monotonic() + _OUTPUT_SECONDS  # MPICH's does not wait for the ranks that it has killed
         self._look_for_deaths(0.0)
@@ -193,6 +187,19 @@ class Job:
         if code == 0 and self.spec.num_ranks > 1 and (found := exit_marks.ranks_alone(self.folder)):
             say(exit_marks.explain_alone(found))
         return code
+
+    def _stop(self, news: str) -> int:
+        """End the job because of a signal, or because of ``news`` as SIGTERM does; its exit code."""
+        signum = self.signals.ending[0] if self.signals.ending else signal.SIGTERM
+        if news:
+            say(news)
+        else:
+            self.was_ended, self.reason = True, f"the job was ended by signal {signum}"
+        self._give_time(signum)
+        # Otherwise the ranks have reached the end of their program meanwhile.
+        self.starts_again = bool(news) and (self.process.poll() != 0 or self._exit_code() != 0)
+        self._end(signum)
+        return 128 + signum if self.starts_again or not news else 0
 
     def _running(self) -> bool:
         """Take in what happens within a moment: signals, deaths, the starter's end; whether the starter runs."""
@@ -283,7 +290,7 @@ class Job:
         code = 128 - own if own < 0 else int(own)
         failures = exit_marks.failures(self.folder)
         if not failures and (wanted := exit_marks.code_of_end(self.folder)):
-            self.was_ended = True  # the ranks were asked, and not torchmpirun
+            self.was_ended = not self.spec.discover  # the ranks were asked, and not torchmpirun: a host may be leaving
             return wanted
         unknown = "which rank ended the job is not known, for torchmpirun sees the ranks of this host alone"
         may_be_other = bool(self.spec.vendor.killed_code) or not self._lookout.sees_all
@@ -337,56 +344,3 @@ class Job:
             running = {rank: number for rank, number in running.items() if number and rank not in dead}
         left = (rank for rank in running if rank in died or not exit_marks.is_left(self.folder, f"through-{rank}"))
         return sorted(left)
-
-
-Maker = Callable[[Path, int, float], Job]
-
-
-def run(make: Maker, most: int, tail: Tail) -> tuple[int, list[Job]]:
-    """Run the job that ``make(folder, attempt, begin)`` gives, up to ``most`` times more; the exit code, all attempts.
-
-    Returns when the reader of ``tail`` has all, or the job was ended from outside.
-    """
-    cleanup.clear_abandoned()
-    with Signals() as signals:
-        code, attempts = _run_attempts(make, most, signals, tail)
-
-        def is_over() -> bool:
-            signals.look_at_parent()
-            return bool(signals.ending) or attempts[-1].was_ended or attempts[-1].is_late
-
-        terminal.finish(tail, is_over)
-    return code, attempts
-
-
-def _run_attempts(make: Maker, most: int, signals: Signals, tail: Tail) -> tuple[int, list[Job]]:
-    attempts: list[Job] = []
-    begin, place = time.monotonic(), terminal.input_position()
-    for attempt in range(most + 1):
-        if attempt:
-            terminal.rewind_input(place)
-        folder = new_folder()
-        with Guardian(folder.name), folder:  # the guardian outlives the folder
-            job = make(Path(folder.name), attempt, begin)
-            attempts.append(job)
-            job.signals = signals
-            code = 0 if signals.ending else job.run()
-        tail.catch_up()
-        if signals.ending and (code or not job.has_run):
-            return code if job.was_ended else 128 + signals.ending[0], attempts
-        if code == 0 or job.was_ended or not _goes_on(job, code, attempt, most, signals.cause(code)):
-            break
-    return code, attempts
-
-
-def _goes_on(job: Job, code: int, attempt: int, most: int, signum: int) -> bool:
-    """Say why an attempt failed; return whether there is another."""
-    if most:
-        is_again = attempt < most and not signum
-        what = f"; not started again after signal {signum}, which was passed on" if signum and attempt < most else ""
-        what = "; starting again" if is_again else what
-        say(f"attempt {attempt + 1} of {most + 1} failed ({job.reason or f'exit code {code}'}){what}")
-        return is_again
-    if job.reason:
-        say(job.reason)
-    return False

@@ -20,7 +20,7 @@ from torchmpi_py.launch.hosts import Host
 from torchmpi_py.launch.mpirun import Vendor
 from torchmpi_py.launch.terminal import say
 
-_MOST_RESTARTS_FOR_ELASTIC = 3  # where the MPI has nothing for --elastic
+_MOST_RESTARTS = 3  # where the MPI has nothing for --elastic, and for --elastic-restart
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class JobSpec:
     mpi_args: Sequence[str] = ()
     elastic: bool = False
     max_restarts: int = 0
+    elastic_restart: tuple[int, ...] = ()  # the fewest and the most ranks
+    discover: str = ""  # a command that prints the hosts
     timeout: float | None = None  # seconds, of all attempts together
     grace: float = 30.0  # seconds, for ranks that heed a signal
     log_dir: Path | None = None
@@ -74,6 +76,8 @@ def read(options: argparse.Namespace, words: list[str], environment: Mapping[str
     num_ranks = placed.num_ranks
     if options.ranks_per_host:
         num_ranks = allocation.num_ranks_as_torchrun(options.ranks_per_host, options.num_ranks, placed)
+    if options.elastic_restart or options.discover:
+        num_ranks = _num_ranks_within(options, num_ranks)
     if num_ranks > surroundings.MOST_RANKS:
         raise LaunchError(
             f"{num_ranks} ranks are too many: write -n, or fewer slots (at most {surroundings.MOST_RANKS})"
@@ -83,7 +87,8 @@ def read(options: argparse.Namespace, words: list[str], environment: Mapping[str
         raise LaunchError(f"--groups starts a failed group again, without {option}; leave out {option}")
     if options.interface and not placed.hosts and options.interface not in (here := os.listdir("/sys/class/net")):
         raise LaunchError(f"--interface {options.interface}: this host has {', '.join(sorted(here))}; name one of them")
-    elastic, most = options.elastic and bool(vendor.elastic), options.max_restarts or 0
+    elastic, default = options.elastic and bool(vendor.elastic), _MOST_RESTARTS * bool(options.elastic_restart)
+    most = default if options.max_restarts is None else options.max_restarts
     if options.elastic and not elastic:
         most = _restarts_in_place_of_elastic(vendor, options.max_restarts)
     same = {each.name: getattr(options, each.name) for each in fields(JobSpec) if each.name in options}
@@ -108,12 +113,29 @@ def read(options: argparse.Namespace, words: list[str], environment: Mapping[str
 
 
 def _restarts_in_place_of_elastic(vendor: Vendor, wanted: int | None) -> int:
-    most = _MOST_RESTARTS_FOR_ELASTIC if wanted is None else wanted
+    most = _MOST_RESTARTS if wanted is None else wanted
     say(
         f"{vendor.name} has nothing for --elastic (no ULFM; Open MPI 5 has it): a death will restart the job from its "
         f"last checkpoint, at most {most} time{'s' * (most != 1)} (--max-restarts)"
     )
     return most
+
+
+def _num_ranks_within(options: argparse.Namespace, num_ranks: int) -> int:
+    """The number of ranks by --elastic-restart; the most with --discover. LaunchError for options that exclude it."""
+    if not options.elastic_restart:
+        raise LaunchError("--discover names hosts; add --elastic-restart MIN:MAX, the numbers of ranks that may run")
+    (least, most), script = options.elastic_restart, options.discover
+    of_restart = {"-n": options.num_ranks, "--groups": options.groups, "--elastic": options.elastic}
+    of_script = {f"--{name}": getattr(options, name) for name in ("hosts", "hostfile", "private")}
+    for option, value in (of_restart | of_script if script else of_restart).items():
+        if value:
+            other = f"--elastic-restart {least}:{most}" if option in of_restart else "--discover"
+            raise LaunchError(f"{option} and {other} do not go together; leave out {option}")
+    if num_ranks < least and not script:
+        remedy = "write a lower number, or --discover SCRIPT to wait for hosts"
+        raise LaunchError(f"--elastic-restart {least}:{most}: there is room for {num_ranks} ranks; {remedy}")
+    return int(most if script else min(num_ranks, most))
 
 
 def _variables(pairs: list[str], environment: Mapping[str, str]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import argparse
 import functools
 import os
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +75,14 @@ _RANKS = _number(int, lambda number: number >= 1, "ranks are no job; give 1 or m
 _RESTARTS = _number(int, lambda number: number >= 0, "restarts are not possible; give 0 or more")
 _LIMIT = _number(float, lambda seconds: seconds > 0, "seconds are no limit; give more than 0")
 _GRACE = _number(float, lambda seconds: seconds >= 0, "seconds cannot be waited for; give 0 or more")
+
+
+def _bounds(text: str) -> tuple[int, int]:
+    """Read MIN:MAX."""
+    match = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", text)
+    if match is None or int(match[1]) > int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text} is not MIN:MAX, numbers of ranks such as 2:8")
+    return int(match[1]), int(match[2])
 
 
 def _ranks_per_host(text: str) -> float:
@@ -168,6 +177,8 @@ def _parser() -> _Parser:
     add("--mpi", choices=mpirun.NAMES, default="", help="default: the one that is found")
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="set in every rank; NAME: its value here")
     add("--elastic", action="store_true", help="let the survivors go on when a rank dies (Open MPI's ULFM)")
+    add("--elastic-restart", type=_bounds, default=(), metavar="MIN:MAX", help="let a restart have other ranks")
+    add("--discover", default="", metavar="SCRIPT", help="prints the hosts that are there; restart when they change")
     add("--private", action="store_true", help="give the job a network of its own, which no other user can reach")
     add("--launch-agent", default="", metavar="PATH", help="a program to use in place of ssh")
     add("--interface", default="", metavar="NAME", help="the network interface by which hosts reach each other: ib0")

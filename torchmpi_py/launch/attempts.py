@@ -1,0 +1,80 @@
+"""Attempts to run a job: after a failure, and when its hosts have changed.
+
+A job that failed may be started again. Each attempt is a new job, with a folder of its own, and nothing left of the
+former. The program goes on from its last checkpoint; to it a restart is a start (TORCHMPIRUN_RESTART counts them). What
+was ended from outside, by a signal or by the time limit, is not started again. The limit is for all attempts together.
+Where a script names the hosts (`discovery`), an attempt is ended and another one started when the hosts change.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from torchmpi_py.launch import cleanup, terminal
+from torchmpi_py.launch.cleanup import Guardian
+from torchmpi_py.launch.job import TIMEOUT_CODE, Job, new_folder
+from torchmpi_py.launch.signals import Signals
+from torchmpi_py.launch.terminal import Tail, say
+
+Maker = Callable[[Path, int, float], Job]
+Waiter = Callable[[float, Signals], bool]
+
+
+def run(make: Maker, most: int, tail: Tail, wait: Waiter = lambda begin, signals: True) -> tuple[int, list[Job]]:
+    """Run the job that ``make(folder, attempt, begin)`` gives, up to ``most`` times more; the exit code, all attempts.
+
+    A job that fails on other hosts than the one before is counted anew. ``wait(begin, signals)`` is called before each
+    attempt; if it returns False there is none, and the exit code is that of a timeout. Returns when the reader of
+    ``tail`` has all, or the job was ended from outside.
+    """
+    cleanup.clear_abandoned()
+    with Signals() as signals:
+        code, attempts = _run_attempts(make, most, signals, tail, wait)
+
+        def is_over() -> bool:
+            signals.look_at_parent()
+            return bool(signals.ending) or attempts[-1].was_ended or attempts[-1].is_late
+
+        terminal.finish(tail, is_over)
+    return code, attempts
+
+
+def _run_attempts(make: Maker, most: int, signals: Signals, tail: Tail, wait: Waiter) -> tuple[int, list[Job]]:
+    attempts: list[Job] = []
+    begin, place, num_failures = time.monotonic(), terminal.input_position(), 0
+    while True:
+        if attempts:
+            terminal.rewind_input(place)
+        is_ready, folder = wait(begin, signals), new_folder()
+        with Guardian(folder.name), folder:  # the guardian outlives the folder
+            job = make(Path(folder.name), len(attempts), begin)
+            if attempts and job.spec.hosts != attempts[-1].spec.hosts:
+                num_failures = 0
+            attempts.append(job)
+            job.signals, job.was_ended = signals, not is_ready
+            code = job.run() if is_ready and not signals.ending else 0
+        tail.catch_up()
+        if signals.ending and (code or not job.has_run):
+            return code if job.was_ended else 128 + signals.ending[0], attempts
+        if not is_ready:
+            return TIMEOUT_CODE, attempts
+        if job.starts_again:
+            continue
+        if code == 0 or job.was_ended or not _goes_on(job, code, num_failures, most, signals.cause(code)):
+            return code, attempts
+        num_failures += 1
+
+
+def _goes_on(job: Job, code: int, attempt: int, most: int, signum: int) -> bool:
+    """Say why an attempt failed; return whether there is another."""
+    if most:
+        is_again = attempt < most and not signum
+        what = f"; not started again after signal {signum}, which was passed on" if signum and attempt < most else ""
+        what = "; starting again" if is_again else what
+        say(f"attempt {attempt + 1} of {most + 1} failed ({job.reason or f'exit code {code}'}){what}")
+        return is_again
+    if job.reason:
+        say(job.reason)
+    return False
