@@ -67,11 +67,7 @@ class JobSpec:
 
 def read(options: argparse.Namespace, words: list[str], environment: Mapping[str, str]) -> JobSpec:
     """The job that the options describe, read from the ``words``. LaunchError where there can be no such job."""
-    if options.mpi and options.dry_run:  # of any MPI, installed or not
-        vendor = mpirun.vendor_named(options.mpi)
-        starter = vendor.programs[0]
-    else:
-        vendor, starter = mpirun.find(options.mpi, environment)
+    vendor, starter = _mpi(options, environment)
     placed = allocation.place(options.num_ranks, options.hosts, options.hostfile, environment)
     num_ranks = placed.num_ranks
     if options.ranks_per_host:
@@ -110,6 +106,14 @@ def read(options: argparse.Namespace, words: list[str], environment: Mapping[str
             "text": _text(words, options),
         }
     )
+
+
+def _mpi(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[Vendor, str]:
+    """The MPI, and the path of its starter; --dry-run shows any MPI, installed or not."""
+    if options.mpi and options.dry_run:
+        vendor = mpirun.vendor_named(options.mpi)
+        return vendor, vendor.programs[0]
+    return mpirun.find(options.mpi, environment)
 
 
 def _restarts_in_place_of_elastic(vendor: Vendor, wanted: int | None) -> int:
