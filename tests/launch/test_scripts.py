@@ -195,6 +195,7 @@ def test_kubernetes(tmp_path):
         jobs.run("ssh-keygen", "-q", "-N", "", "-f", tmp_path / "key")
         assert jobs.run(sshd, *worker["args"], "-t", "-h", tmp_path / "key", "-f", "/dev/null").returncode == 0
     assert worker["volumeMounts"][0]["mountPath"] == "/dev/shm"
+    assert worker["readinessProbe"] == {"tcpSocket": {"port": 22}}  # sshd's default
 
 
 def test_the_image_has_what_the_job_starts(tmp_path):
