@@ -153,21 +153,6 @@ def test_what_cannot_be_divided_is_refused_on_all_ranks(mpi):
         AllReduceSGDEngine().test(network=network(), criterion=loss_of, iterator=loader)
 
 
-def test_it_goes_on_in_the_middle_of_an_epoch(mpi, folder):
-    def run(**options):
-        torch.manual_seed(mpi.rank())
-        net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
-        loader = DataLoader(numbered(8 * mpi.size() + 1), 2, shuffle=True)
-        if train(net, loader, lr=0.001, maxepoch=2, **options) is None:
-            return None
-        return torch.cat([*(p.detach().flatten() for p in net.parameters()), torch.rand(1)])
-
-    expected = run()
-    for killed_at in (2, 7):
-        assert run(killed_at=killed_at, checkpoint=folder, every=1) is None
-    assert torch.equal(run(checkpoint=folder, every=1), expected)
-
-
 @pytest.mark.parametrize(("total", "shuffle"), [(1, True), (12, False), (61, False), (61, True)])
 def test_shard(mpi, total, shuffle):
     sampler = mpi.shard(numbered(total), shuffle=shuffle, seed=3)

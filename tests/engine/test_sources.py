@@ -10,6 +10,7 @@ from runs import epoch_of, numbers_in, on_few, prefetching, sample_of, together,
 from support import jobs
 from torch.utils.data import (
     ConcatDataset,
+    DataLoader,
     Dataset,
     RandomSampler,
     SequentialSampler,
@@ -132,24 +133,29 @@ def generator():
     return torch.Generator().manual_seed(3)
 
 
-SAMPLERS = {
-    "no sampler": lambda: None,
-    "own generator": lambda: RandomSampler(range(TOTAL), generator=generator()),
-    "global generator": lambda: RandomSampler(range(TOTAL)),
-    "with replacement": lambda: WeightedRandomSampler(torch.arange(1.0, TOTAL + 1), 40, generator=generator()),
+def sampled(sampler):
+    return DatasetIterator(sources(), 3, sampler=sampler)
+
+
+ITERATORS = {
+    "DataLoader": lambda: DataLoader(ConcatDataset(datasets()), 3, shuffle=True),
+    "global generator": lambda: sampled(RandomSampler(range(TOTAL))),
+    "no sampler": lambda: sampled(None),
+    "own generator": lambda: sampled(RandomSampler(range(TOTAL), generator=generator())),
+    "with replacement": lambda: sampled(WeightedRandomSampler(torch.arange(1.0, 53), 40, generator=generator())),
 }
+DAILY = ("DataLoader", "global generator")
 
 
 @pytest.mark.parametrize(
-    "kind", ["global generator", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SAMPLERS if kind[0] != "g")]
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in DAILY)) for kind in ITERATORS]
 )
 def test_a_checkpoint_in_the_middle_of_an_epoch(mpi, folder, kind):
     def run(**options):
-        return trained(DatasetIterator(sources(), 3, sampler=SAMPLERS[kind]()), **options)
+        return trained(ITERATORS[kind](), **options)
 
     expected = run()
-    steps = len(DatasetIterator(sources(), 3, sampler=SAMPLERS[kind]()))
-    for killed_at in (2, steps + 2):
+    for killed_at in (2, -(-TOTAL // (3 * mpi.size())) + 2):  # in the first and the second epoch
         assert run(killed_at=killed_at, checkpoint=folder, every=1) is None
     assert torch.equal(run(checkpoint=folder, every=1), expected)
 
