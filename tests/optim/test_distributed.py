@@ -41,30 +41,6 @@ def test_a_plain_loop_with_a_scheduler(mpi, name):
     assert str(other.state_dict()) == str(ours.state_dict())
 
 
-@pytest.mark.parametrize("average", [True, False])
-def test_accumulation_and_clipping(mpi, average):
-    """Gradients of two passes are added up; what is clipped between backward and step is the average, or the sum."""
-    module, alone = pair()
-    scale = 1 if average else mpi.size()
-    ours = DistributedOptimizer(sgd(module, 0.1 / scale), module, backward_passes_per_step=2, average=average)
-    theirs = sgd(alone)
-    for step in range(3):
-        for m, o, ranks in sides(mpi, module, ours, alone, theirs):
-            o.zero_grad()
-            for half in range(2):
-                loss_of(m, 2 * step + half, ranks).backward()
-            bound = 0.05 * (scale if m is module else 1)
-            if m is module and step == 1:  # as scripts for Horovod have it
-                ours.synchronize()
-                torch.nn.utils.clip_grad_norm_(m.parameters(), bound)
-                with ours.skip_synchronize():
-                    ours.step()
-                continue
-            assert torch.nn.utils.clip_grad_norm_(m.parameters(), bound) > bound
-            o.step()
-    assert_close(module, alone, 1e-6, 1e-7)  # clipping adds 1e-6 to the norm
-
-
 def test_closures(mpi):
     """L-BFGS with a line search: all ranks decide alike, by the mean loss."""
     module, alone = pair()

@@ -1,5 +1,7 @@
 """What everything that reduces gradients has in common: a registration, and the optimizers around an optimizer."""
 
+import contextlib
+import functools
 import gc
 import weakref
 
@@ -108,6 +110,35 @@ def test_a_rank_without_a_backward_pass(mpi, kind):
     (loss_of(alone, 0, range(present)) * present / mpi.size()).backward()
     theirs.step()
     assert_close(module, alone)
+
+
+@every_optimizer
+@pytest.mark.parametrize("average", [True, False])
+def test_accumulation_and_clipping(mpi, kind, average):
+    """Gradients of two passes are added up, and clipped as their average, or sum; also where a pass is missing."""
+    module, alone = pair()
+    scale = 1 if average else mpi.size()
+    ours, theirs = OPTIMIZERS[kind](module, average=average, backward_passes_per_step=2), sgd(alone)
+    ours.param_groups[0]["lr"] = 0.1 / scale
+    of_torch = functools.partial(torch.nn.utils.clip_grad_norm_, list(module.parameters()))
+    clip = getattr(ours, "clip_grad_norm_", of_torch)
+    for step in range(3):
+        for m, o, ranks in sides(mpi, module, ours, alone, theirs):
+            o.zero_grad()
+            for half in range(1 if step == 2 else 2):
+                loss_of(m, 2 * step + half, ranks).backward()
+        is_as_with_horovod = step == 2 and kind == "distributed"
+        if is_as_with_horovod:
+            ours.synchronize()
+        for norm_type, bound in ((2.0, 0.05), (float("inf"), 0.01)):
+            norm = clip(bound * scale, norm_type)
+            exact = torch.nn.utils.clip_grad_norm_(alone.parameters(), bound, norm_type)
+            assert norm.item() / scale == pytest.approx(exact.item(), rel=1e-3)  # clipping adds 1e-6 to the norm
+            assert exact > bound
+        with ours.skip_synchronize() if is_as_with_horovod else contextlib.nullcontext():
+            ours.step()
+        theirs.step()
+    assert_close(module, alone, 1e-5, 1e-6)
 
 
 @every_optimizer
