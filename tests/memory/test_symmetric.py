@@ -14,7 +14,7 @@ from support import jobs
 from support.values import values
 
 from torchmpi_py.collectives.flavours.node_group import NodeGroup
-from torchmpi_py.core import config, shared_files
+from torchmpi_py.core import shared_files
 from torchmpi_py.errors import RanksDisagree, Unavailable
 from torchmpi_py.memory import symmetric
 
@@ -323,13 +323,6 @@ def test_ranks_that_call_different_things(mpi, kind):
 
 
 # Where the system has less to give.
-
-
-@pytest.mark.parametrize("sizes", [{"staging_bytes": 4096}, {"chunk_bytes": 1}], ids=str)
-def test_staging_that_is_too_small_to_work_with(sizes):
-    """With slots of negative size allreduce would take no chunk at all, and leave its result as it was."""
-    with pytest.raises(ValueError, match=next(iter(sizes))):
-        config.Tuning(**sizes)
 
 
 PROGRAM = """
