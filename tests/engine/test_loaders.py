@@ -16,7 +16,7 @@ from torch.utils.data import (
 )
 
 from torchmpi_py import errors
-from torchmpi_py.engine import AllReduceSGDEngine, Average, DatasetIterator, SGDEngine, loaders
+from torchmpi_py.engine import AllReduceSGDEngine, Average, DatasetIterator, loaders
 
 pytestmark = pytest.mark.mpi
 both_ways = pytest.mark.parametrize("asynchronous", [False, True])
@@ -69,15 +69,6 @@ def test_each_sample_is_used_once_in_an_epoch(mpi, total, kind, warnings):
     total = 9 * mpi.size() + mpi.size() // 2
     (epoch,) = used(mpi, kind(numbered(total), 4, shuffle=True, drop_last=True))
     assert len(epoch) == len(set(epoch)) == 8 * mpi.size()
-
-
-@pytest.mark.mpi(min_size=2)  # one rank keeps torch's own order
-def test_training_is_that_of_one_rank(mpi):
-    net, one = network(), network()
-    train(net, DataLoader(numbered(27), 4, shuffle=True), lr=0.01, maxepoch=3)
-    iterator = DatasetIterator(numbered(27), 4 * mpi.size(), rank=0, size=1)
-    train(one, iterator, engine=SGDEngine(), lr=0.01, maxepoch=3)
-    torch.testing.assert_close(net.state_dict(), one.state_dict())
 
 
 def test_a_test_counts_each_sample_once(mpi):

@@ -122,10 +122,12 @@ def test_the_rest_of_an_epoch(mpi, steps, num_workers, caplog):
         assert said == [True] * (mpi.rank() == 0)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_training_is_that_of_one_process(mpi, num_workers):
-    mine = trained(DatasetIterator(sources(num_workers), 4, seed=1))
-    joined = DatasetIterator(ConcatDataset(datasets()), 4 * mpi.size(), seed=1, rank=0, size=1)
+@pytest.mark.parametrize("make", [lambda: sources(0), lambda: sources(2), None], ids=["inline", "workers", "loader"])
+def test_training_is_that_of_one_process(mpi, make):
+    """Also of a DataLoader, which the engine divides where there are several ranks."""
+    whole = ConcatDataset(datasets())
+    mine = trained(DatasetIterator(make(), 4) if make else DataLoader(whole, 4, shuffle=mpi.size() > 1))
+    joined = DatasetIterator(whole, 4 * mpi.size(), rank=0, size=1, shuffle=bool(make) or mpi.size() > 1)
     torch.testing.assert_close(mine, trained(joined, engine=SGDEngine()), rtol=1e-9, atol=1e-9)
 
 
