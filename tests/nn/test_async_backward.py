@@ -117,6 +117,28 @@ def test_shared_parameters_are_reduced_once(mpi):
     assert (shared.bias.grad == 2 * mpi.size()).all()
 
 
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_backward_that_breaks_off(mpi, blocks):
+    """Every rank loses the same pass; the next one is right."""
+
+    def plant(grad):
+        raise ArithmeticError("planted")
+
+    net = mpinn.BlockSequential(1, *network()) if blocks else network()
+    backward = mpinn.register_async_backward(net)
+    between = torch.nn.Sequential(*net[:3])(networks.batch(6, 4, rank=mpi.rank()))
+    between.register_hook(plant)
+    with pytest.raises(ArithmeticError, match="planted"):
+        net[4](torch.tanh(between)).sum().backward()
+    net.zero_grad()
+    reference = network()
+    loss(net, mpi.rank()).backward()
+    backward.synchronize()
+    loss(reference, mpi.rank()).backward()
+    mpinn.synchronize_gradients(reference)
+    equal_gradients(reference, net)
+
+
 def test_remove_and_what_is_refused(mpi):
     net, alone = network(), network()
     backward = mpinn.register_async_backward(net)
