@@ -187,3 +187,13 @@ def me(rank):
 def size(mpi):
     """The number of all ranks."""
     return mpi.size()
+
+
+@pytest.fixture
+def selector():
+    """The selector in use; the test may change its rows, which come back."""
+    from torchmpi_py.collectives.selector import selector as used
+
+    rows, source = {key: used[key] for key in used}, used.source
+    yield used
+    used.load(rows, source)

@@ -30,15 +30,6 @@ def posted(monkeypatch):
 
 
 @pytest.fixture
-def selector():
-    """The one in use, which gets its rows back."""
-    used = selector_module.selector
-    rows, source = {key: used[key] for key in used}, used.source
-    yield used
-    used.load(rows, source)
-
-
-@pytest.fixture
 def asked(monkeypatch):
     """The flavours that carry out allreduce from now on, in order."""
     log = []

@@ -200,21 +200,6 @@ def test_a_call_from_a_signal_handler_is_refused(mpi):
         comm.free()
 
 
-def test_the_group_of_torch_distributed(mpi, torch_group):
-    for turn in range(TURNS):
-        for op, factor in ((distributed.ReduceOp.SUM, mpi.size()), (distributed.ReduceOp.AVG, 1)):
-            x, y = torch.full((3,), turn + 1.0), torch.full((3,), turn + 1)
-            distributed.all_reduce(x, op=op)
-            distributed.all_reduce(y, op=op, async_op=True).wait()
-            assert x.eq(factor * (turn + 1)).all()
-            assert y.equal(x.long())
-        scaled, sparse = torch.ones(3), torch.ones(3).to_sparse()
-        distributed.all_reduce(scaled, op=distributed._make_nccl_premul_sum(2.0))
-        distributed.all_reduce(sparse)
-        assert scaled.eq(2 * mpi.size()).all()
-        assert sparse.to_dense().eq(mpi.size()).all()
-
-
 def test_in_a_forked_child(mpi, torch_group):
     """An operation that was kept by the parent does not let the child call MPI."""
     for call in (mpi.allreduce, mpi.allreduce_async, mpi.broadcast, distributed.all_reduce):

@@ -1,6 +1,5 @@
 """Jobs whose ranks call different things, or nothing: how they are told, and when."""
 
-import os
 import re
 
 import pytest
@@ -8,7 +7,6 @@ from support import jobs
 from torch.distributed.flight_recorder import fr_trace
 
 from torchmpi_py.bench import timeline_calls
-from torchmpi_py.core import config
 
 pytestmark = [pytest.mark.timeout(240), jobs.needs_mpi]
 HEAD = """import os, signal, time, torch, torchmpi_py as mpi
@@ -312,45 +310,3 @@ print("late:", os.path.exists(path("again")), "gradient:", net.weight.grad.item(
     assert (tmp_path / "told").exists()
     assert job.stdout.count("sum 20.0 20.0") == job.stdout.count("sum 40.0 40.0") == 2, job.stdout
     assert job.stdout.count("late: True gradient: 2.0") == 2, job.stdout
-
-
-@pytest.mark.skipif(os.environ.get("TORCHMPI_FAULTS") != "all", reason="scripts/test_faults runs it")
-def test_what_takes_long_without_being_late(tmp_path):
-    """Posted and queued operations that nobody waits for; a wait that was given up; and what is only reported."""
-    program = """
-handle, y = mpi.allreduce_async(x), torch.ones(1 << 20)
-if me == 1:
-    time.sleep(3)
-large = mpi.allreduce_async(y)
-got = mpi.recv_async(torch.ones(3), 1 - me)
-try:
-    got.wait(0.1)
-except mpi.CollectiveTimeout:
-    pass
-time.sleep(4 if me == 0 else 1)
-assert (handle.wait() == mpi.size()).all() and (large.wait() == mpi.size()).all()
-mpi.send(torch.zeros(3), 1 - me)
-got.wait()
-if me == 1:
-    time.sleep(4)
-mpi.barrier()
-print("went on")
-"""
-    job = run(tmp_path, program, deadline=2, at_deadline="report")
-    assert job.returncode == 0, job.stderr
-    assert job.stdout.count("went on") == 2
-    assert job.stderr.count("report of") == 1, job.stderr
-    assert "waits in barrier" in job.stderr
-
-
-def test_tuning_of_deadlines():
-    for name in ("TORCHMPI_DEADLINE", "TORCHMPI_DEADLINE_SECONDS"):
-        assert config.from_environment({name: "2.5"}).deadline_seconds == 2.5
-    for settings, words in (
-        ({"TORCHMPI_DEADLINE_SECONDS": "5", "TORCHMPI_DEADLINE": "6"}, "the same setting"),
-        ({"TORCHMPI_DEADLINE": "soon"}, "'soon': give a number of seconds"),
-        ({"TORCHMPI_DEADLINE": "inf"}, "give a number of seconds, 0 or more"),
-        ({"TORCHMPI_AT_DEADLINE": "stop"}, "'stop': give one of abort, report, raise"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            config.from_environment(settings)

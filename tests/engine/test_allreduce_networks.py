@@ -42,24 +42,6 @@ def test_parameters_and_buffers_of_the_criterion_are_shared_and_trained(mpi, asy
 
 
 @both_ways
-def test_layers_used_on_some_ranks_only(mpi, asynchronous):
-    class Branches(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.even, self.odd, self.never = (torch.nn.Linear(6, 3) for _ in range(3))
-
-        def forward(self, x):
-            return (self.odd if mpi.rank() % 2 else self.even)(x)
-
-    net = Branches()
-    train(net, data(), engine=AllReduceSGDEngine(asynchronous=asynchronous))
-    mpi.nn.check_with_allreduce(net)
-    assert net.even.weight.grad is not None
-    assert (net.odd.weight.grad is not None) == (mpi.size() > 1)
-    assert net.never.weight.grad is None
-
-
-@both_ways
 @pytest.mark.parametrize("moment", ["on_start_epoch", "on_sample"])
 def test_a_network_that_grows_is_followed_at_once(mpi, moment, asynchronous):
     net, iterator, seen = torch.nn.Sequential(torch.nn.Linear(6, 3)), data(), {}

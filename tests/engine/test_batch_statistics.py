@@ -39,18 +39,6 @@ def statistics(net):
     return torch.stack([net[1].running_mean, net[1].running_var]).clone()
 
 
-@pytest.fixture
-def everything_by_mpi(mpi, monkeypatch):
-    """Each gradient has a bucket of its own, and is posted to MPI as soon as it is there."""
-    monkeypatch.setattr(config, "current", config.Tuning(fuse_bytes=1))
-    rows = {key: mpi.selector[key] for key in mpi.selector}
-    source = mpi.selector.source
-    for is_symmetric in (False, True):
-        mpi.selector["allreduce", "node", is_symmetric] = "mpi"
-    yield
-    mpi.selector.load(rows, source)
-
-
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("buffers", ["average", "root", "leave"])
 def test_at_the_end_of_training(mpi, buffers):
@@ -98,8 +86,10 @@ def test_synchronized_statistics_train_as_one_rank(mpi, asynchronous):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_layers_that_one_rank_does_not_use_beside_synchronized_statistics(mpi, everything_by_mpi):
-    """Some ranks then post a bucket before they meet at the layer, others after that, to the same MPI."""
+def test_layers_that_one_rank_does_not_use_beside_synchronized_statistics(mpi, selector, monkeypatch):
+    """Some ranks post a bucket, of one gradient, before they meet at the layer, others after that, to the same MPI."""
+    monkeypatch.setattr(config, "current", config.Tuning(fuse_bytes=1))
+    selector["allreduce", "node", False] = selector["allreduce", "node", True] = "mpi"
 
     class Network(torch.nn.Module):
         def __init__(self):

@@ -147,19 +147,6 @@ def test_an_epoch_of_a_loader_whose_place_is_not_known_begins_again(tmp_path, ca
     assert "a DataLoader is not known, so that epoch begins again" in caplog.text
 
 
-@pytest.mark.slow
-def test_random_kills(tmp_path):
-    expected = trained()
-    draw = random.Random(5)
-    for trial in range(3):
-        folder, reached = tmp_path / f"{trial}", 0
-        every = draw.choice([1, 2, 4, 5, "epoch"])
-        for _ in range(draw.randrange(1, 4)):
-            reached = min(reached + draw.randrange(1, 12), 28)
-            assert trained(folder, killed_at=reached, every=every, keep=draw.choice([1, 3])) is None
-        assert torch.equal(trained(folder, every=every), expected), (trial, every)
-
-
 @pytest.mark.parametrize(
     ("now", "message"),
     [("inline", "'seed': 1, .*; this is another order: .* 'seed': 0"), ("fewer samples", "over {'samples': 50, ")],

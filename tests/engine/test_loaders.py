@@ -16,7 +16,7 @@ from torch.utils.data import (
 )
 
 from torchmpi_py import errors
-from torchmpi_py.engine import AllReduceSGDEngine, Average, DatasetIterator, SGDEngine, loaders
+from torchmpi_py.engine import AllReduceSGDEngine, Average, DatasetIterator, loaders
 
 pytestmark = pytest.mark.mpi
 both_ways = pytest.mark.parametrize("asynchronous", [False, True])
@@ -69,15 +69,6 @@ def test_each_sample_is_used_once_in_an_epoch(mpi, total, kind, warnings):
     total = 9 * mpi.size() + mpi.size() // 2
     (epoch,) = used(mpi, kind(numbered(total), 4, shuffle=True, drop_last=True))
     assert len(epoch) == len(set(epoch)) == 8 * mpi.size()
-
-
-@pytest.mark.mpi(min_size=2)  # one rank keeps torch's own order
-def test_training_is_that_of_one_rank(mpi):
-    net, one = network(), network()
-    train(net, DataLoader(numbered(27), 4, shuffle=True), lr=0.01, maxepoch=3)
-    iterator = DatasetIterator(numbered(27), 4 * mpi.size(), rank=0, size=1)
-    train(one, iterator, engine=SGDEngine(), lr=0.01, maxepoch=3)
-    torch.testing.assert_close(net.state_dict(), one.state_dict())
 
 
 def test_a_test_counts_each_sample_once(mpi):
@@ -151,21 +142,6 @@ def test_what_cannot_be_divided_is_refused_on_all_ranks(mpi):
     loader = eight(batch_size=4, shuffle=mpi.rank() == last)
     with pytest.raises(ValueError, match="shuffle is"):
         AllReduceSGDEngine().test(network=network(), criterion=loss_of, iterator=loader)
-
-
-def test_it_goes_on_in_the_middle_of_an_epoch(mpi, folder):
-    def run(**options):
-        torch.manual_seed(mpi.rank())
-        net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
-        loader = DataLoader(numbered(8 * mpi.size() + 1), 2, shuffle=True)
-        if train(net, loader, lr=0.001, maxepoch=2, **options) is None:
-            return None
-        return torch.cat([*(p.detach().flatten() for p in net.parameters()), torch.rand(1)])
-
-    expected = run()
-    for killed_at in (2, 7):
-        assert run(killed_at=killed_at, checkpoint=folder, every=1) is None
-    assert torch.equal(run(checkpoint=folder, every=1), expected)
 
 
 @pytest.mark.parametrize(("total", "shuffle"), [(1, True), (12, False), (61, False), (61, True)])

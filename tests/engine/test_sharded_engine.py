@@ -111,21 +111,6 @@ def test_checkpoints_pass_between_sharded_and_plain(mpi, folder, kind, before):
     assert_close(later.state_dict(), whole.state_dict())
 
 
-def test_clipping_by_the_sharded_optimizer(mpi):
-    norms, modules = {True: [], False: []}, {True: network(), False: network()}
-
-    def clip(state):
-        if isinstance(state.optimizer, optim.ShardedOptimizer):
-            norms[True].append(state.optimizer.clip_grad_norm_(0.1))
-        else:
-            norms[False].append(torch.nn.utils.clip_grad_norm_(state.network.parameters(), 0.1))
-
-    for sharded, module in modules.items():
-        trained(module, on_backward=clip, sharded=sharded, lr=0.5)
-    torch.testing.assert_close(norms[True], norms[False], rtol=1e-4, atol=1e-6, check_dtype=False)
-    assert_close(modules[True].state_dict(), modules[False].state_dict())
-
-
 def test_an_error_in_a_hook_ends_the_sharding(mpi):
     module = network()
     before = networks.flat(module)

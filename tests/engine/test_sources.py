@@ -9,6 +9,7 @@ from runs import epoch_of, numbers_in, on_few, prefetching, sample_of, together,
 from support import jobs
 from torch.utils.data import (
     ConcatDataset,
+    DataLoader,
     Dataset,
     RandomSampler,
     SequentialSampler,
@@ -117,10 +118,12 @@ def test_the_rest_of_an_epoch(mpi, steps, num_workers):
         assert sorted(used + on_few(mpi, lambda: epoch_of(mpi, resumed(5, 0)))) == list(range(TOTAL))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_training_is_that_of_one_process(mpi, num_workers):
-    mine = trained(DatasetIterator(sources(num_workers), 4, seed=1))
-    joined = DatasetIterator(ConcatDataset(datasets()), 4 * mpi.size(), seed=1, rank=0, size=1)
+@pytest.mark.parametrize("make", [lambda: sources(0), lambda: sources(2), None], ids=["inline", "workers", "loader"])
+def test_training_is_that_of_one_process(mpi, make):
+    """Also of a DataLoader, which the engine divides where there are several ranks."""
+    whole = ConcatDataset(datasets())
+    mine = trained(DatasetIterator(make(), 4) if make else DataLoader(whole, 4, shuffle=mpi.size() > 1))
+    joined = DatasetIterator(whole, 4 * mpi.size(), rank=0, size=1, shuffle=bool(make) or mpi.size() > 1)
     torch.testing.assert_close(mine, trained(joined, engine=SGDEngine()), rtol=1e-9, atol=1e-9)
 
 
@@ -128,24 +131,29 @@ def generator():
     return torch.Generator().manual_seed(3)
 
 
-SAMPLERS = {
-    "no sampler": lambda: None,
-    "own generator": lambda: RandomSampler(range(TOTAL), generator=generator()),
-    "global generator": lambda: RandomSampler(range(TOTAL)),
-    "with replacement": lambda: WeightedRandomSampler(torch.arange(1.0, TOTAL + 1), 40, generator=generator()),
+def sampled(sampler):
+    return DatasetIterator(sources(), 3, sampler=sampler)
+
+
+ITERATORS = {
+    "DataLoader": lambda: DataLoader(ConcatDataset(datasets()), 3, shuffle=True),
+    "global generator": lambda: sampled(RandomSampler(range(TOTAL))),
+    "no sampler": lambda: sampled(None),
+    "own generator": lambda: sampled(RandomSampler(range(TOTAL), generator=generator())),
+    "with replacement": lambda: sampled(WeightedRandomSampler(torch.arange(1.0, 53), 40, generator=generator())),
 }
+DAILY = ("DataLoader", "global generator")
 
 
 @pytest.mark.parametrize(
-    "kind", ["global generator", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SAMPLERS if kind[0] != "g")]
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in DAILY)) for kind in ITERATORS]
 )
 def test_a_checkpoint_in_the_middle_of_an_epoch(mpi, folder, kind):
     def run(**options):
-        return trained(DatasetIterator(sources(), 3, sampler=SAMPLERS[kind]()), **options)
+        return trained(ITERATORS[kind](), **options)
 
     expected = run()
-    steps = len(DatasetIterator(sources(), 3, sampler=SAMPLERS[kind]()))
-    for killed_at in (2, steps + 2):
+    for killed_at in (2, -(-TOTAL // (3 * mpi.size())) + 2):  # in the first and the second epoch
         assert run(killed_at=killed_at, checkpoint=folder, every=1) is None
     assert torch.equal(run(checkpoint=folder, every=1), expected)
 

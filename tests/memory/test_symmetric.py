@@ -14,7 +14,7 @@ from support import jobs
 from support.values import values
 
 from torchmpi_py.collectives.flavours.node_group import NodeGroup
-from torchmpi_py.core import config, shared_files
+from torchmpi_py.core import shared_files
 from torchmpi_py.errors import RanksDisagree, Unavailable
 from torchmpi_py.memory import symmetric
 
@@ -143,14 +143,12 @@ def test_find(mpi):
 
 
 @in_a_job
-def test_an_empty_part_in_a_gather(mpi):
+def test_an_empty_part_in_a_gather(mpi, selector):
     """A rank that brings 0 rows, whose tensor has no address, has to choose the flavour that the others choose."""
-    before = mpi.selector["allgather", "node", True]
-    mpi.selector["allgather", "node", True] = "shared"
+    selector["allgather", "node", True] = "shared"
     x = mpi.symmetric_empty(7, dtype=torch.int64).fill_(mpi.rank())
     got = mpi.allgather(x[3:3] if mpi.rank() == 0 else x)
     assert got.tolist() == [rank for rank in range(1, mpi.size()) for _ in range(7)]
-    mpi.selector["allgather", "node", True] = [choice[:2] for choice in before]
 
 
 # Whose memory it is, and how long.
@@ -325,13 +323,6 @@ def test_ranks_that_call_different_things(mpi, kind):
 
 
 # Where the system has less to give.
-
-
-@pytest.mark.parametrize("sizes", [{"staging_bytes": 4096}, {"chunk_bytes": 1}], ids=str)
-def test_staging_that_is_too_small_to_work_with(sizes):
-    """With slots of negative size allreduce would take no chunk at all, and leave its result as it was."""
-    with pytest.raises(ValueError, match=next(iter(sizes))):
-        config.Tuning(**sizes)
 
 
 PROGRAM = """

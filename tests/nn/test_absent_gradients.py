@@ -171,20 +171,3 @@ def test_a_hook_of_a_gradient_runs_before_the_reduction_or_is_refused(mpi, kind,
         loss_of(alone, range(mpi.size())).backward()
         right = networks.flat_gradients(alone) / 2
         torch.testing.assert_close(networks.flat_gradients(early), right, rtol=1e-9, atol=1e-9)
-
-
-def test_after_a_pass_that_raised_gradients_are_dropped_or_refused(mpi):
-    module = network()
-    ours = optim.DistributedOptimizer(torch.optim.SGD(module.parameters(), 0.1), module)
-
-    def fail(gradient):
-        raise ValueError("a bad batch, on all ranks")
-
-    between = module[1](module[0](torch.ones(2, 7, dtype=torch.float64)))
-    between.register_hook(fail)
-    with pytest.raises(ValueError, match="bad batch"):
-        module[2](between).sum().backward()
-    with pytest.raises(RuntimeError, match="zero_grad"):
-        loss_of(module, [mpi.rank()]).backward()
-    stepped(ours, module, loss_of(module, [mpi.rank()]), lambda m: None)
-    assert_as_on_one_process(mpi, module, lambda m: None)

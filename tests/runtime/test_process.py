@@ -182,12 +182,21 @@ def test_a_rank_that_takes_its_time_in_stop_has_not_left(launch):
 
 def test_tuning_from_the_environment():
     assert config.from_environment({"TORCHMPI_FUSE_BYTES": "4096"}).fuse_bytes == 4096
-    with pytest.raises(ValueError, match=r"TORCHMPI_FUSE_BYTES='many'.*whole number"):
-        config.from_environment({"TORCHMPI_FUSE_BYTES": "many"})
-    with pytest.raises(ValueError, match="message_bytes = -1"):
-        config.Tuning(message_bytes=-1)
-    with pytest.raises(ValueError, match="native_async_bytes = 4194304 is more than"):
-        config.Tuning(native_async_bytes=4 << 20)
+    for name in ("TORCHMPI_DEADLINE", "TORCHMPI_DEADLINE_SECONDS"):
+        assert config.from_environment({name: "2.5"}).deadline_seconds == 2.5
+    for settings, words in (
+        ({"TORCHMPI_FUSE_BYTES": "many"}, r"TORCHMPI_FUSE_BYTES='many'.*whole number"),
+        ({"TORCHMPI_DEADLINE_SECONDS": "5", "TORCHMPI_DEADLINE": "6"}, "the same setting"),
+        ({"TORCHMPI_DEADLINE": "soon"}, "'soon': give a number of seconds"),
+        ({"TORCHMPI_DEADLINE": "inf"}, "give a number of seconds, 0 or more"),
+        ({"TORCHMPI_AT_DEADLINE": "stop"}, "'stop': give one of abort, report, raise"),
+        ({"TORCHMPI_MESSAGE_BYTES": "-1"}, "message_bytes = -1"),
+        ({"TORCHMPI_NATIVE_ASYNC_BYTES": "4194304"}, "native_async_bytes = 4194304 is more than"),
+        ({"TORCHMPI_STAGING_BYTES": "4096"}, "staging_bytes"),  # allreduce would take no chunk at all
+        ({"TORCHMPI_CHUNK_BYTES": "1"}, "chunk_bytes"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            config.from_environment(settings)
 
 
 def test_variables_that_nothing_reads_are_named():

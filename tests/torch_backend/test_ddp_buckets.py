@@ -1,7 +1,6 @@
 """DDP's buckets move into memory that all ranks map: the same parameters as one process, and nothing stays behind."""
 
 import _thread
-import contextlib
 import gc
 import os
 import weakref
@@ -136,25 +135,13 @@ def test_ranks_with_fewer_batches(mpi, how):
     mpi.nn.check_with_allreduce(ddp.module)
 
 
-@contextlib.contextmanager
-def selected(mpi, **flavours):
-    """Let the selector choose these for allreduce: of symmetric tensors, and of others."""
-    rows, source = {key: mpi.selector[key] for key in mpi.selector}, mpi.selector.source
-    mpi.selector["allreduce", "node", True] = flavours["symmetric"]
-    mpi.selector["allreduce", "node", False] = flavours["others"]
-    try:
-        yield
-    finally:
-        mpi.selector.load(rows, source)
-
-
-def test_the_map_of_used_parameters_is_no_bucket(mpi):
+def test_the_map_of_used_parameters_is_no_bucket(mpi, selector):
     """A rank that has joined has it reduced by a call from Python, the others from C++."""
-    with selected(mpi, symmetric="shared", others="mpi"):
-        ddp = DistributedDataParallel(network(), find_unused_parameters=True)
-        with ddp.join():
-            train(ddp, of_rank(mpi, range(STEPS - (mpi.rank() == 0))))
-        mpi.nn.check_with_allreduce(ddp.module)
+    selector["allreduce", "node", True], selector["allreduce", "node", False] = "shared", "mpi"
+    ddp = DistributedDataParallel(network(), find_unused_parameters=True)
+    with ddp.join():
+        train(ddp, of_rank(mpi, range(STEPS - (mpi.rank() == 0))))
+    mpi.nn.check_with_allreduce(ddp.module)
 
 
 def test_a_call_from_a_thread_of_c(mpi, the_group):
@@ -167,13 +154,14 @@ def test_a_call_from_a_thread_of_c(mpi, the_group):
     dist.barrier()
 
 
-def test_an_address_taken_before_buckets_could_move(mpi):
+def test_an_address_taken_before_buckets_could_move(mpi, selector):
     """The selector changes in the middle: a bucket that has been reduced elsewhere stays where it is."""
-    with selected(mpi, symmetric="mpi", others="mpi"):
-        ddp = DistributedDataParallel(network(), **VIEW)
-        train(ddp, of_rank(mpi, range(STEPS)))
-        gradient = ddp.module[0].weight.grad
-        array = gradient.numpy()
+    selector["allreduce", "node", True] = selector["allreduce", "node", False] = "mpi"
+    ddp = DistributedDataParallel(network(), **VIEW)
+    train(ddp, of_rank(mpi, range(STEPS)))
+    gradient = ddp.module[0].weight.grad
+    array = gradient.numpy()
+    selector["allreduce", "node", True] = selector["allreduce", "node", False] = "shared"
     for parameter in ddp.parameters():
         parameter.grad.zero_()
     ddp(*of_rank(mpi, [STEPS])).square().mean().backward()
