@@ -179,3 +179,27 @@ def test_a_job_that_a_rank_of_another_host_may_have_ended():
         job = stand_in.run(WITH_ANOTHER_HOST, before=f"options = dict(num_ranks=2, hosts=(Host('a'),) * {num_hosts})")
         assert job.returncode == 255
         assert ("which rank ended the job is not known" in job.stderr) == (num_hosts == 2)
+
+
+ABORT = "MPI_ABORT was invoked on rank 3 in communicator MPI_COMM_WORLD\n  Proc: [[3682,1],3]\n  Errorcode: {}\n"
+KILLED = "prterun noticed that process rank {} with PID 136 on node nodeb exited on\nsignal 9 (Killed).\n"
+LEFT = "The first process to do so was:\n\n   Process name: [prterun-nodea-124@1,3]\n   Exit code:    5\n"
+ERROR = "[rank 3] Traceback (most recent call last):\n"
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "said"),
+    [
+        (ABORT.format(1) + KILLED.format(3), 137, "rank 3 on nodeb was killed by signal 9"),
+        (KILLED.format(0), 255, "torchmpirun: which rank ended the job is not known"),  # a rank of this host
+        (LEFT, 5, "rank 3 on another host ended with exit code 5"),
+        (ABORT.format(7), 7, "rank 3 on another host ended with exit code 7"),
+        (ABORT.format(1), 255, "torchmpirun: which rank ended the job is not known"),  # which may report another one
+        (ERROR + ABORT.format(1), 255, "rank 3 on another host raised an error"),
+    ],
+)
+def test_what_open_mpis_starter_says_of_a_rank_of_another_host(output, code, said):
+    starter = WITH_ANOTHER_HOST.replace("sys.exit", f"print({output!r}, file=sys.stderr)\nsys.exit")
+    job = stand_in.run(starter, before="options = dict(num_ranks=4, hosts=(Host('a'), Host('b')))")
+    assert job.returncode == code
+    assert said in job.stderr.splitlines()[-1]

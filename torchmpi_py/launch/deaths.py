@@ -109,6 +109,10 @@ class Lookout:
         """Whether all ranks of the job have been on this host."""
         return len(self._watched) >= self._num_ranks
 
+    def has(self, rank: int) -> bool:
+        """Whether this rank has been on this host."""
+        return rank in self._watched
+
     @property
     def is_holding(self) -> bool:
         """Whether a rank has begun to end that is still there, or has ended and its turn has not come."""

@@ -34,13 +34,15 @@ from pathlib import Path
 from typing import Any
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import cleanup, exit_marks, handed_input, terminal
+from torchmpi_py.launch import cleanup, exit_marks, handed_input, starter_report, terminal
 from torchmpi_py.launch.cleanup import GRACE_SECONDS
 from torchmpi_py.launch.command import StarterCommand
 from torchmpi_py.launch.deaths import BY_STARTER, Death, Lookout, are_by_starter
 from torchmpi_py.launch.job_spec import JobSpec
 from torchmpi_py.launch.last_wait import LastWait
+from torchmpi_py.launch.notices import NoticeFilter
 from torchmpi_py.launch.signals import ForwardedSignal, Signals
+from torchmpi_py.launch.starter_report import StarterReport
 from torchmpi_py.launch.terminal import say
 
 FAILURE_GRACE_SECONDS = 3.5  # a rank has failed: how long the MPI may take to end the others in its own way
@@ -98,6 +100,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self._remains = cleanup.Remains(self.folder)
+        self._notices = NoticeFilter(self._has_explained)
         self._failure_grace = FAILURE_GRACE_SECONDS + TRACE_SECONDS * bool(self.spec.profile)
 
     @property
@@ -116,7 +119,7 @@ class Job:
     def run(self) -> int:
         """Start, wait, clean up; return the exit code of the job."""
         self.has_run, started = True, time.monotonic()
-        stderr = terminal.relay(self._has_explained)
+        stderr = terminal.relay(self._notices)
         self._remains.describe(self.spec.vendor.stop_signals)
         # A session of its own: a Ctrl-C then reaches the job once, through us, and not also from the terminal.
         if self.command.hostfile:
@@ -292,6 +295,10 @@ class Job:
         if not failures and (wanted := exit_marks.code_of_end(self.folder)):
             self.was_ended = not self.spec.discover  # the ranks were asked, and not torchmpirun: a host may be leaving
             return wanted
+        report = self._starter_report(code)
+        if report and not self._lookout.has(report.rank) and all(each.report for each in failures):
+            self.reason = report.text
+            return report.code
         unknown = "which rank ended the job is not known, for torchmpirun sees the ranks of this host alone"
         may_be_other = bool(self.spec.vendor.killed_code) or not self._lookout.sees_all
         if may_be_other and not failures and are_by_starter(self._deaths, code, self.spec.vendor.killed_code):
@@ -302,7 +309,7 @@ class Job:
         if not (left := self._left()) and self.spec.elastic and code == 0 and not failures:
             return 0
         unseen = ", as far as this host shows: a rank of another host may have been first"
-        among = "" if self._lookout.sees_all else unseen
+        among = "" if self._lookout.sees_all or report else unseen
         reasons = [f"{death.name} {death.explain(0 if self.spec.elastic else code)}{among}" for death in self._deaths]
         if self._deaths and not self.spec.elastic:
             code = min(self._deaths, key=lambda death: death.status in BY_STARTER).code(code)
@@ -319,6 +326,13 @@ class Job:
             reasons.append(unknown)
         self.reason = "; ".join(reasons) if code else ""
         return code
+
+    def _starter_report(self, code: int) -> StarterReport | None:
+        """What the output of a starter that ends with this code says of the first end of a rank, on several hosts."""
+        if self._lookout.sees_all or self.spec.elastic or self._is_ending:
+            return None
+        terminal.catch_up()
+        return starter_report.find(self.spec.vendor, self._notices.seen.decode(errors="replace"), code)
 
     def _explain_failure(self, failure: exit_marks.Failure, *, is_first: bool) -> str:
         """Say which rank failed; where a rank has ended the job because of another one, what that rank reported."""

@@ -60,6 +60,7 @@ class Vendor:
     root_environment: Mapping[str, str] = field(default_factory=dict)
     ssh_environment: Mapping[str, str] = field(default_factory=dict)  # give a host that does not answer up
     killed_code: int = 0  # its exit code for signal 9, if it kills also the caller of MPI_Abort; see `deaths`
+    death_reports: Options = ()  # regular expressions of what it prints of the first death; see `starter_report`
     shared_bytes: int = 0  # what a rank needs in /dev/shm, without which it cannot start
     label: str = ""  # what mpi4py calls its library; "" where the starter does not say which MPI the ranks use
     library: str = ""  # the file that mpi4py's wheel asks for
@@ -89,6 +90,11 @@ OPEN_MPI = Vendor(
     },
     ssh_environment={"PRTE_MCA_plm_ssh_args": _SSH_OPTIONS},
     folder_variable="PRTE_MCA_prte_local_tmpdir_base",
+    death_reports=(
+        r"rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) exited on\s+signal (?P<signal>\d+)",
+        r"Process name: +\[\S+,(?P<rank>\d+)\]\s+Exit code: +(?P<code>\d+)",
+        r"MPI_ABORT was invoked on rank (?P<rank>\d+) in [^N]*Errorcode: (?P<code>(?!1\b)\d+)",  # 1: of a report too
+    ),
     label="Open MPI",
     library="libmpi.so.40",
     linked="ompi_info",

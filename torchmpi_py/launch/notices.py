@@ -17,6 +17,7 @@ from pathlib import Path
 _RULE = b"-" * 74 + b"\n"  # before and after a notice of Open MPI and its starter
 _NEEDLESS = (b"MPI_ABORT was invoked on rank", b"prterun has exited due to process rank")
 _MOST_BYTES = 4096  # of a notice
+_SEEN_BYTES = 1 << 16
 _HOLD_SECONDS = 0.3  # for the rest of a notice
 _SAY_SECONDS = 1.0  # for another rank to print what it has begun to
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -47,9 +48,11 @@ class NoticeFilter:
         self._is_explained = is_explained
         self._held, self._since = b"", 0.0
         self._is_line_start = True
+        self.seen = b""  # the last of what was fed
 
     def feed(self, data: bytes) -> bytes:
         """Output that may be shown, after ``data`` was read."""
+        self.seen = (self.seen + data)[-_SEEN_BYTES:]
         if are_full():
             return data
         data, shown = self._held + data, b""

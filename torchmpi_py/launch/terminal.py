@@ -44,13 +44,18 @@ def say(text: str) -> None:
         _speech.wait(_SOON_SECONDS)
 
 
-def relay(is_explained: Callable[[], bool]) -> int | None:
+def relay(notices: NoticeFilter) -> int | None:
     """A descriptor for a starter's stderr, to be closed when the starter has it; None if there is no stderr.
 
     Notices of an abort that a rank has explained are left out (``NoticeFilter``), and NUL bytes: Open MPI ends a notice
     with one, and ``grep`` then takes a job's output for binary.
     """
-    return None if sys.stderr is None else _speech.relay(is_explained)
+    return None if sys.stderr is None else _speech.relay(notices)
+
+
+def catch_up() -> None:
+    """Read what a starter that has ended has said."""
+    _speech.wait(_SOON_SECONDS)
 
 
 def has_input() -> bool:
@@ -172,11 +177,11 @@ class _Speech(_Outlet):
         self._lines.put(line)
         self.start()
 
-    def relay(self, is_explained: Callable[[], bool]) -> int:
+    def relay(self, notices: NoticeFilter) -> int:
         """The writing end of a pipe; what comes through is written."""
         pipe, end = os.pipe()
         os.set_blocking(pipe, False)
-        self._pipes[pipe] = NoticeFilter(is_explained)
+        self._pipes[pipe] = notices
         self.start()
         self._news.set()
         return end
