@@ -96,7 +96,7 @@ def test_a_failure_long_after_a_signal_that_was_passed_on_is_like_any_other():
 @pytest.mark.parametrize(
     "moment",
     [
-        "cleanup.remove_randomly_named = hear",  # after an attempt
+        "cleanup.remove_session_folder = hear",  # after an attempt
         "get = terminal.starter_input; terminal.starter_input = lambda: hear() or get()",
         "make = lambda *_, make=make: hear() or make(*_)",
     ],

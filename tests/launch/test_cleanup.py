@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support import jobs
 
-from torchmpi_py.launch import cleanup, exit_marks
+from torchmpi_py.launch import cleanup, exit_marks, proc
 
 pytestmark = pytest.mark.timeout(120)
 STRANGER = 54321
@@ -64,7 +64,7 @@ def test_a_process_that_has_just_become_another_program_is_the_jobs(tmp_path):
 @pytest.mark.parametrize("close", ["", "os.close(file)"], ids=["open", "mapped"])
 def test_shared_memory_that_another_container_holds(monkeypatch, tmp_path, close):
     """As /proc shows it: no process of this container has the file."""
-    monkeypatch.setattr(cleanup, "_processes", list)
+    monkeypatch.setattr(proc, "others", list)
     path = f"/dev/shm/mpich_shm_{os.getpid()}_{time.monotonic_ns()}"
     program = f"""
 import ctypes

@@ -38,7 +38,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from torchmpi_py.launch import variables
+from torchmpi_py.launch import proc, variables
 
 # How long the starter may take to read what a rank has written, such as a traceback, and to pass it on. Together, and
 # with the second by which Open MPI delays aborts under srun, less than job.FAILURE_GRACE_SECONDS, after which
@@ -172,30 +172,16 @@ def release_replaced(folder: Path, rank: int) -> bool:
     return False
 
 
-def status_fields(process_id: int) -> list[str]:
-    """The fields of a process from its state on, see proc(5); none when it is gone, or another user's."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process_id}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    return []
-
-
-def is_gone(process_id: int) -> bool:
-    """Whether a process has ended, also before its parent has asked for its status."""
-    return status_fields(process_id)[:1] in ([], ["Z"], ["X"])
-
-
 def _beginning(process_id: int) -> str:
     """When a process began, which tells it from a later one of its number; not known of one that has ended."""
-    fields = status_fields(process_id)
+    fields = proc.status_fields(process_id)
     return _UNKNOWN if fields[:1] in ([], ["Z"], ["X"]) else fields[19]
 
 
 def _checksum(process_id: int) -> str:
     """Checksum of a process's command line; not known when the process ends, or is about to become another program."""
-    with contextlib.suppress(OSError):
-        if words := Path(f"/proc/{process_id}/cmdline").read_bytes():
-            return str(zlib.crc32(words))
-    return _UNKNOWN
+    words = proc.read(process_id, "cmdline")
+    return str(zlib.crc32(words)) if words else _UNKNOWN
 
 
 def _numbering() -> str:
@@ -275,7 +261,7 @@ def stage_of(folder: Path, rank: int, process_id: int) -> Stage:
     with contextlib.suppress(OSError):
         number, seconds, ends, call = (folder / f"stage-{rank}").read_text().split(" ", 3)
         if int(number) == process_id:
-            is_over, fields = is_left(folder, f"over-{rank}"), status_fields(process_id)
+            is_over, fields = is_left(folder, f"over-{rank}"), proc.status_fields(process_id)
             call = "the shutdown of Python" if is_over else call
             if fields[:1] in (["T"], ["t"]):
                 call = f"{call or 'the program'}, stopped by a signal"
@@ -292,8 +278,7 @@ def has_met() -> bool:
     groups: Any = sys.modules.get("torch.distributed.distributed_c10d")
     calls: Any = sys.modules.get("torch.distributed.rpc")
     has_grouped = getattr(groups, "_backend", None) is not None  # torch keeps it when the group is destroyed
-    with open("/proc/self/maps") as maps:
-        return has_grouped or getattr(calls, "_init_counter", 0) > 0 or any("/libmpi" in line for line in maps)
+    return has_grouped or getattr(calls, "_init_counter", 0) > 0 or b"/libmpi" in proc.read("self", "maps")
 
 
 def record_alone_at_end(folder: str, rank: int) -> None:
@@ -356,12 +341,3 @@ def _write(path: Path, text: str) -> None:
     part = path.with_name(f"part-{path.name}")
     part.write_text(text)
     part.rename(path)
-
-
-def proc_field(process: int | str, file: str, name: str) -> str:
-    """Return the number after ``name:`` in a file of /proc for a process ("self": this one); "0" if not known."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{process}/{file}").read_text(errors="replace").splitlines():
-            if line.startswith(f"{name}:"):
-                return line.split()[1]
-    return "0"
