@@ -69,6 +69,8 @@ def is_left(folder: str | Path, mark: str) -> bool:
 def running(folder: str, rank: int) -> Iterator[None]:
     """Leave ``running-R`` until this process ends in order, and ``through-R`` at the end of the block.
 
+    When the process ends in order it leaves ``alone-R`` as well, if it has not met another rank.
+
     A process that ends while its mark is there did not reach the end: it was killed, aborted, or called os._exit. MPICH
     takes os._exit(0) on one rank for success. What runs at exit, ``mpi.stop`` for instance, is before the end: the
     block begins before the program can register anything.
@@ -78,9 +80,11 @@ def running(folder: str, rank: int) -> Iterator[None]:
         return
     mark, process_id = Path(folder) / f"running-{rank}", os.getpid()
 
-    def remove() -> None:
+    def end_in_order() -> None:
         with contextlib.suppress(OSError):
             if os.getpid() == process_id:  # a forked child is not the rank
+                if not has_met():
+                    leave(folder, f"alone-{rank}")
                 mark.rename(mark.with_name(f"over-{rank}"))
 
     with contextlib.suppress(OSError):
@@ -89,7 +93,7 @@ def running(folder: str, rank: int) -> Iterator[None]:
         held = _moved_up(os.open(pipe, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
         os.register_at_fork(after_in_child=lambda: os.close(held))
     record(folder, f"running-{rank}", process_id)
-    atexit.register(remove)  # the first to be registered runs last
+    atexit.register(end_in_order)  # the first to be registered runs last
     try:
         yield
     finally:
@@ -279,18 +283,6 @@ def has_met() -> bool:
     calls: Any = sys.modules.get("torch.distributed.rpc")
     has_grouped = getattr(groups, "_backend", None) is not None  # torch keeps it when the group is destroyed
     return has_grouped or getattr(calls, "_init_counter", 0) > 0 or b"/libmpi" in proc.read("self", "maps")
-
-
-def record_alone_at_end(folder: str, rank: int) -> None:
-    """Have this process leave ``alone-R`` when it ends in order without having met another rank."""
-    process_id = os.getpid()
-
-    def record() -> None:
-        with contextlib.suppress(Exception):
-            if os.getpid() == process_id and not has_met():  # a forked child is not the rank
-                leave(folder, f"alone-{rank}")
-
-    atexit.register(record)
 
 
 def ranks_alone(folder: Path) -> list[int]:

@@ -372,7 +372,6 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):  # not when it was closed
             stream.reconfigure(line_buffering=True, write_through=False)
     with exit_marks.running(folder, rank):
-        exit_marks.record_alone_at_end(folder, rank)
         run_and_end(options, folder, rank)
 
 
