@@ -34,6 +34,7 @@ import contextlib
 import fcntl
 import glob
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -196,29 +197,16 @@ def send_signal(process_id: int, signum: int) -> None:
 
 def shared_memory(process_ids: Iterable[int]) -> set[str]:
     """Files in /dev/shm with such names that these processes have open or mapped and that still have a name."""
-    held: set[str] = set()
+    held: list[str] = []
     for process_id in process_ids:
-        held |= _open_shared_memory(process_id)  # first, for a process that creates a file maps it before closing it
-        for line in proc.read(process_id, "maps").splitlines():
-            _, found, name = line.partition(b" " + _SHARED_MEMORY.encode())
-            if found:
-                held.add(_SHARED_MEMORY + os.fsdecode(name))
+        held += proc.open_files(process_id)  # first, for a process that creates a file maps it before closing it
+        held += map(os.fsdecode, re.findall(rb" (/dev/shm/.*)", proc.read(process_id, "maps")))
     return set(filter(_may_be_a_jobs, held))
 
 
-def _may_be_a_jobs(name: str) -> bool:
-    return name.removeprefix(_SHARED_MEMORY).startswith(_NAMES) and not name.endswith("(deleted)")
-
-
-def _open_shared_memory(process_id: int) -> set[str]:
-    held: set[str] = set()
-    folder = f"/proc/{process_id}/fd"
-    with contextlib.suppress(OSError):  # it has ended, or is another user's
-        for descriptor in os.listdir(folder):
-            target = os.readlink(f"{folder}/{descriptor}")
-            if target.startswith(_SHARED_MEMORY):
-                held.add(target)
-    return held
+def _may_be_a_jobs(path: str) -> bool:
+    folder, _, name = path.partition(_SHARED_MEMORY)
+    return not folder and name.startswith(_NAMES) and not name.endswith("(deleted)")
 
 
 def remove_shared_memory(names: set[str]) -> None:
