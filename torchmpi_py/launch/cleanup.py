@@ -45,6 +45,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torchmpi_py import trusted_files
 from torchmpi_py.launch import exit_marks, proc
 
 FOLDER_PREFIX = "torchmpirun-"  # of a job's folder, in the place for temporary files
@@ -146,20 +147,19 @@ class Remains:
 def processes_with(variable: str) -> list[int]:
     """Processes, this one excepted, that have ``variable`` (``NAME=value``) in their environment."""
     until = time.monotonic() + EXEC_SECONDS
-    return [process_id for process_id in proc.others() if _has(process_id, variable, until)]
+    return [process_id for process_id in proc.others() if lives_with(process_id, variable, until)]
 
 
-def lives_with(process_id: int, variable: str) -> bool:
-    """Whether this process lives and has ``variable`` in its environment."""
-    return process_id > 0 and _has(process_id, variable, time.monotonic() + EXEC_SECONDS)
+def lives_with(process_id: int, variable: str, until: float | None = None) -> bool:
+    """Whether this process lives and has ``variable`` in its environment.
 
-
-def _has(process_id: int, variable: str, until: float) -> bool:
-    """The same; a process in the middle of exec is waited for until some time."""
+    A process in the middle of exec is waited for, ``until`` some time of the monotonic clock.
+    """
     if not _is_ours(process_id):
         return False
+    until = time.monotonic() + EXEC_SECONDS if until is None else until
     found = proc.read(process_id, "environ")  # nothing when it has ended
-    while not found and _has_program(process_id) and time.monotonic() < until:
+    while not found and proc.has_memory(process_id) and time.monotonic() < until:
         is_in_exec = not proc.read(process_id, "cmdline")  # arguments and environment come together
         found = proc.read(process_id, "environ")
         if not is_in_exec:
@@ -170,19 +170,10 @@ def _has(process_id: int, variable: str, until: float) -> bool:
 
 def _is_ours(process_id: int) -> bool:
     """Whether a process belongs to this user and to this PID namespace."""
-    try:
+    with contextlib.suppress(OSError):
         is_same_user = os.stat(f"/proc/{process_id}").st_uid == os.geteuid()
         return is_same_user and os.path.samefile(f"/proc/{process_id}/ns/pid", "/proc/self/ns/pid")
-    except OSError:
-        return False
-
-
-def _has_program(process_id: int) -> bool:
-    """Whether it lives, and is none of the kernel's own."""
-    try:
-        return bool(os.readlink(f"/proc/{process_id}/exe"))
-    except OSError:
-        return False
+    return False
 
 
 def _is_tracker(process_id: int) -> bool:
@@ -211,7 +202,7 @@ def _may_be_a_jobs(path: str) -> bool:
 
 def remove_shared_memory(names: set[str]) -> None:
     """Remove those of this user's files that exist and that no living process has open or mapped."""
-    names = {name for name in names if _may_be_a_jobs(name) and _owner(name) == os.geteuid()}
+    names = {name for name in names if _may_be_a_jobs(name) and trusted_files.is_own(name)}
     if names:
         names -= shared_memory(proc.others())
     for name in names:
@@ -227,13 +218,6 @@ def _is_held(name: str) -> bool:
     except OSError as error:
         return isinstance(error, BlockingIOError)
     return False
-
-
-def _owner(name: str) -> int:
-    try:
-        return os.lstat(name).st_uid
-    except FileNotFoundError:
-        return -1
 
 
 def remove_session_folder(starter: int) -> None:
@@ -273,7 +257,7 @@ def clear_abandoned() -> list[Guardian]:
     guardians = []
     with contextlib.suppress(OSError):  # the job's own folder needs that place, too, and the error is told there
         for entry in [entry for entry in os.scandir(tempfile.gettempdir()) if entry.name.startswith(FOLDER_PREFIX)]:
-            is_own = entry.is_dir(follow_symlinks=False) and _owner(entry.path) == os.geteuid()
+            is_own = entry.is_dir(follow_symlinks=False) and trusted_files.is_own(entry.path)
             if is_own and exit_marks.is_abandoned(entry.path):
                 guardians.append(Guardian(entry.path, waits=False).__enter__())
     return guardians

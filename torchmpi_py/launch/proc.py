@@ -40,6 +40,11 @@ def is_gone(process: int) -> bool:
     return status_fields(process)[:1] in ([], ["Z"], ["X"])
 
 
+def has_memory(process: int) -> bool:
+    """Whether a process has memory of its own: it lives, and is none of the kernel's."""
+    return field(process, "status", "VmSize") != "0"
+
+
 def others() -> list[int]:
     """All processes except this one."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
