@@ -52,11 +52,12 @@ _KILLED_SECONDS = 2.0  # how long the starter may take to kill a rank that has c
 
 def leave(folder: str | Path, mark: str, text: str = "") -> bool:
     """Leave a mark; whether that was possible: on another host there is no such folder, and a disk may be full."""
-    if not folder or not os.path.isdir(folder):
-        return False
-    with contextlib.suppress(OSError):
-        _write(Path(folder) / mark, text)
-        return True
+    if folder and os.path.isdir(folder):
+        with contextlib.suppress(OSError):
+            part = Path(folder) / f"part-{mark}"
+            part.write_text(text)
+            part.rename(part.with_name(mark))
+            return True
     return False
 
 
@@ -217,7 +218,7 @@ def record_failure(folder: str, rank: int, code: int, report: str = "") -> None:
     with open("/proc/self/maps") as maps:
         held = {line.split()[5] for line in maps if " /dev/shm/" in line and "(deleted)" not in line}
     first = f"{time.time():.6f} {code} {' '.join(report.split())}"
-    _write(Path(folder) / f"failed-{rank}", "\n".join([first, *sorted(held)]))
+    leave(folder, f"failed-{rank}", "\n".join([first, *sorted(held)]))
 
 
 def failures(folder: Path) -> list[Failure]:
@@ -327,9 +328,3 @@ def abort(mpi: Any, code: int) -> NoReturn:
     # one that went on meanwhile would go through mpi.stop().
     time.sleep(_KILLED_SECONDS)
     os._exit(code)
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_name(f"part-{path.name}")
-    part.write_text(text)
-    part.rename(path)
