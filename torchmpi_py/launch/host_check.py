@@ -151,8 +151,6 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
             found.append(f"{name} is {other} ({own} here)")
         elif key == "torchmpi_py" and other and there["checksum"] != here["checksum"]:
             found.append(f"torchmpi_py {other} has other files than here")
-            remedies.append(_COPY_PACKAGE)  # pip would find nothing to do
-            continue
         else:
             continue
         of_pip, by_hand = _ways(key, here)
