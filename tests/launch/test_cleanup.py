@@ -119,6 +119,19 @@ def test_shared_memory_goes_with_a_killed_process(tmp_path, monkeypatch, program
         assert not os.path.exists(file)
 
 
+@pytest.mark.parametrize("proxy", [b"", b"/bin/hydra_pmi_proxy\0"])
+def test_a_topology_goes_if_it_is_new_and_no_proxy_lives(tmp_path, monkeypatch, proxy):
+    monkeypatch.setattr(cleanup, "_TOPOLOGY", f"{tmp_path}/xml_")
+    monkeypatch.setattr(cleanup, "_RANDOM_NAMES", (f"{tmp_path}/xml_*",))
+    monkeypatch.setattr(proc, "others", lambda: [1])
+    monkeypatch.setattr(proc, "read", lambda *_: proxy)
+    jobs.write(tmp_path, "", "xml_before")
+    remains = cleanup.Remains(tmp_path)
+    jobs.write(tmp_path, "", "xml_new")
+    remains.clear()
+    assert sorted(os.listdir(tmp_path)) == ["xml_before", *["xml_new"] * bool(proxy)]
+
+
 # --- folders of jobs that were killed together with their guardian; test_signals has the jobs
 
 

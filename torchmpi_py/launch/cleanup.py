@@ -8,8 +8,9 @@
   processes has it open or mapped. MPIs unlink theirs in MPI_Finalize, which a killed or aborted rank does not reach;
   this package does when all ranks have mapped a file. A file that a process outside the job holds as well stays, and so
   does what a user keeps in /dev/shm, a data set for instance.
-- MPICH's *files with random names* in /dev/shm cannot always be tied to a job: a rank may die before anyone has looked
-  at what it maps. They go when they appeared during the job and no process has them open or mapped.
+- MPICH's *files with random names* cannot always be tied to a job: a rank may die before anyone has looked at what it
+  maps, and a hydra proxy that was cut short leaves a topology file. They go when they appeared during the job and
+  nobody can own them: no process has the file open or mapped, and for a topology file, no hydra proxy lives.
 - Open MPI's *session folder* lies in the job's folder (`mpirun.Vendor`), and goes with it; or where the user wants it,
   with the process id of its mpirun in its name.
 
@@ -66,11 +67,12 @@ _NAMES = (
     "torch_",
     "torchmpi_py_",
 )
-_RANDOM_NAMES = ("/dev/shm/mpich_shm_*", "/dev/shm/mpich_vci_*")
+_TOPOLOGY = "/tmp/hydra_hwloc_xmlfile_"
+_RANDOM_NAMES = ("/dev/shm/mpich_shm_*", "/dev/shm/mpich_vci_*", f"{_TOPOLOGY}*")
 
 
 def randomly_named() -> set[str]:
-    """MPICH's shared memory on this host, whichever job it is of."""
+    """MPICH's files on this host, whichever job they are of."""
     return {name for pattern in _RANDOM_NAMES for name in glob.glob(pattern)}
 
 
@@ -140,7 +142,9 @@ class Remains:
         self.kill(reap)
         for failure in exit_marks.failures(self.folder):
             self.shared_memory.update(failure.held)
-        remove_shared_memory(self.shared_memory | (randomly_named() - self.files_before))
+        appeared = randomly_named() - self.files_before
+        remove_shared_memory(self.shared_memory | appeared)
+        remove_topology(appeared)
         remove_session_folder(self.starter)
 
 
@@ -218,6 +222,14 @@ def _is_held(name: str) -> bool:
     except OSError as error:
         return isinstance(error, BlockingIOError)
     return False
+
+
+def remove_topology(names: set[str]) -> None:
+    """Remove those of these files that hold a topology and are this user's, unless a proxy lives that may read them."""
+    names = {name for name in names if name.startswith(_TOPOLOGY) and trusted_files.is_own(name)}
+    if names and not any(b"hydra_pmi_proxy\0" in proc.read(number, "cmdline") for number in proc.others()):
+        for name in names:
+            Path(name).unlink(missing_ok=True)
 
 
 def remove_session_folder(starter: int) -> None:
