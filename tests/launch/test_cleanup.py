@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support import jobs
 
-from torchmpi_py.launch import cleanup, exit_marks
+from torchmpi_py.launch import cleanup, exit_marks, proc
 
 pytestmark = pytest.mark.timeout(120)
 STRANGER = 54321
@@ -64,7 +64,7 @@ def test_a_process_that_has_just_become_another_program_is_the_jobs(tmp_path):
 @pytest.mark.parametrize("close", ["", "os.close(file)"], ids=["open", "mapped"])
 def test_shared_memory_that_another_container_holds(monkeypatch, tmp_path, close):
     """As /proc shows it: no process of this container has the file."""
-    monkeypatch.setattr(cleanup, "_processes", list)
+    monkeypatch.setattr(proc, "others", list)
     path = f"/dev/shm/mpich_shm_{os.getpid()}_{time.monotonic_ns()}"
     program = f"""
 import ctypes
@@ -117,6 +117,19 @@ def test_shared_memory_goes_with_a_killed_process(tmp_path, monkeypatch, program
         assert process.wait(100) == -signal.SIGKILL
         assert remains.processes() == []
         assert not os.path.exists(file)
+
+
+@pytest.mark.parametrize("proxy", [b"", b"/bin/hydra_pmi_proxy\0"])
+def test_a_topology_goes_if_it_is_new_and_no_proxy_lives(tmp_path, monkeypatch, proxy):
+    monkeypatch.setattr(cleanup, "_TOPOLOGY", f"{tmp_path}/xml_")
+    monkeypatch.setattr(cleanup, "_RANDOM_NAMES", (f"{tmp_path}/xml_*",))
+    monkeypatch.setattr(proc, "others", lambda: [1])
+    monkeypatch.setattr(proc, "read", lambda *_: proxy)
+    jobs.write(tmp_path, "", "xml_before")
+    remains = cleanup.Remains(tmp_path)
+    jobs.write(tmp_path, "", "xml_new")
+    remains.clear()
+    assert sorted(os.listdir(tmp_path)) == ["xml_before", *["xml_new"] * bool(proxy)]
 
 
 # --- folders of jobs that were killed together with their guardian; test_signals has the jobs

@@ -9,8 +9,10 @@ import pytest
 from support import jobs
 
 import torchmpi_py
-from torchmpi_py.launch import __main__ as launcher, allocation, host_check, host_facts, job_spec, mpirun
-from torchmpi_py.launch.host_check import Inquiry
+from torchmpi_py.launch import __main__ as launcher, allocation, command, host_check, host_facts, job_spec, mpirun
+from torchmpi_py.launch.host_facts import WITHOUT_DOCTOR
+from torchmpi_py.launch.hosts import Host
+from torchmpi_py.launch.job_spec import JobSpec
 
 pytestmark = [pytest.mark.timeout(320), jobs.needs_mpi]
 
@@ -45,6 +47,19 @@ def agent(tmp_path):
     jobs.write(tmp_path, old, "old/torch-1.2.3.dist-info/METADATA")
     jobs.write(tmp_path, (PACKAGE / "__init__.py").read_text(), "changed/__init__.py")
     return jobs.script(tmp_path, AGENT, "agent")
+
+
+def job_of(**fields):
+    """A job whose MPI says nothing of the ranks' library."""
+    return JobSpec(**{"vendor": mpirun.vendor_named("srun"), "starter": "", "environment": {}} | fields)
+
+
+def made_for(environment, *forwarded):
+    return command.StarterCommand([], environment, {}, forwarded=forwarded)
+
+
+def asking_command(spec, host, made=None):
+    return host_check.asking_command(spec, made or made_for(spec.environment), host, WITHOUT_DOCTOR)
 
 
 def torchmpirun(*arguments, **environment):
@@ -91,18 +106,18 @@ SHM = finding("problem", "is missing", "/dev/shm")
     ],
 )
 def test_findings_of_hosts(findings, problems, warnings, monkeypatch):
-    def answer(inquiry, host):
+    def answer(spec, made, host, doctor):
         return HERE | {"host": host, "findings": [finding("problem")] if host == "localhost" else findings[host]}
 
     monkeypatch.setattr(host_check, "ask", answer)
     monkeypatch.setattr(host_check, "is_this_host", lambda host: False)
-    found = host_check.check(Inquiry(tuple(findings), {}))  # no rank is to run on the host that asks
+    found = host_check.check(job_of(hosts=tuple(map(Host, findings))))  # no rank is to run on the host that asks
     assert (found.problems, found.warnings) == (problems, warnings)
 
 
 def test_an_mpi_that_needs_shared_memory_has_a_problem_without(monkeypatch):
     monkeypatch.setattr(host_check, "ask", lambda *_: HERE | {"mpi": "A new MPI 5", "findings": [SHM]})
-    found = host_check.check(Inquiry((), {}, starter=(mpirun.vendor_named("mpich"), "mpiexec")))
+    found = host_check.check(job_of(vendor=mpirun.vendor_named("mpich"), starter="mpiexec"))
     assert (found.problems, found.warnings) == (["here (this host): /dev/shm: is missing; buy more"], [])
 
 
@@ -110,7 +125,7 @@ def test_a_host_whose_doctor_does_not_end_has_answered(tmp_path, monkeypatch):
     monkeypatch.setattr(host_check, "_ANSWER_SECONDS", 3)
     text = f'#!/bin/sh\necho \'{host_facts.MARK} {{"host": "slow"}}\'; exec sleep 60\n'
     agent = jobs.script(tmp_path, text, "agent")
-    assert host_check.ask(Inquiry((), os.environ, agent=str(agent)), "slow.invalid") == {"host": "slow"}
+    assert host_check.ask(job_of(launch_agent=str(agent)), made_for(os.environ), "slow.invalid") == {"host": "slow"}
 
 
 def test_a_line_for_each_host_that_differs(agent, tmp_path):
@@ -199,31 +214,31 @@ def test_in_an_allocation_hosts_are_asked_through_srun(tmp_path):
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a[1]b[2]+c"}
     assert allocation.slurm_nodes(environment) == ("a[1]b[2]", "c")
     assert allocation.slurm_nodes({"SLURM_JOB_NODELIST": "n[08-10],m"}) == ("n08", "n09", "n10", "m")
-    command = Inquiry((), environment).command("nowhere.invalid")
-    assert command[0] == str(tmp_path / "srun")
-    assert "--nodelist=nowhere.invalid" in command
-    assert sys.executable in command
-    assert Inquiry((), environment, agent="/agent").command("nowhere.invalid")[:2] == ["/agent", "nowhere.invalid"]
+    words = asking_command(job_of(environment=environment), "nowhere.invalid")
+    assert words[0] == str(tmp_path / "srun")
+    assert "--nodelist=nowhere.invalid" in words
+    assert sys.executable in words
+    spec = job_of(environment=environment, launch_agent="/agent")
+    assert asking_command(spec, "nowhere.invalid")[:2] == ["/agent", "nowhere.invalid"]
 
 
 def test_ssh_gets_the_options_and_variables_that_ranks_get():
-    environment = {"A": "one two", "B": "not for ranks"}
-    inquiry = Inquiry((), environment, ("A", "C"), ssh_options="-p 2222")
-    *ssh, host, there = inquiry.command("nowhere.invalid")
+    made = made_for({"UCX_A": "one two", "B": "not for ranks", "PRTE_MCA_plm_ssh_args": "-p 2222"}, "UCX_A")
+    *ssh, host, there = asking_command(job_of(vendor=mpirun.OPEN_MPI), "nowhere.invalid", made)
     assert (ssh, host) == (["ssh", "-o", "BatchMode=yes", "-p", "2222"], "nowhere.invalid")
-    assert shlex.split(there)[:3] == ["env", "A=one two", sys.executable]
+    assert shlex.split(there)[:3] == ["env", "UCX_A=one two", sys.executable]
     assert "not for ranks" not in there
 
 
 def test_this_host_is_asked_without_ssh():
     for host in ("localhost", "127.0.0.1", "root@localhost", os.uname().nodename):
-        assert Inquiry((), {}).command(host)[0] == sys.executable
+        assert asking_command(job_of(), host)[0] == sys.executable
 
 
 def test_what_may_be_secret_is_on_no_command_line():
     given = ("--env", "WANDB_API_KEY=secret", "--env", "LD_LIBRARY_PATH=/a/library")
     words = ["--hosts", "nowhere.invalid", *given, "x.py"]
     spec = job_spec.read(launcher.parse(words), words, os.environ)
-    there = launcher.inquiry(spec).command("nowhere.invalid")[-1]
+    there = asking_command(spec, "nowhere.invalid", command.build(spec, Path(os.devnull)))[-1]
     assert "LD_LIBRARY_PATH=/a/library" in there
     assert "WANDB_API_KEY" not in there

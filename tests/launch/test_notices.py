@@ -18,8 +18,6 @@ OTHER = f"{RULE}A daemon has failed to start.\n{RULE}"
 LINES = ["a line\n", "no end of a line", "---\n", "-", RULE, "\n", ABORT, EXITED, OTHER]
 BAD_ROOT = """
 import torch, torchmpi_py as mpi
-from torchmpi_py.launch import notices
-notices._SAY_SECONDS = 30.0  # however late a rank is
 def main():
     mpi.start()
     mpi.barrier()
@@ -107,14 +105,13 @@ def test_frames_of_a_cause_are_left_out_by_its_own_kind():
     assert text.count(f'File "{__file__}"') == 3
 
 
-def test_what_another_rank_says_is_said_once(tmp_path, monkeypatch):
+def test_what_another_rank_says_is_said_once(tmp_path):
     def others(error, rank, folder=tmp_path):
         with notices.said_once(str(folder), error, rank) as other:
             return other
 
     assert [others("error", 1), others("error", 0), others("another", 0)] == [None, 1, None]
     assert others("error", 0, tmp_path / "no folder") is None
-    monkeypatch.setattr(notices, "_SAY_SECONDS", 0.1)
     with pytest.raises(OSError, match="full"), notices.said_once(str(tmp_path), "third", 1):
         raise OSError("full")
     assert others("third", 0) is None  # a rank could not say it

@@ -173,7 +173,7 @@ def test_the_grace_ends_and_a_second_signal_ends_it_at_once(start, tmp_path, gra
 
 def kill(launcher, with_guardian):
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    (guardian,) = (int(each) for each in children if "cleanup.py" in Path(f"/proc/{each}/cmdline").read_text())
+    (guardian,) = (int(each) for each in children if "guardian.py" in Path(f"/proc/{each}/cmdline").read_text())
     if with_guardian:
         os.kill(guardian, signal.SIGKILL)
     launcher.kill()

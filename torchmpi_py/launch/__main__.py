@@ -15,7 +15,6 @@ import pickle
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from torchmpi_py.errors import LaunchError
@@ -31,6 +30,7 @@ from torchmpi_py.launch import (
     job,
     job_spec,
     layouts,
+    mpirun,
     notices,
     private,
     ready_scripts,
@@ -42,17 +42,10 @@ from torchmpi_py.launch.job_spec import JobSpec
 from torchmpi_py.launch.options import parse
 from torchmpi_py.launch.terminal import Tail, say
 
-# What --check passes on of --env: what loads Python, the MPI and the GPUs. The rest may be secret, and every user of a
-# host can read a command line there.
-_CHECKED = (
-    *command.FORWARDED,
-    *("PATH", "PYTHON", "LD_", "TMPDIR", "OMPI_", "OPAL_", "MPICH_", "I_MPI_", "UCX_", "FI_", "CUDA_"),
-)
-
 
 def run(spec: JobSpec) -> int:
     """Start the job, and again if it fails; its exit code."""
-    host_check.refuse_misfit(inquiry(spec))
+    host_check.refuse_misfit(spec)
     checks.check_output_folder("--log-dir", spec.log_dir, replaced="" if spec.restart else "rank-0.log")
     checks.check_output_folder("--profile", spec.profile)
     if spec.vendor.shared_bytes and not spec.hosts:
@@ -74,25 +67,9 @@ def run(spec: JobSpec) -> int:
 
 def explain_start(spec: JobSpec) -> None:
     """Say which hosts of a job on several could not run the job that has failed."""
-    asked = inquiry(spec)
-    if len(asked.hosts) > 1:
-        for line in host_check.check(replace(asked, doctor=host_facts.WITHOUT_DOCTOR)).problems:
+    if len(spec.host_names) > 1:
+        for line in host_check.check(spec, host_facts.WITHOUT_DOCTOR).problems:
             say(line)
-
-
-def inquiry(spec: JobSpec) -> host_check.Inquiry:
-    """What to ask the hosts of a job."""
-    made = command.build(spec, Path(os.devnull))
-    files = [spec.starter] + ([] if spec.as_module else [os.path.abspath(word) for word in spec.program[:1]])
-    return host_check.Inquiry(
-        tuple(host.name for host in spec.hosts) or allocation.slurm_nodes(spec.environment),
-        made.environment,
-        tuple(name for name in made.forwarded if name.startswith(_CHECKED)),
-        tuple(files),
-        spec.launch_agent,
-        " ".join(made.environment.get(name, "") for name in spec.vendor.ssh_environment),
-        starter=(spec.vendor, spec.starter),
-    )
 
 
 def answer(options: argparse.Namespace, words: list[str]) -> int:
@@ -101,16 +78,15 @@ def answer(options: argparse.Namespace, words: list[str]) -> int:
         print(ready_scripts.text(options.template), end="")
         return 0
     try:
-        spec = discovery.first(job_spec.read(options, words, os.environ))
-        asked, no_starter = inquiry(spec), ""
+        spec, no_starter = discovery.first(job_spec.read(options, words, os.environ)), ""
     except LaunchError as error:
         if options.check:
             raise
-        asked, no_starter = host_check.Inquiry((), os.environ), str(error)
+        spec, no_starter = JobSpec(vendor=mpirun.vendor_named("srun"), starter="", environment=os.environ), str(error)
     if options.version:
-        print("\n".join(host_check.versions(asked, no_starter)))
+        print("\n".join(host_check.versions(spec, no_starter)))
         return 0
-    found = host_check.check(asked)
+    found = host_check.check(spec)
     print(notices.printable("\n".join([*found.problems, *found.warnings, *([] if found.problems else [found.text])])))
     return 2 if found.problems else 0
 

@@ -15,7 +15,7 @@
   with the process id of its mpirun in its name.
 
 `Remains` is all of this for one job, and a file in the job's folder describes it. torchmpirun clears it away when the
-job has ended. Where torchmpirun was killed with signal 9 a *guardian* does: this file as a program, which torchmpirun
+job has ended. Where torchmpirun was killed with signal 9 a *guardian* does: a program (`guardian`) that torchmpirun
 starts before the first rank, with the job's folder as argument and a pipe as input. When all is in order torchmpirun
 kills the guardian. When the pipe breaks before that, torchmpirun is gone: the kernel has sent SIGTERM to the MPI's
 starter (`job`), which gets the usual time to end the ranks, also on other hosts; then the guardian kills what is left
@@ -25,21 +25,29 @@ torchmpirun and the guardian leave a mark each in the folder (`exit_marks`). If 
 of the user starts another guardian for the folder, with a pipe that is broken, and goes on (`clear_abandoned`).
 The folders of ``--groups`` and ``--timeline``, which last longer than a job, have each a guardian of their own.
 
-The guardian leads a session of its own, which no terminal ends, and its environment does not name the job's folder. It
-runs in a bare Python (``-I -S``), so this file imports most modules where it needs them.
+The guardian leads a session of its own, which no terminal ends, and its environment does not name the job's folder.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import fcntl
+import glob
 import os
+import re
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
-TYPE_CHECKING = False  # the module `typing` would be half of what a guardian needs
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
+from torchmpi_py import trusted_files
+from torchmpi_py.launch import exit_marks, proc
 
 FOLDER_PREFIX = "torchmpirun-"  # of a job's folder, in the place for temporary files
 GRACE_SECONDS = 5.0  # for a starter that was asked to end
@@ -59,21 +67,24 @@ _NAMES = (
     "torch_",
     "torchmpi_py_",
 )
-_RANDOM_SHARED_MEMORY = ("/dev/shm/mpich_shm_", "/dev/shm/mpich_vci_")
-_RANDOM_TOPOLOGY = ("/tmp/hydra_hwloc_xmlfile_",)
+_TOPOLOGY = "/tmp/hydra_hwloc_xmlfile_"
+_RANDOM_NAMES = ("/dev/shm/mpich_shm_*", "/dev/shm/mpich_vci_*", f"{_TOPOLOGY}*")
 
 
+def randomly_named() -> set[str]:
+    """MPICH's files on this host, whichever job they are of."""
+    return {name for pattern in _RANDOM_NAMES for name in glob.glob(pattern)}
+
+
+@dataclass
 class Remains:
-    """What one job has on this host, as far as is known; ``starter`` is the process of the MPI's starter.
+    """What one job has on this host, as far as is known."""
 
-    ``files_before``: MPICH's files that were there before the job; default: those that are there now.
-    """
-
-    def __init__(self, folder: Path, starter: int = 0, files_before: set[str] | None = None) -> None:
-        self.folder = folder
-        self.starter = starter
-        self.files_before = randomly_named() if files_before is None else files_before
-        self.shared_memory: set[str] = set()
+    folder: Path
+    starter: int = 0  # the process of the MPI's starter
+    files_before: set[str] = field(default_factory=randomly_named)  # MPICH's, of former jobs
+    shared_memory: set[str] = field(default_factory=set)
+    stop_signals: Sequence[int] = ()  # what ends the starter, where SIGTERM does not
 
     @property
     def variable(self) -> str:
@@ -82,42 +93,31 @@ class Remains:
 
     def processes(self) -> list[int]:
         """The job's processes, this one excepted."""
-        from torchmpi_py.launch import exit_marks
-
         ranks = exit_marks.processes_of_ranks(self.folder) - {os.getpid()}
         return sorted(ranks.union(processes_with(self.variable)))
 
     def has(self, process_id: int) -> bool:
         """Whether this process lives and is the job's."""
-        from torchmpi_py.launch import exit_marks
-
         return lives_with(process_id, self.variable) or process_id in exit_marks.processes_of_ranks(self.folder)
 
-    def describe(self, stop_signals: Iterable[int]) -> None:
+    def describe(self) -> None:
         """Leave in the folder what is to be cleared away if torchmpirun is killed."""
-        from torchmpi_py.launch import exit_marks
-
-        what = (self.starter, self.files_before, self.shared_memory, [int(each) for each in stop_signals])
+        what = (self.starter, self.files_before, self.shared_memory, [int(each) for each in self.stop_signals])
         exit_marks.leave(self.folder, "remains", ascii(what))
 
     @classmethod
-    def described(cls, folder: Path) -> tuple[Remains, list[int]]:
-        """What `describe` has left, and the stop signals; nothing but the processes where it could not."""
-        import ast
-
+    def described(cls, folder: Path) -> Remains:
+        """What `describe` has left; nothing but the processes where it could not."""
         try:
-            starter, files_before, shared_memory, stop_signals = ast.literal_eval((folder / "remains").read_text())
+            return cls(folder, *ast.literal_eval((folder / "remains").read_text()))
         except OSError:
-            return cls(folder), []
-        remains = cls(folder, starter, files_before)
-        remains.shared_memory = shared_memory
-        return remains, stop_signals
+            return cls(folder)
 
-    def look(self) -> bool:
-        """Note the shared memory that the job's processes hold; whether there is more than before."""
-        num_before = len(self.shared_memory)
-        self.shared_memory |= shared_memory(self.processes())
-        return len(self.shared_memory) > num_before
+    def look(self) -> None:
+        """Note the shared memory that the job's processes hold."""
+        if more := shared_memory(self.processes()) - self.shared_memory:
+            self.shared_memory |= more
+            self.describe()
 
     def kill(self, reap: Callable[[], object] = lambda: None) -> None:
         """Kill the job's processes; ``reap`` waits for the starter, where that is a child.
@@ -138,37 +138,34 @@ class Remains:
 
     def clear(self, reap: Callable[[], object] = lambda: None) -> None:
         """Kill what lives, and remove what it leaves; the job's folder stays."""
-        from torchmpi_py.launch import exit_marks
-
         self.look()  # what is held by processes that live; then by ranks that failed, which said so
         self.kill(reap)
         for failure in exit_marks.failures(self.folder):
             self.shared_memory.update(failure.held)
-        remove_shared_memory(self.shared_memory)
-        remove_randomly_named(self.files_before)
+        appeared = randomly_named() - self.files_before
+        remove_shared_memory(self.shared_memory | appeared)
+        remove_topology(appeared)
         remove_session_folder(self.starter)
 
 
 def processes_with(variable: str) -> list[int]:
     """Processes, this one excepted, that have ``variable`` (``NAME=value``) in their environment."""
     until = time.monotonic() + EXEC_SECONDS
-    return [process_id for process_id in _processes() if _has(process_id, variable, until)]
+    return [process_id for process_id in proc.others() if lives_with(process_id, variable, until)]
 
 
-def lives_with(process_id: int, variable: str) -> bool:
-    """Whether this process lives and has ``variable`` in its environment."""
-    return process_id > 0 and _has(process_id, variable, time.monotonic() + EXEC_SECONDS)
+def lives_with(process_id: int, variable: str, until: float | None = None) -> bool:
+    """Whether this process lives and has ``variable`` in its environment.
 
-
-def _has(process_id: int, variable: str, until: float) -> bool:
-    """The same; a process in the middle of exec is waited for until some time."""
-    path = f"/proc/{process_id}/environ"
+    A process in the middle of exec is waited for, ``until`` some time of the monotonic clock.
+    """
     if not _is_ours(process_id):
         return False
-    found = _read(path)  # nothing when it has ended
-    while not found and _has_program(process_id) and time.monotonic() < until:
-        is_in_exec = not _read(f"/proc/{process_id}/cmdline")  # arguments and environment come together
-        found = _read(path)
+    until = time.monotonic() + EXEC_SECONDS if until is None else until
+    found = proc.read(process_id, "environ")  # nothing when it has ended
+    while not found and proc.has_memory(process_id) and time.monotonic() < until:
+        is_in_exec = not proc.read(process_id, "cmdline")  # arguments and environment come together
+        found = proc.read(process_id, "environ")
         if not is_in_exec:
             break
         time.sleep(0.001)
@@ -177,73 +174,48 @@ def _has(process_id: int, variable: str, until: float) -> bool:
 
 def _is_ours(process_id: int) -> bool:
     """Whether a process belongs to this user and to this PID namespace."""
-    try:
+    with contextlib.suppress(OSError):
         is_same_user = os.stat(f"/proc/{process_id}").st_uid == os.geteuid()
         return is_same_user and os.path.samefile(f"/proc/{process_id}/ns/pid", "/proc/self/ns/pid")
-    except OSError:
-        return False
-
-
-def _has_program(process_id: int) -> bool:
-    """Whether it lives, and is none of the kernel's own."""
-    try:
-        return bool(os.readlink(f"/proc/{process_id}/exe"))
-    except OSError:
-        return False
+    return False
 
 
 def _is_tracker(process_id: int) -> bool:
-    return _TRACKER in _read(f"/proc/{process_id}/cmdline")
+    return _TRACKER in proc.read(process_id, "cmdline")
 
 
 def send_signal(process_id: int, signum: int) -> None:
     """Send a signal to a process that may have ended."""
-    try:
+    with contextlib.suppress(OSError):
         os.kill(process_id, signum)
-    except OSError:
-        return
 
 
-def shared_memory(processes: Iterable[int]) -> set[str]:
+def shared_memory(process_ids: Iterable[int]) -> set[str]:
     """Files in /dev/shm with such names that these processes have open or mapped and that still have a name."""
-    held: set[str] = set()
-    for process_id in processes:
-        held |= _open_shared_memory(process_id)  # first, for a process that creates a file maps it before closing it
-        for line in _read(f"/proc/{process_id}/maps").splitlines():
-            _, found, name = line.partition(b" " + _SHARED_MEMORY.encode())
-            if found:
-                held.add(_SHARED_MEMORY + os.fsdecode(name))
+    held: list[str] = []
+    for process_id in process_ids:
+        held += proc.open_files(process_id)  # first, for a process that creates a file maps it before closing it
+        held += map(os.fsdecode, re.findall(rb" (/dev/shm/.*)", proc.read(process_id, "maps")))
     return set(filter(_may_be_a_jobs, held))
 
 
-def _may_be_a_jobs(name: str) -> bool:
-    return name.removeprefix(_SHARED_MEMORY).startswith(_NAMES) and not name.endswith("(deleted)")
-
-
-def _open_shared_memory(process_id: int) -> set[str]:
-    held: set[str] = set()
-    folder = f"/proc/{process_id}/fd"
-    try:
-        for descriptor in os.listdir(folder):
-            target = os.readlink(f"{folder}/{descriptor}")
-            if target.startswith(_SHARED_MEMORY):
-                held.add(target)
-    except OSError:  # it has ended, or is another user's
-        pass
-    return held
+def _may_be_a_jobs(path: str) -> bool:
+    folder, _, name = path.partition(_SHARED_MEMORY)
+    return not folder and name.startswith(_NAMES) and not name.endswith("(deleted)")
 
 
 def remove_shared_memory(names: set[str]) -> None:
     """Remove those of this user's files that exist and that no living process has open or mapped."""
-    names = {name for name in names if _may_be_a_jobs(name) and _owner(name) == os.geteuid()}
+    names = {name for name in names if _may_be_a_jobs(name) and trusted_files.is_own(name)}
     if names:
-        _remove(name for name in names - shared_memory(_processes()) if not _is_held(name))
+        names -= shared_memory(proc.others())
+    for name in names:
+        if not _is_held(name):
+            Path(name).unlink(missing_ok=True)
 
 
 def _is_held(name: str) -> bool:
     """Whether a process has a file open or mapped, also one of another container: Linux grants no lease then."""
-    import fcntl
-
     try:
         with open(name, "rb") as file:
             fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
@@ -252,67 +224,19 @@ def _is_held(name: str) -> bool:
     return False
 
 
-def randomly_named() -> set[str]:
-    """MPICH's files on this host that belong to this user, whichever job they are of."""
-    return _own_files(_RANDOM_SHARED_MEMORY) | _own_files(_RANDOM_TOPOLOGY)
-
-
-def remove_randomly_named(before: set[str]) -> None:
-    """Remove those that were not there ``before`` the job and that nobody can own."""
-    remove_shared_memory(_own_files(_RANDOM_SHARED_MEMORY) - before)
-    topology = _own_files(_RANDOM_TOPOLOGY) - before
-    if topology and not any(b"hydra_pmi_proxy\0" in _read(f"/proc/{number}/cmdline") for number in _processes()):
-        _remove(topology)
-
-
-def _own_files(beginnings: tuple[str, ...]) -> set[str]:
-    """Files of this user whose paths begin in one of these ways."""
-    found: set[str] = set()
-    for beginning in beginnings:
-        folder = os.path.dirname(beginning)
-        try:
-            names = {os.path.join(folder, name) for name in os.listdir(folder)}
-        except OSError:
-            continue
-        found |= {name for name in names if name.startswith(beginning) and _owner(name) == os.getuid()}
-    return found
-
-
-def _owner(name: str) -> int:
-    try:
-        return os.lstat(name).st_uid
-    except FileNotFoundError:
-        return -1
-
-
-def _remove(names: Iterable[str]) -> None:
-    for name in names:
-        try:
-            os.unlink(name)
-        except FileNotFoundError:
-            continue
+def remove_topology(names: set[str]) -> None:
+    """Remove those of these files that hold a topology and are this user's, unless a proxy lives that may read them."""
+    names = {name for name in names if name.startswith(_TOPOLOGY) and trusted_files.is_own(name)}
+    if names and not any(b"hydra_pmi_proxy\0" in proc.read(number, "cmdline") for number in proc.others()):
+        for name in names:
+            Path(name).unlink(missing_ok=True)
 
 
 def remove_session_folder(starter: int) -> None:
     """Remove the folder of the mpirun with this process id from the place that the user has named for it."""
-    import shutil
-
     for name in ("PRTE_MCA_prte_tmpdir_base", "PRTE_MCA_prte_local_tmpdir_base"):
         if place := os.environ.get(name):
             shutil.rmtree(os.path.join(place, f"ompi.{starter}"), ignore_errors=True)
-
-
-def _processes() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
-
-
-def _read(path: str) -> bytes:
-    """The file's content; nothing when the process has ended or is another user's."""
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError:
-        return b""
 
 
 class Guardian:
@@ -322,12 +246,8 @@ class Guardian:
         self.folder, self.waits = folder, waits
 
     def __enter__(self) -> Guardian:
-        import subprocess
-
-        from torchmpi_py.launch import exit_marks
-
         self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, self.folder],
+            [sys.executable, "-I", "-S", str(Path(__file__).with_name("guardian.py")), self.folder],
             stdin=subprocess.PIPE if self.waits else subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -346,15 +266,10 @@ class Guardian:
 
 def clear_abandoned() -> list[Guardian]:
     """Start guardians that clear away what killed jobs of this user left on this host; do not wait for them."""
-    import contextlib
-    import tempfile
-
-    from torchmpi_py.launch import exit_marks
-
     guardians = []
     with contextlib.suppress(OSError):  # the job's own folder needs that place, too, and the error is told there
         for entry in [entry for entry in os.scandir(tempfile.gettempdir()) if entry.name.startswith(FOLDER_PREFIX)]:
-            is_own = entry.is_dir(follow_symlinks=False) and _owner(entry.path) == os.geteuid()
+            is_own = entry.is_dir(follow_symlinks=False) and trusted_files.is_own(entry.path)
             if is_own and exit_marks.is_abandoned(entry.path):
                 guardians.append(Guardian(entry.path, waits=False).__enter__())
     return guardians
@@ -362,12 +277,8 @@ def clear_abandoned() -> list[Guardian]:
 
 def clean_up(folder: str) -> None:
     """Wait for the end of a job, then clear its remains and its folder away."""
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-    import shutil
-    from pathlib import Path
-
-    remains, stop_signals = Remains.described(Path(folder))
-    for signum in [0, *stop_signals[1:]]:  # the first one, or SIGTERM, came from the kernel
+    remains = Remains.described(Path(folder))
+    for signum in [0, *remains.stop_signals[1:]]:  # the first one, or SIGTERM, came from the kernel
         if signum and lives_with(remains.starter, remains.variable):
             send_signal(remains.starter, signum)
         until = time.monotonic() + GRACE_SECONDS
@@ -381,15 +292,3 @@ def clean_up(folder: str) -> None:
         while remains.folder.exists() and time.monotonic() < until:  # what ends may still write there
             shutil.rmtree(remains.folder, ignore_errors=True)
             time.sleep(0.02)
-
-
-def guard() -> None:
-    """In the guardian: wait until torchmpirun is gone, then clean up after it."""
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)
-    os.read(0, 1)
-    clean_up(sys.argv[1])
-
-
-if __name__ == "__main__":
-    guard()

@@ -133,19 +133,19 @@ def starter_words(
 ) -> list[str]:
     """The options of the MPI's starter, without its program and without what it is to start."""
     vendor = spec.vendor
-    words = [option.format(n=spec.num_ranks, srun_mpi=spec.srun_mpi) for option in vendor.start]
+    options = vendor.start
     if hostfile is not None:
-        words += [option.format(path=hostfile) for option in vendor.hostfile]
+        options += vendor.hostfile
     if spec.launch_agent:
-        words += [option.format(agent=spec.launch_agent) for option in _offered(spec, vendor.agent, "--launch-agent")]
+        options += _offered(spec, vendor.agent, "--launch-agent")
     if spec.interface:
-        words += [option.format(interface=spec.interface) for option in vendor.interface]
+        options += vendor.interface
     if spec.elastic:
-        words += _offered(spec, vendor.elastic, "--elastic")
-    if "{name}" in vendor.forward:
-        words += [option.format(name=name) for name in forwarded or () for option in vendor.forward]
-    else:
-        words += vendor.forward
+        options += _offered(spec, vendor.elastic, "--elastic")
+    values = {"n": spec.num_ranks, "srun_mpi": spec.srun_mpi, "path": hostfile}
+    words = [option.format(**values, agent=spec.launch_agent, interface=spec.interface) for option in options]
+    names = forwarded or () if "{name}" in vendor.forward else [""]
+    words += [option.format(name=name) for name in names for option in vendor.forward]
     return [*words, *(vendor.no_input if no_input else ()), *spec.mpi_args]
 
 

@@ -29,7 +29,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from torchmpi_py.launch import exit_marks
+from torchmpi_py.launch import exit_marks, proc
 
 _GET_INFO = 0xC040FF0B  # PIDFD_GET_INFO of linux/pidfd.h, and the bit that asks how the process ended
 _INFO_EXIT = 1 << 3
@@ -135,7 +135,7 @@ class Lookout:
         # Then the processes: by their descriptors, and by a look at those that have none, or came just now.
         for rank, (process_id, descriptor) in self._watched.items():
             is_looked_at = descriptor is None or rank in late
-            if process_id and (descriptor in ready or (is_looked_at and exit_marks.is_gone(process_id))):
+            if process_id and (descriptor in ready or (is_looked_at and proc.is_gone(process_id))):
                 status = _status(process_id, descriptor)
                 self._ended[rank] = process_id, self._statuses.get(rank) if status is None else status
                 self._close_descriptor(rank)
@@ -225,7 +225,7 @@ def _status(process_id: int, descriptor: int | None) -> int | None:
             mask, *_, status = _INFO.unpack(info)
             if mask & _INFO_EXIT:
                 return int(status)
-    fields = exit_marks.status_fields(process_id)
+    fields = proc.status_fields(process_id)
     if fields[:1] in (["Z"], ["X"]):
         return int(fields[-1])
     # 0 may be the status of a process that lives; that of a stopped process is the signal that stopped it.

@@ -38,7 +38,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from torchmpi_py.launch import variables
+from torchmpi_py.launch import proc, variables
 
 # How long the starter may take to read what a rank has written, such as a traceback, and to pass it on. Together, and
 # with the second by which Open MPI delays aborts under srun, less than job.FAILURE_GRACE_SECONDS, after which
@@ -52,11 +52,12 @@ _KILLED_SECONDS = 2.0  # how long the starter may take to kill a rank that has c
 
 def leave(folder: str | Path, mark: str, text: str = "") -> bool:
     """Leave a mark; whether that was possible: on another host there is no such folder, and a disk may be full."""
-    if not folder or not os.path.isdir(folder):
-        return False
-    with contextlib.suppress(OSError):
-        _write(Path(folder) / mark, text)
-        return True
+    if folder and os.path.isdir(folder):
+        with contextlib.suppress(OSError):
+            part = Path(folder) / f"part-{mark}"
+            part.write_text(text)
+            part.rename(part.with_name(mark))
+            return True
     return False
 
 
@@ -69,6 +70,8 @@ def is_left(folder: str | Path, mark: str) -> bool:
 def running(folder: str, rank: int) -> Iterator[None]:
     """Leave ``running-R`` until this process ends in order, and ``through-R`` at the end of the block.
 
+    When the process ends in order it leaves ``alone-R`` as well, if it has not met another rank.
+
     A process that ends while its mark is there did not reach the end: it was killed, aborted, or called os._exit. MPICH
     takes os._exit(0) on one rank for success. What runs at exit, ``mpi.stop`` for instance, is before the end: the
     block begins before the program can register anything.
@@ -78,9 +81,11 @@ def running(folder: str, rank: int) -> Iterator[None]:
         return
     mark, process_id = Path(folder) / f"running-{rank}", os.getpid()
 
-    def remove() -> None:
+    def end_in_order() -> None:
         with contextlib.suppress(OSError):
             if os.getpid() == process_id:  # a forked child is not the rank
+                if not has_met():
+                    leave(folder, f"alone-{rank}")
                 mark.rename(mark.with_name(f"over-{rank}"))
 
     with contextlib.suppress(OSError):
@@ -89,7 +94,7 @@ def running(folder: str, rank: int) -> Iterator[None]:
         held = _moved_up(os.open(pipe, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
         os.register_at_fork(after_in_child=lambda: os.close(held))
     record(folder, f"running-{rank}", process_id)
-    atexit.register(remove)  # the first to be registered runs last
+    atexit.register(end_in_order)  # the first to be registered runs last
     try:
         yield
     finally:
@@ -172,30 +177,16 @@ def release_replaced(folder: Path, rank: int) -> bool:
     return False
 
 
-def status_fields(process_id: int) -> list[str]:
-    """The fields of a process from its state on, see proc(5); none when it is gone, or another user's."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process_id}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    return []
-
-
-def is_gone(process_id: int) -> bool:
-    """Whether a process has ended, also before its parent has asked for its status."""
-    return status_fields(process_id)[:1] in ([], ["Z"], ["X"])
-
-
 def _beginning(process_id: int) -> str:
     """When a process began, which tells it from a later one of its number; not known of one that has ended."""
-    fields = status_fields(process_id)
+    fields = proc.status_fields(process_id)
     return _UNKNOWN if fields[:1] in ([], ["Z"], ["X"]) else fields[19]
 
 
 def _checksum(process_id: int) -> str:
     """Checksum of a process's command line; not known when the process ends, or is about to become another program."""
-    with contextlib.suppress(OSError):
-        if words := Path(f"/proc/{process_id}/cmdline").read_bytes():
-            return str(zlib.crc32(words))
-    return _UNKNOWN
+    words = proc.read(process_id, "cmdline")
+    return str(zlib.crc32(words)) if words else _UNKNOWN
 
 
 def _numbering() -> str:
@@ -227,7 +218,7 @@ def record_failure(folder: str, rank: int, code: int, report: str = "") -> None:
     with open("/proc/self/maps") as maps:
         held = {line.split()[5] for line in maps if " /dev/shm/" in line and "(deleted)" not in line}
     first = f"{time.time():.6f} {code} {' '.join(report.split())}"
-    _write(Path(folder) / f"failed-{rank}", "\n".join([first, *sorted(held)]))
+    leave(folder, f"failed-{rank}", "\n".join([first, *sorted(held)]))
 
 
 def failures(folder: Path) -> list[Failure]:
@@ -275,7 +266,7 @@ def stage_of(folder: Path, rank: int, process_id: int) -> Stage:
     with contextlib.suppress(OSError):
         number, seconds, ends, call = (folder / f"stage-{rank}").read_text().split(" ", 3)
         if int(number) == process_id:
-            is_over, fields = is_left(folder, f"over-{rank}"), status_fields(process_id)
+            is_over, fields = is_left(folder, f"over-{rank}"), proc.status_fields(process_id)
             call = "the shutdown of Python" if is_over else call
             if fields[:1] in (["T"], ["t"]):
                 call = f"{call or 'the program'}, stopped by a signal"
@@ -292,20 +283,7 @@ def has_met() -> bool:
     groups: Any = sys.modules.get("torch.distributed.distributed_c10d")
     calls: Any = sys.modules.get("torch.distributed.rpc")
     has_grouped = getattr(groups, "_backend", None) is not None  # torch keeps it when the group is destroyed
-    with open("/proc/self/maps") as maps:
-        return has_grouped or getattr(calls, "_init_counter", 0) > 0 or any("/libmpi" in line for line in maps)
-
-
-def record_alone_at_end(folder: str, rank: int) -> None:
-    """Have this process leave ``alone-R`` when it ends in order without having met another rank."""
-    process_id = os.getpid()
-
-    def record() -> None:
-        with contextlib.suppress(Exception):
-            if os.getpid() == process_id and not has_met():  # a forked child is not the rank
-                leave(folder, f"alone-{rank}")
-
-    atexit.register(record)
+    return has_grouped or getattr(calls, "_init_counter", 0) > 0 or b"/libmpi" in proc.read("self", "maps")
 
 
 def ranks_alone(folder: Path) -> list[int]:
@@ -350,18 +328,3 @@ def abort(mpi: Any, code: int) -> NoReturn:
     # one that went on meanwhile would go through mpi.stop().
     time.sleep(_KILLED_SECONDS)
     os._exit(code)
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_name(f"part-{path.name}")
-    part.write_text(text)
-    part.rename(path)
-
-
-def proc_field(process: int | str, file: str, name: str) -> str:
-    """Return the number after ``name:`` in a file of /proc for a process ("self": this one); "0" if not known."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{process}/{file}").read_text(errors="replace").splitlines():
-            if line.startswith(f"{name}:"):
-                return line.split()[1]
-    return "0"

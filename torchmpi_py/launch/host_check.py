@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import shlex
 import shutil
@@ -18,12 +19,14 @@ import sys
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import host_facts, mpirun, variables
+from torchmpi_py.launch import command, host_facts, mpirun, variables
+from torchmpi_py.launch.command import StarterCommand
+from torchmpi_py.launch.host_facts import WITH_DOCTOR, WITHOUT_DOCTOR
+from torchmpi_py.launch.job_spec import JobSpec
 
 _PACKAGE = Path(__file__).parents[1]
 _COPY_PACKAGE = f"copy {_PACKAGE} there, or share it by a common file system"
@@ -40,41 +43,35 @@ _REMEDIES = (  # for what ssh says, with the host's name
     ("timed out", "is the host up, and does a firewall let ssh pass?"),
     ("No route to host", "is the host up, and on a network with this one?"),
 )
+# What is passed on: what loads Python, the MPI and the GPUs. The rest of --env may be secret, and every user of a host
+# can read a command line there.
+_PASSED_ON = (
+    *command.FORWARDED,
+    *("PATH", "PYTHON", "LD_", "TMPDIR", "OMPI_", "OPAL_", "MPICH_", "I_MPI_", "UCX_", "FI_", "CUDA_"),
+)
 _NAMES = {"python": "Python", "torch": "torch", "torchmpi_py": "torchmpi_py", "mpi4py": "mpi4py", "mpi": "the MPI"}
 
 
-@dataclass(frozen=True)
-class Inquiry:
-    """What to ask the hosts of a job, and how to reach them."""
-
-    hosts: tuple[str, ...]
-    environment: Mapping[str, str]  # of the starter
-    forwarded: tuple[str, ...] = ()  # names of the variables that reach the ranks
-    files: tuple[str, ...] = ()  # what every host needs at the same path
-    agent: str = ""  # in place of ssh
-    ssh_options: str = ""
-    doctor: str = host_facts.WITH_DOCTOR
-    starter: tuple[mpirun.Vendor, str] = (mpirun.vendor_named("srun"), "")  # the MPI of the job, and its program
-
-    def command(self, host: str) -> list[str]:
-        """The command that asks a host."""
-        # In one word, without line breaks, for any shell there may be.
-        text = base64.b64encode(zlib.compress(Path(host_facts.__file__).read_bytes())).decode()
-        # Of `-c` the current folder comes first on sys.path, where a user may have a zlib.py.
-        source = "p=__import__('sys').path;p[:1]==['']and(p.pop(0));"
-        source += f"exec(__import__('zlib').decompress(__import__('base64').b64decode('{text}')))"
-        python = [sys.executable, "-c", source, str(_PACKAGE), self.doctor, *self.files]
-        if is_this_host(host):
-            return python
-        srun = shutil.which("srun", path=self.environment.get("PATH"))
-        if not self.agent and srun and "SLURM_JOB_ID" in self.environment:
-            return [srun, *_SRUN_OPTIONS, f"--nodelist={host}", *python]
-        # On a command line, which every user can read: without the key of a notebook.
-        names = [name for name in self.forwarded if name in self.environment and name != variables.NOTEBOOK]
-        passed = [f"{name}={self.environment[name]}" for name in names]
-        there = shlex.join(["env", *passed, *python])
-        ssh = [self.agent] if self.agent else ["ssh", "-o", "BatchMode=yes", *shlex.split(self.ssh_options)]
-        return [*ssh, host, there]
+def asking_command(spec: JobSpec, made: StarterCommand, host: str, doctor: str) -> list[str]:
+    """The command that asks a host of a job what it has."""
+    # In one word, without line breaks, for any shell there may be.
+    text = base64.b64encode(zlib.compress(Path(host_facts.__file__).read_bytes())).decode()
+    # Of `-c` the current folder comes first on sys.path, where a user may have a zlib.py.
+    source = "p=__import__('sys').path;p[:1]==['']and(p.pop(0));"
+    source += f"exec(__import__('zlib').decompress(__import__('base64').b64decode('{text}')))"
+    files = [spec.starter, *(os.path.abspath(word) for word in spec.program[:1] if not spec.as_module)]
+    python = [sys.executable, "-c", source, str(_PACKAGE), doctor, *files]
+    if is_this_host(host):
+        return python
+    srun = shutil.which("srun", path=made.environment.get("PATH"))
+    if not spec.launch_agent and srun and spec.has_srun:
+        return [srun, *_SRUN_OPTIONS, f"--nodelist={host}", *python]
+    # On a command line, which every user can read: without the key of a notebook.
+    names = [name for name in made.forwarded if name.startswith(_PASSED_ON) and name != variables.NOTEBOOK]
+    there = shlex.join(["env", *(f"{name}={made.environment[name]}" for name in names), *python])
+    options = [word for name in spec.vendor.ssh_environment for word in shlex.split(made.environment.get(name, ""))]
+    ssh = [spec.launch_agent] if spec.launch_agent else ["ssh", "-o", "BatchMode=yes", *options]
+    return [*ssh, host, there]
 
 
 def is_this_host(host: str) -> bool:
@@ -94,13 +91,16 @@ def is_this_host(host: str) -> bool:
     return False
 
 
-def ask(inquiry: Inquiry, host: str) -> dict[str, Any] | str:
-    """What a host has (`host_facts.facts`, and `findings`); else why there is no answer, with the remedy."""
+def ask(spec: JobSpec, made: StarterCommand, host: str, doctor: str = WITHOUT_DOCTOR) -> dict[str, Any] | str:
+    """What a host has (`host_facts.facts`, and `findings`); else why there is no answer, with the remedy.
+
+    ``made``: the command of the job, whose environment the host gets.
+    """
     code, errors = 0, ""
     try:
         asked = subprocess.run(
-            inquiry.command(host),
-            env=dict(inquiry.environment),
+            asking_command(spec, made, host, doctor),
+            env=made.environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -151,8 +151,6 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
             found.append(f"{name} is {other} ({own} here)")
         elif key == "torchmpi_py" and other and there["checksum"] != here["checksum"]:
             found.append(f"torchmpi_py {other} has other files than here")
-            remedies.append(_COPY_PACKAGE)  # pip would find nothing to do
-            continue
         else:
             continue
         of_pip, by_hand = _ways(key, here)
@@ -187,39 +185,45 @@ class Outcome(NamedTuple):
     text: str
 
 
-def check(inquiry: Inquiry) -> Outcome:
+def check(spec: JobSpec, doctor: str = WITH_DOCTOR) -> Outcome:
     """Ask this host and all others."""
-    here = ask(inquiry, "localhost")
+    made = command.build(spec, Path(os.devnull))
+    here = ask(spec, made, "localhost", doctor)
     if isinstance(here, str):
         return Outcome([f"this host: {here}"], [], "")
-    others = [host for host in inquiry.hosts if not is_this_host(host)]
+    hosts = spec.host_names
+    others = [host for host in hosts if not is_this_host(host)]
     with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
-        answers = dict(zip(others, pool.map(lambda host: ask(inquiry, host), others), strict=True))
-    own_name, has_ranks_here = f"{here['host']} (this host)", not inquiry.hosts or len(others) < len(inquiry.hosts)
+        answers = dict(zip(others, pool.map(lambda host: ask(spec, made, host, doctor), others), strict=True))
+    own_name, has_ranks_here = f"{here['host']} (this host)", not hosts or len(others) < len(hosts)
     answers = {own_name: here, **answers}
     who = f"{len(answers)} hosts answer, and have the same" if others else "this host can run a job"
     lines, examined = [], {}
     for host, answer in answers.items():
-        misfit = mpirun.misfit(*inquiry.starter, here["mpi"], here["mpi_error"]) if host == own_name else ""
+        misfit = _misfit(spec, here) if host == own_name else ""
         text = answer if isinstance(answer, str) else misfit or differences(here, answer)
         if text:
             lines.append(f"{host}: {text}")
         if not isinstance(answer, str) and (host != own_name or has_ranks_here):
-            examined[host] = _findings(inquiry, answer, is_like_this_one=not text)
+            examined[host] = _findings(answer, spec.vendor, is_to_be_there=doctor == WITH_DOCTOR and not text)
     problems, warnings = (_merged(examined, level) for level in ("problem", "warning"))
     return Outcome(lines + problems, warnings, f"{who}: {', '.join(_versions(here))}")
 
 
-def _findings(inquiry: Inquiry, answer: Mapping[str, Any], *, is_like_this_one: bool) -> list[dict[str, str]]:
-    """What the doctor has found on a host, for the MPI of the job."""
+def _misfit(spec: JobSpec, here: Mapping[str, Any]) -> str:
+    return mpirun.misfit(spec.vendor, spec.starter, here["mpi"], here["mpi_error"])
+
+
+def _findings(answer: Mapping[str, Any], vendor: mpirun.Vendor, *, is_to_be_there: bool) -> list[dict[str, str]]:
+    """What the doctor has found on a host, for the MPI of the job; a warning if it has not answered but ought to."""
     findings = answer.get("findings")
     if isinstance(findings, list):
         return [
-            {**each, "level": "warning"} if each["subject"] == _SHARED and not inquiry.starter[0].shared_bytes else each
+            {**each, "level": "warning"} if each["subject"] == _SHARED and not vendor.shared_bytes else each
             for each in findings
             if each["level"] != "ok"
         ]
-    if inquiry.doctor == host_facts.WITHOUT_DOCTOR or not is_like_this_one:
+    if not is_to_be_there:
         return []  # another version of the package may have no such doctor
     text, remedy = f"could not be examined: {findings or 'no answer'}", f"run there: {sys.executable} -m {_DOCTOR}"
     return [{"level": "warning", "subject": "host", "text": text, "remedy": remedy}]
@@ -244,27 +248,27 @@ def _named(hosts: list[str]) -> str:
     return f"{', '.join(hosts[: _MOST_NAMED - 1])} and {len(hosts) - _MOST_NAMED + 1} more"
 
 
-def versions(inquiry: Inquiry, no_starter: str) -> list[str]:
+def versions(spec: JobSpec, no_starter: str) -> list[str]:
     """What this host has, a line each; ``no_starter``: why the MPI has no starter."""
-    here = ask(replace(inquiry, doctor=host_facts.WITHOUT_DOCTOR), "localhost")
+    here = ask(spec, command.build(spec, Path(os.devnull)), "localhost")
     if isinstance(here, str):
         return [here]
     *packages, mpi = _versions(here)
-    problem = no_starter or mpirun.misfit(*inquiry.starter, here["mpi"], here["mpi_error"])
-    return [*packages, f"MPI: {problem}" if problem else f"{mpi} ({inquiry.starter[1]})"]
+    problem = no_starter or _misfit(spec, here)
+    return [*packages, f"MPI: {problem}" if problem else f"{mpi} ({spec.starter})"]
 
 
-def refuse_misfit(inquiry: Inquiry) -> None:
+def refuse_misfit(spec: JobSpec) -> None:
     """LaunchError if starter and library do not fit; asks mpi4py only where the library is not the starter's own."""
-    vendor, program = inquiry.starter
-    is_own = inquiry.environment.get("MPI4PY_LIBMPI") in mpirun.own_libraries(vendor, program)
+    made = command.build(spec, Path(os.devnull))
+    is_own = made.environment.get("MPI4PY_LIBMPI") in mpirun.own_libraries(spec.vendor, spec.starter)
     is_own &= any(next(Path(folder).glob("mpi4py/MPI.mpich.*"), None) for folder in sys.path)  # else built for one MPI
-    if not vendor.label or (is_own and "MPI4PY_MPIABI" not in inquiry.environment):
+    if not spec.vendor.label or (is_own and "MPI4PY_MPIABI" not in made.environment):
         return
-    here = ask(replace(inquiry, doctor=host_facts.WITHOUT_DOCTOR), "localhost")
-    if isinstance(here, str) or (inquiry.hosts and not here["mpi"]):  # a login node may lack what the library needs
+    here = ask(spec, made, "localhost")
+    if isinstance(here, str) or (spec.host_names and not here["mpi"]):  # a login node may lack what the library needs
         return
-    if misfit := mpirun.misfit(vendor, program, here["mpi"], here["mpi_error"]):
+    if misfit := _misfit(spec, here):
         raise LaunchError(misfit)
 
 

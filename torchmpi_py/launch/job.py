@@ -99,7 +99,7 @@ class Job:
     _was_explained: bool = False
 
     def __post_init__(self) -> None:
-        self._remains = cleanup.Remains(self.folder)
+        self._remains = cleanup.Remains(self.folder, stop_signals=self.spec.vendor.stop_signals)
         self._notices = NoticeFilter(self._has_explained)
         self._failure_grace = FAILURE_GRACE_SECONDS + TRACE_SECONDS * bool(self.spec.profile)
 
@@ -120,7 +120,7 @@ class Job:
         """Start, wait, clean up; return the exit code of the job."""
         self.has_run, started = True, time.monotonic()
         stderr = terminal.relay(self._notices)
-        self._remains.describe(self.spec.vendor.stop_signals)
+        self._remains.describe()
         # A session of its own: a Ctrl-C then reaches the job once, through us, and not also from the terminal.
         if self.command.hostfile:
             path = self.folder / "hostfile"
@@ -140,7 +140,7 @@ class Job:
         if stderr is not None:
             os.close(stderr)
         self._remains.starter = self.process.pid
-        self._remains.describe(self.spec.vendor.stop_signals)
+        self._remains.describe()
         self._lookout = Lookout(self.folder, self.process.pid, self.spec.num_ranks)
         self._last_wait = LastWait(self._lookout, self._remains)
         try:
@@ -175,7 +175,7 @@ class Job:
                 say(hang)
                 return 1  # as at the deadline of a rank's watchdog
             if now > look:  # often until MPI is up, seldom after
-                self._look_for_remains()
+                self._remains.look()
                 interval = 5.0 if self._remains.shared_memory else min(5.0, 1.2 * interval)
                 look = now + interval
         if self.signals.ending or news:
@@ -219,7 +219,7 @@ class Job:
 
     def record_deaths(self, deaths: list[Death]) -> None:
         """Keep those that may tell why the job fails: what the MPI, or a failing rank, does to the others does not."""
-        self._look_for_remains()  # the others map what the dead one had
+        self._remains.look()  # the others map what the dead one had
         if self._deaths and not self.spec.elastic:
             return
         # A death counts only if it began before every failure: a failing rank has the MPI end the others.
@@ -233,16 +233,12 @@ class Job:
         for death in deaths:
             say(f"{death.name} {death.explain()}{'; the others go on' if death.num_left else ''}")
 
-    def _look_for_remains(self) -> None:
-        if self._remains.look():
-            self._remains.describe(self.spec.vendor.stop_signals)
-
     def _give_time(self, signum: int) -> None:
         """Pass the signal on to ranks that heed it; return when they have ended, or their time is over."""
         forwarded = ForwardedSignal(self._remains, signum)
         if not forwarded.ranks or not self.spec.grace:
             return
-        self._look_for_remains()
+        self._remains.look()
         forwarded.send()
         begin, num_signals, is_quiet = time.monotonic(), len(self.signals.ending), True
         while self._running() and len(self.signals.ending) == num_signals:
@@ -269,7 +265,7 @@ class Job:
     def _end(self, signum: int, grace_seconds: float | None = None) -> None:
         """Ask the starter, wait, then kill what is left of the job on this host."""
         self._is_ending = True  # a rank that dies now was ended with the job
-        self._look_for_remains()
+        self._remains.look()
         for wanted in self.spec.vendor.stop_signals or (signum,):
             num_signals = len(self.signals.ending)
             self.process.send_signal(wanted)

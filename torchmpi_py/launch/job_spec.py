@@ -60,6 +60,11 @@ class JobSpec:
         return "SLURM_JOB_ID" in self.environment
 
     @property
+    def host_names(self) -> tuple[str, ...]:
+        """All hosts that may get ranks; none: this host."""
+        return tuple(host.name for host in self.hosts) or allocation.slurm_nodes(self.environment)
+
+    @property
     def restart(self) -> int:
         """How many attempts were made before this torchmpirun's first one."""
         return 0 if self.group is None else self.group.restart

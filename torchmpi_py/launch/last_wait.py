@@ -20,7 +20,7 @@ import select
 import time
 from math import inf
 
-from torchmpi_py.launch import exit_marks
+from torchmpi_py.launch import exit_marks, proc
 from torchmpi_py.launch.cleanup import Remains
 from torchmpi_py.launch.deaths import Lookout
 from torchmpi_py.launch.exit_marks import Stage
@@ -69,7 +69,7 @@ class LastWait:
         """Whether the job has a process that was started by one which is gone, such as a rank."""
         processes = self._remains.processes()
         known = {str(each) for each in (os.getpid(), *processes)}
-        return not all(known.issuperset(exit_marks.status_fields(each)[1:2]) for each in processes)
+        return not all(known.issuperset(proc.status_fields(each)[1:2]) for each in processes)
 
     def _judge(self, stages: dict[int, Stage], processes: dict[int, int]) -> str:
         """Return why the job is to be ended; "" where a rank may be at work, after a line that says so."""

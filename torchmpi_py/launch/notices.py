@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import io
 import os
 import re
 import time
@@ -13,13 +15,13 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import IO
 
 _RULE = b"-" * 74 + b"\n"  # before and after a notice of Open MPI and its starter
 _NEEDLESS = (b"MPI_ABORT was invoked on rank", b"prterun has exited due to process rank")
 _MOST_BYTES = 4096  # of a notice
 _SEEN_BYTES = 1 << 16
 _HOLD_SECONDS = 0.3  # for the rest of a notice
-_SAY_SECONDS = 1.0  # for another rank to print what it has begun to
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _OF_BAD_INPUT = ("ValueError", "TypeError")  # and the package's own: what else is raised may be a defect of it
 
@@ -108,23 +110,20 @@ def _trim(trace: traceback.TracebackException, kind: type[BaseException]) -> Non
 def said_once(folder: str, text: str, rank: int) -> Iterator[int | None]:
     """The rank of this host that has said just this; None if this rank is the first, which says it in the block.
 
-    The first may be killed before it has: then this rank is to say it, too.
+    The others wait for the first. Where it is killed before it has said it, the next one is the first.
     """
-    if are_full() or not os.path.isdir(folder):
-        yield None
-        return
-    attempt = os.environ.get("TORCHMPIRUN_RESTART", "0")
-    mark = os.path.join(folder, f"said-{attempt}-{zlib.crc32(text.encode(errors='replace'))}")
-    first, until = rank, time.monotonic() + _SAY_SECONDS
+    mark = os.path.join(folder, f"said-{zlib.crc32(text.encode(errors='replace'))}")
+    with _locked(mark) if folder and not are_full() else io.BytesIO() as file:
+        first = file.read()
+        yield int(first) if first else None
+        if not first:
+            file.write(b"%d" % rank)
+
+
+def _locked(path: str) -> IO[bytes]:
+    """A file that no other process has meanwhile; an empty one in memory where it cannot be written."""
     with contextlib.suppress(OSError):
-        try:
-            os.symlink(str(rank), mark)  # there whole, or not at all
-        except FileExistsError:
-            first = int(os.readlink(mark))
-    while first != rank and not os.path.exists(f"{mark}-whole"):
-        if time.monotonic() > until:
-            first = rank
-        time.sleep(_SAY_SECONDS / 50)
-    yield None if first == rank else first
-    with contextlib.suppress(OSError):
-        Path(f"{mark}-whole").touch()
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b", buffering=0)
+        fcntl.flock(file, fcntl.LOCK_EX)  # which goes with the process
+        return file
+    return io.BytesIO()

@@ -11,51 +11,34 @@ from typing import Any, NoReturn
 
 from torchmpi_py.launch import mpirun, ready_scripts, site_settings
 
-_ONCE = "leave it away: ranks meet over MPI, and the program is started once for all hosts"
-_OF_TORCHRUN = dict.fromkeys(
-    ("standalone", "node-rank", "master-addr", "master-port", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf"),
-    _ONCE,
-) | {"nnodes": "leave it away on one host; else name the hosts and their ranks: --hosts a:4,b:4, or --hostfile"}
-"""Options of torchrun that have no meaning here, and what to write. ``--nproc-per-node`` is ``-n`` on one host."""
-_OF_TORCHRUN |= dict.fromkeys(
-    (
-        *("monitor-interval", "start-method", "role", "event-log-handler", "local-addr", "logs-specs"),
-        *("duplicate-stdout-filters", "duplicate-stderr-filters"),
-    ),
-    "there is none; leave it away",
-) | {
+_OF_TORCHRUN = {
+    "standalone node-rank master-addr master-port rdzv-backend rdzv-endpoint rdzv-id rdzv-conf": "leave it away: ranks "
+    "meet over MPI, and the program is started once for all hosts",
+    "nnodes": "leave it away on one host; else name the hosts and their ranks: --hosts a:4,b:4, or --hostfile",
+    "monitor-interval start-method role event-log-handler local-addr logs-specs duplicate-stdout-filters "
+    "duplicate-stderr-filters": "there is none; leave it away",
     "no-python": "the program is a Python file, or a module after -m",
     "run-path": "leave it away: every program is run so",
-    "redirects": "write --log-dir DIRECTORY",
-    "tee": "write --log-dir DIRECTORY, or nothing: all ranks are shown",
+    "r redirects": "write --log-dir DIRECTORY",
+    "t tee": "write --log-dir DIRECTORY, or nothing: all ranks are shown",
     "local-ranks-filter": "write --log-dir DIRECTORY, which shows rank 0 alone",
     "numa-binding": "leave it away: --bind core is the default, and --bind numa or socket are there",
     "signals-to-handle": "write --grace SECONDS, the time that ranks have after a signal",
     "shutdown-timeout": "write --grace SECONDS",
     "virtual-local-rank": "leave it away: every rank sees all GPUs, and takes that of its LOCAL_RANK",
 }
-_OF_MPIRUN = (
-    dict.fromkeys(("-x", "-env", "-genv"), "write --env NAME=VALUE")
-    | dict.fromkeys(("-N", "-ppn", "--npernode", "--pernode"), "name the hosts and their ranks: --hosts a:4,b:4")
-    | dict.fromkeys(("--oversubscribe", "--allow-run-as-root"), "leave it away: it is given where it is needed")
-    | dict.fromkeys(("--bind-to", "-bind-to"), "write --bind core (the default), numa, socket or none")
-    | dict.fromkeys(("--wdir", "-wdir"), "change to the folder before torchmpirun")
-    | {"--prefix": "install the same environment at the same path on all hosts"}
-    | {"-c": "write -n"}
-    | dict.fromkeys(
-        (
-            "--mca",
-            "--map-by",
-            "--rank-by",
-            "--report-bindings",
-            "--display",
-            "--output",
-            "--tag-output",
-            "-prepend-rank",
-        ),
-        "to hand it on: --mpi-args '{option} ...'",
-    )
-)
+"""Options of torchrun that have no meaning here, and what to write. ``--nproc-per-node`` is ``-n`` on one host."""
+_OF_MPIRUN = {
+    "-x -env -genv": "write --env NAME=VALUE",
+    "-N -ppn --npernode --pernode": "name the hosts and their ranks: --hosts a:4,b:4",
+    "--oversubscribe --allow-run-as-root": "leave it away: it is given where it is needed",
+    "--bind-to -bind-to": "write --bind core (the default), numa, socket or none",
+    "--wdir -wdir": "change to the folder before torchmpirun",
+    "--prefix": "install the same environment at the same path on all hosts",
+    "-c": "write -n",
+    "--mca --map-by --rank-by --report-bindings --display --output --tag-output -prepend-rank": "to hand it on: "
+    "--mpi-args '{option} ...'",
+}
 """Those of mpirun or mpiexec, likewise."""
 
 
@@ -121,13 +104,12 @@ def _add_those_of_other_starters(parser: argparse.ArgumentParser) -> None:
     add("--machinefile", "-machinefile", "-hostfile", "-f", dest="hostfile", type=Path)
     add("--log_dir", dest="log_dir", type=Path)
     add("--max_restarts", dest="max_restarts", type=_RESTARTS)
-    for option, name in (("-r", "redirects"), ("-t", "tee")):
-        add(option, action=_Refused, nargs="?", const=("torchrun", _OF_TORCHRUN[name]))
-    for name, remedy in _OF_TORCHRUN.items():
-        both = f"--{name}", f"--{name.replace('-', '_')}"
-        add(*both, action=_Refused, nargs="?", const=("torchrun", remedy))
-    for option, remedy in _OF_MPIRUN.items():
-        add(option, action=_Refused, nargs="?", const=("mpirun", remedy))
+    for names, remedy in _OF_TORCHRUN.items():
+        for name in names.split():
+            both = [f"--{name}", f"--{name.replace('-', '_')}"] if len(name) > 1 else [f"-{name}"]
+            add(*both, action=_Refused, nargs="?", const=("torchrun", remedy))
+    for names, remedy in _OF_MPIRUN.items():
+        add(*names.split(), action=_Refused, nargs="?", const=("mpirun", remedy))
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -27,7 +27,7 @@ import subprocess
 import time
 from types import FrameType
 
-from torchmpi_py.launch import cleanup, exit_marks
+from torchmpi_py.launch import cleanup, exit_marks, proc
 from torchmpi_py.launch.terminal import say
 
 SAME_SECONDS = 1.0  # one request: timeout(1) signals the process and its group, systemd sends SIGTERM and SIGHUP
@@ -170,9 +170,9 @@ class ForwardedSignal:
 
 def _heeds(process_id: int, signum: int) -> bool:
     """Whether the process has a handler for the signal."""
-    return bool(int(exit_marks.proc_field(process_id, "status", "SigCgt"), 16) >> signum - 1 & 1)
+    return bool(int(proc.field(process_id, "status", "SigCgt"), 16) >> signum - 1 & 1)
 
 
 def num_written(process_id: int) -> int:
     """Bytes that the process has written, to files and pipes; 0 where that is not known."""
-    return int(exit_marks.proc_field(process_id, "io", "wchar"))
+    return int(proc.field(process_id, "io", "wchar"))

@@ -1,9 +1,7 @@
 """What a job needs from this process's surroundings, checked before any part of the job is started."""
 
 import os
-import pwd
 import resource
-from collections.abc import MutableMapping
 
 from torchmpi_py.errors import LaunchError
 
@@ -11,13 +9,11 @@ MOST_RANKS = 1 << 20
 _FILES, _FILES_OF_A_RANK = 40, 6  # measured with two ranks: Open MPI starts with 32, MPICH with 40
 
 
-def set_home(environment: MutableMapping[str, str] = os.environ) -> None:
+def set_home() -> None:
     """Set HOME where it is not set, as in some containers and services: Open MPI does not start without it."""
-    if "HOME" not in environment:
-        try:
-            environment["HOME"] = pwd.getpwuid(os.getuid()).pw_dir
-        except KeyError:  # a user id without an account
-            environment["HOME"] = "/"
+    if "HOME" not in os.environ:
+        home = os.path.expanduser("~")
+        os.environ["HOME"] = "/" if home == "~" else home  # "~": a user id without an account
 
 
 def open_standard_streams() -> None:

@@ -42,12 +42,14 @@ class TimelinePage:
             return
         ended = {"exit_code": code, "reason": reason, "restart": restart, "ended_ns": time.time_ns()}
         words = child_python.command("torchmpi_py.bench", "timeline", self.folder, "-o", str(self.path))
-        about = Path(self.folder, "about.json")  # which may be longer than a command line
-        environment = variables.without_outer(os.environ)  # the process is no rank
         try:
-            about.write_text(json.dumps({"command": self.command, **ended}))
             done = subprocess.run(
-                [*words, "--about", str(about)], env=environment, capture_output=True, text=True, timeout=_PAGE_SECONDS
+                [*words, "--about", "/dev/stdin"],  # it may be longer than a command line
+                input=json.dumps({"command": self.command, **ended}),
+                env=variables.without_outer(os.environ),  # the process is no rank
+                capture_output=True,
+                text=True,
+                timeout=_PAGE_SECONDS,
             )
             problem = done.stderr.strip().rpartition("\n")[2] if done.returncode else ""
         except subprocess.TimeoutExpired:
@@ -65,12 +67,9 @@ def kept(spec: JobSpec) -> Iterator[tuple[JobSpec, TimelinePage]]:
         yield spec, TimelinePage(None, "", "")
         return
     path = spec.timeline.absolute()
-    with contextlib.ExitStack() as stack:
-        made = _folder_beside(path, f"--timeline {spec.timeline}")
-        stack.enter_context(Guardian(made.name))  # this process may be killed also while the page is made
-        folder = stack.enter_context(made)
-        spec = replace(spec, variables={**spec.variables, VARIABLE: folder})
-        yield spec, TimelinePage(path, folder, spec.text)
+    made = _folder_beside(path, f"--timeline {spec.timeline}")
+    with Guardian(made.name), made as folder:  # this process may be killed also while the page is made
+        yield replace(spec, variables={**spec.variables, VARIABLE: folder}), TimelinePage(path, folder, spec.text)
 
 
 def _folder_beside(path: Path, option: str) -> tempfile.TemporaryDirectory[str]:

@@ -52,20 +52,23 @@ def cores(allowed: Collection[int] | None = None, devices: Path = _DEVICES) -> l
     )
 
 
-def _listed(path: Path) -> frozenset[int]:
-    """The CPUs that a file lists; none where the system does not have it."""
+def _text(path: Path) -> str:
+    """The content of a file; empty where the system does not have it."""
     try:
-        return read_cpus(path.read_text())
-    except (OSError, ValueError):
-        return frozenset()
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _listed(path: Path) -> frozenset[int]:
+    """The CPUs that a file lists."""
+    text = _text(path)
+    return read_cpus(text) if text else frozenset()
 
 
 def _number(path: Path) -> int:
-    """The number in a file; 0 where the system does not have it."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return 0
+    """The number in a file; 0 if none."""
+    return int(_text(path) or 0)
 
 
 def read_cpus(text: str) -> frozenset[int]:
@@ -82,7 +85,7 @@ def quota_cores(text: str) -> float:
     try:
         quota, period = text.split()
         return float(quota) / float(period) if float(quota) > 0 else math.inf
-    except ValueError:  # "max 100000": no limit
+    except ValueError:  # "max 100000", or nothing: no limit
         return math.inf
 
 
@@ -98,25 +101,15 @@ def _smallest_quota() -> float:
     """The tightest limit of our cgroups; math.floor needs a finite number, so no limit is a large one."""
     quotas = [float(1 << 20)]
     for folder in cgroup_folders("cpu"):
-        try:
-            if (folder / "cpu.max").exists():
-                quotas.append(quota_cores((folder / "cpu.max").read_text()))
-            elif (folder / "cpu.cfs_quota_us").exists():
-                period = (folder / "cpu.cfs_period_us").read_text()
-                quotas.append(quota_cores((folder / "cpu.cfs_quota_us").read_text() + " " + period))
-        except OSError:
-            continue
+        quota_of_version_1 = f"{_text(folder / 'cpu.cfs_quota_us')} {_text(folder / 'cpu.cfs_period_us')}"
+        quotas.append(quota_cores(_text(folder / "cpu.max") or quota_of_version_1))
     return max(1.0, min(quotas))
 
 
 def cgroup_folders(controller: str) -> list[Path]:
     """Folders of this process's cgroup and of its ancestors, of version 2 and of a controller of version 1."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
     folders: list[Path] = []
-    for line in lines:
+    for line in _text(Path("/proc/self/cgroup")).splitlines():
         _, controllers, name = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue

@@ -32,6 +32,8 @@ import zlib
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
+from torchmpi_py.launch import proc
+
 _RANK = (
     "OMPI_COMM_WORLD_RANK",  # Open MPI
     "PMIX_RANK",
@@ -232,19 +234,10 @@ def _hydra_job() -> str:
     """Address at which MPICH's mpiexec listens, from the command line of one of its proxies, one on each host."""
     process_id = os.getpid()
     for _ in range(_MOST_ANCESTORS):
-        process_id = _parent(process_id)
-        with contextlib.suppress(OSError):
-            found = re.search(rb"\0--control-port\0([^\0]+)", Path(f"/proc/{process_id}/cmdline").read_bytes())
-            if found:
-                return os.fsdecode(found[1])
+        process_id = int(proc.field(process_id, "status", "PPid"))
+        if found := re.search(rb"\0--control-port\0([^\0]+)", proc.read(process_id, "cmdline")):
+            return os.fsdecode(found[1])
     return ""
-
-
-def _parent(process_id: int) -> int:
-    with contextlib.suppress(OSError):
-        found = re.search(rb"^PPid:\s*(\d+)", Path(f"/proc/{process_id}/status").read_bytes(), re.MULTILINE)
-        return int(found[1]) if found else 0
-    return 0
 
 
 def _values(environment: Mapping[str, str], given: Mapping[str, str], rank: int, size: int) -> dict[str, str]:

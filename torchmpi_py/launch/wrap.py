@@ -33,7 +33,7 @@ import signal
 import sys
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
@@ -252,40 +252,30 @@ def fail(error: BaseException, code: int, folder: str, rank: int, outlets: Seque
 
     In a job that is asked to end the record is last, because torchmpirun kills the ranks once all have left it.
     """
-    with contextlib.suppress(BaseException):
-        os.close(0)  # else there may be no descriptor for what follows
-    with contextlib.suppress(BaseException):
-        if not _is_asked_to_end(error, folder):
-            exit_marks.record_failure(folder, rank, code)
-    with contextlib.suppress(BaseException):
-        sys.stdout.flush()
-    with contextlib.suppress(BaseException):
-        explain(error, rank, folder, outlets)
-    # The trace of a rank that fails ends here; the others leave none.
-    tracing: Any = sys.modules.get("torchmpi_py.watch.tracing")
-    if tracing is not None:
-        with contextlib.suppress(BaseException):
-            tracing.save()
+    _try(os.close, 0)  # else there may be no descriptor for what follows
+    if not _is_asked_to_end(error, folder):
+        _try(exit_marks.record_failure, folder, rank, code)
+    _try(lambda: sys.stdout.flush())
+    _try(explain, error, rank, folder, outlets)
+    if "torchmpi_py.watch.tracing" in sys.modules:  # the trace of a rank that fails ends here; the others leave none
+        _try(sys.modules["torchmpi_py.watch.tracing"].save)
     if _is_asked_to_end(error, folder):
-        with contextlib.suppress(BaseException):
-            exit_marks.wait_for_output()
-        with contextlib.suppress(BaseException):
-            exit_marks.record_failure(folder, rank, code)
-        _wait_to_be_killed(folder)
-    watch: Any = sys.modules.get("torchmpi_py.watch.abort")
-    if watch is not None:
-        with contextlib.suppress(BaseException):
-            watch.announce()
+        _try(exit_marks.wait_for_output)
+        _try(exit_marks.record_failure, folder, rank, code)
+        while os.path.isdir(folder):  # until torchmpirun kills this rank
+            time.sleep(0.1)
+    if "torchmpi_py.watch.abort" in sys.modules:
+        _try(sys.modules["torchmpi_py.watch.abort"].announce)
     end_job(code, folder, rank)
+
+
+def _try(step: Callable[..., object], *arguments: object) -> None:
+    with contextlib.suppress(BaseException):
+        step(*arguments)
 
 
 def _is_asked_to_end(error: BaseException, folder: str) -> bool:
     return isinstance(error, (KeyboardInterrupt, SystemExit)) and exit_marks.is_left(folder, "ending")
-
-
-def _wait_to_be_killed(folder: str) -> None:
-    while os.path.isdir(folder):
-        time.sleep(0.1)
 
 
 def end_job(code: int, folder: str, rank: int) -> NoReturn:
@@ -382,7 +372,6 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):  # not when it was closed
             stream.reconfigure(line_buffering=True, write_through=False)
     with exit_marks.running(folder, rank):
-        exit_marks.record_alone_at_end(folder, rank)
         run_and_end(options, folder, rank)
 
 

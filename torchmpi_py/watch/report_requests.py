@@ -16,7 +16,7 @@ import os
 import signal
 import time
 
-from torchmpi_py.launch import exit_marks
+from torchmpi_py.launch import proc
 
 _SIGNAL = signal.SIGUSR1
 _DUMP_SECONDS = 0.02  # the handler writes a stack in many small pieces
@@ -73,7 +73,7 @@ def _is_in_use() -> bool:
     if signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
         return True
     # The masks of ignored and of caught signals.
-    masks = [exit_marks.proc_field("self", "status", name) for name in ("SigIgn", "SigCgt")]
+    masks = [proc.field("self", "status", name) for name in ("SigIgn", "SigCgt")]
     return any(int(mask, 16) >> _SIGNAL - 1 & 1 for mask in masks)
 
 
