@@ -54,7 +54,7 @@ def library(folder, loaded, name):
 
 def answers(monkeypatch, capfd):
     """What is said of this set-up by a start, --check, --version and the doctor."""
-    monkeypatch.setattr(launcher.job, "run", lambda *_: sys.exit("started"))
+    monkeypatch.setattr(launcher.attempts, "run", lambda *_: sys.exit("started"))
     for words in (["-n", "2", "-m", "x"], ["--check"], ["--version"]):
         try:
             launcher.main(words)
