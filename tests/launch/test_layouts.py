@@ -67,7 +67,7 @@ def test_numbers_of_ranks(cores, last):
 
 def test_refused(monkeypatch, capfd):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    words = "-n 2 --hosts a:2,b:2 --private --elastic --max-restarts 1 --profile p --log-dir d --timeline t --dry-run"
+    words = "-n 2 --hosts a:2,b:2 --elastic --max-restarts 1 --profile p --log-dir d --timeline t --dry-run"
     assert launcher.main(["--layouts", *words.split(), "-m", "this"]) == 2
     expected = ["the variable OMP_NUM_THREADS", "the other hosts", *re.findall(r"(?<!\S)-\S+", words)]
     assert sorted(capfd.readouterr().err.partition("leave out ")[2].strip().split(", ")) == sorted(expected)

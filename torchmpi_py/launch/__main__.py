@@ -32,7 +32,6 @@ from torchmpi_py.launch import (
     layouts,
     mpirun,
     notices,
-    private,
     ready_scripts,
     surroundings,
     timeline_file,
@@ -121,8 +120,6 @@ def start(words: list[str]) -> int:
         say(note)
     if options.layouts:
         layouts.check(options, spec)
-    if options.private:
-        private.check(spec)
     return show(spec, options.settings) if options.dry_run else launch(spec, options)
 
 
@@ -130,8 +127,6 @@ def launch(spec: JobSpec, options: argparse.Namespace) -> int:
     """Run the job in the way that the options ask for; the exit code."""
     if not spec.as_module:
         checks.check_program(spec.program[0])
-    if options.private:
-        private.enter()
     if options.layouts:
         return layouts.run(spec, options.layout_seconds)
     return group_jobs.run(spec, options.groups) if options.groups else run(spec)

@@ -27,7 +27,7 @@ from torchmpi_py.launch.job_spec import JobSpec
 from torchmpi_py.launch.notices import printable
 from torchmpi_py.launch.signals import Signals
 
-_REFUSED = "num_ranks hosts hostfile elastic max_restarts groups private log_dir profile timeline dry_run"
+_REFUSED = "num_ranks hosts hostfile elastic max_restarts groups log_dir profile timeline dry_run"
 _MOST_LAYOUTS, _LEAST_FULL = 7, 0.95  # the share of the cores that a layout has to use
 _LEAST_LIMIT_SECONDS = 120.0  # for the start of a program: imports, data, compilation
 _POLL_SECONDS, _SHOWN_LINES = 0.1, 10
