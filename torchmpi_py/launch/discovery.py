@@ -21,7 +21,6 @@ import tempfile
 import threading
 import time
 from dataclasses import replace
-from math import inf
 
 from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import host_check, host_facts
@@ -37,7 +36,7 @@ _WAIT_SECONDS = 600.0  # for hosts, in a job without --timeout
 
 def ask(script: str) -> tuple[Host, ...]:
     """The hosts that the script prints. LaunchError if it fails, does not end, or prints something else."""
-    # A file, because a pipe is open as long as a process that the script has left behind; its group ends with it.
+    # A file, because a process that the script leaves behind would keep a pipe open. Its group is killed.
     with tempfile.TemporaryFile("w+", errors="replace") as out:
         words = ["timeout", "-s", "KILL", str(_ANSWER_SECONDS), "sh", "-c", script]
         null = subprocess.DEVNULL
@@ -120,7 +119,7 @@ class Discovery:
     def _answering(self, found: tuple[Host, ...]) -> tuple[Host, ...]:
         """The hosts without those, new to the job, that cannot run it. None is asked if none would get ranks."""
         present, now = {host.name for host in self.spec.hosts}, chosen(self.spec, found)
-        if present.issuperset(now.host_names):
+        if present.issuperset(host.name for host in now.hosts):
             return found
         new = replace(now, hosts=tuple(host for host in found if host.name not in present))
         problems = host_check.check(new, host_facts.WITHOUT_DOCTOR).problems
@@ -138,7 +137,8 @@ class Discovery:
         """Why the attempt is to end and another one to start; empty if it is to go on."""
         if not self.spec.discover:
             return ""
-        now, slots = chosen(self.spec, self._found), {host.name: host.num_slots for host in self._found}
+        found = self._found  # the other thread may replace it
+        now, slots = chosen(self.spec, found), {host.name: host.num_slots for host in found}
         is_lost = any(slots.get(host.name, 0) < host.num_slots for host in self.spec.hosts)
         if now.num_ranks <= self.spec.num_ranks and not is_lost:
             return ""
@@ -156,7 +156,7 @@ class Discovery:
         if self._has_begun:  # before that the answer is that of `first`
             asking = threading.Thread(target=self._ask, kwargs={"at_once": True}, daemon=True)
             asking.start()
-            signals.wait(inf, lambda: not asking.is_alive())
+            signals.wait(_WAIT_SECONDS, lambda: not asking.is_alive())
         self._has_begun, least = True, self.spec.elastic_restart[0]
         if (now := chosen(self.spec, self._found)).num_ranks < least and not signals.ending:
             say(f"waiting for hosts, at most {limit:.0f} s: {_shortage(now)}")
