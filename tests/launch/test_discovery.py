@@ -1,6 +1,7 @@
 """Hosts that come and go (--discover): what the script's answers do to a job, with a stand-in, and in training."""
 
 import json
+import signal
 import time
 
 import pytest
@@ -8,7 +9,7 @@ import stand_in
 from support import jobs
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import discovery, job_spec, mpirun
+from torchmpi_py.launch import discovery, job_spec, mpirun, proc
 from torchmpi_py.launch.hosts import parse_hosts
 from torchmpi_py.launch.job_spec import JobSpec
 from torchmpi_py.launch.options import parse
@@ -21,6 +22,9 @@ def test_what_a_script_prints(monkeypatch, no_leftovers):
     monkeypatch.setattr(discovery, "_ANSWER_SECONDS", 1)
     assert discovery.ask("echo 'a:2 # one'; echo; echo 'b slots=3'; echo a; sleep 5 &") == parse_hosts("a:3,b:3")
     assert discovery.ask("true") == ()
+    left = discovery.ask("sleep 1000 & echo a:$!")[0].num_slots
+    while not proc.is_gone(left):  # else for the time of the test
+        time.sleep(0.01)
     for script, why in ("exit 3", "exit code 3"), ("sleep 60", "no end after 1 s"), ("echo a:b", "'a:b' is not a host"):
         with pytest.raises(LaunchError, match=f"--discover '{script}': {why}"):
             discovery.ask(script)
@@ -36,6 +40,7 @@ def test_what_a_script_prints(monkeypatch, no_leftovers):
         ("a:2,b:2", "c:8,b:2,a:2", ""),  # spare hosts
         ("a:2,b:2", "b:2,a:4", ""),
         ("a:2", "", "none"),
+        ("a:2", "b:1", "b:1"),
     ],
 )
 def test_a_change_of_hosts(before, found, now):
@@ -44,12 +49,31 @@ def test_a_change_of_hosts(before, found, now):
     job._found = parse_hosts(found) if found else ()
     hosts = parse_hosts(now) if now not in ("", "none") else ()
     numbers = sum(host.num_slots for host in hosts), job.spec.num_ranks
-    ranks = "({} ranks, were {})".format(*numbers)
+    ranks = "({} rank{}, were {})".format(numbers[0], "s" * (numbers[0] != 1), numbers[1])
     assert job.news() == (now and f"hosts are now {now} {ranks}: saving, and starting again")
 
 
-def test_waiting_for_hosts(tmp_path, capfd):
-    """A script that fails changes nothing, and is named once."""
+def test_what_ends_an_attempt(monkeypatch, capfd):
+    """An answer that comes twice in a row; a new host counts when it can be reached."""
+    answers = iter(parse_hosts(each) if each else () for each in ["a:2,b:2", "a:2", *["a:2,b:2,c:2"] * 3, "", ""])
+    monkeypatch.setattr(discovery, "ask", lambda script: next(answers))
+    outcome = discovery.host_check.Outcome(["c: no route", "b: refused"], [], "")
+    monkeypatch.setattr(discovery.host_check, "check", lambda *_: outcome)
+    job = discovery.Discovery(discovery.chosen(JobSpec(elastic_restart=(1, 6), discover="?"), parse_hosts("a:2")))
+    told = []
+    for turn in range(7):
+        if turn == 4:
+            del outcome.problems[1]
+        job._ask()
+        told.append(job.news()[14:26])
+    assert told == [*[""] * 4, *["a:2,b:2 (4 r"] * 2, "none (0 rank"]
+    said = capfd.readouterr().err
+    assert [said.count(text) for text in ("c: no route", "b: refused")] == [1, 1]
+
+
+def test_waiting_for_hosts(tmp_path, capfd, monkeypatch):
+    """A script that fails changes nothing, and is named once. A signal for ranks that comes meanwhile is dropped."""
+    monkeypatch.setattr(discovery.host_check, "check", lambda *_: discovery.host_check.Outcome([], [], ""))
     (tmp_path / "hosts").write_text("a:1")
     job = discovery.Discovery(JobSpec(elastic_restart=(2, 4), discover=f"cat {tmp_path}/hosts", timeout=0.5))
     assert not job.wait(time.monotonic(), Signals())
@@ -58,6 +82,11 @@ def test_waiting_for_hosts(tmp_path, capfd):
     (tmp_path / "hosts").unlink()
     assert [job.wait(time.monotonic(), Signals()) for _ in range(2)] == [True, True]
     assert job.spec.num_ranks == 3
+    signals = Signals()
+    signals.receive(signal.SIGUSR1)
+    assert job.wait(time.monotonic(), signals)
+    assert (signals._to_pass_on, signals.cause(5)) == ([], 0)
+    assert not job.wait(time.monotonic() - 1, signals)  # --timeout has passed
     said = capfd.readouterr().err
     assert [said.count(text) for text in ("waiting for hosts", "not enough hosts after", "exit code 1")] == [1, 1, 1]
 
@@ -86,14 +115,19 @@ def test_an_allocation_decides_without_a_script():
 
 
 IN_TURN = """
-import os, sys, time
+import os, signal, sys, time
+from torchmpi_py.launch import exit_marks
 attempt = int(os.environ["TORCHMPIRUN_RESTART"])
 print("attempt", attempt, flush=True)
 if attempt in (0, 2, 3):
-    time.sleep(100)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with exit_marks.running(sys.argv[1], 0):
+        time.sleep(100)
 sys.exit(5 if attempt == 1 else 0)
 """
 CHANGING = """
+options |= {"grace": 9.0, "num_ranks": 1, "discover": "?"}
+signals.Signals.wait = lambda _, seconds: terminal.say(f"pause of {seconds} s")
 made = []
 def make(folder, attempt, begin, make=make):
     made.append(make(folder, attempt, begin))
@@ -104,12 +138,13 @@ def make(folder, attempt, begin, make=make):
 
 
 def test_a_change_is_no_failure(no_leftovers):
-    """Attempt 1 fails, which is the one failure that is allowed."""
+    """Attempt 1 fails, which is the one failure that is allowed. A program that saves and ends with 0 goes on."""
     job = stand_in.run(IN_TURN, most=1, before=CHANGING)
     assert (job.returncode, job.stdout.count("attempt")) == (0, 5), job.stderr
     assert job.stderr.splitlines() == [
         "torchmpirun: other hosts",
         "torchmpirun: attempt 1 of 2 failed (exit code 5); starting again",
+        "torchmpirun: pause of 1.0 s",
         *["torchmpirun: other hosts"] * 2,
     ]
 

@@ -97,7 +97,7 @@ def test_how_often_a_group_is_started_again(tmp_path, monkeypatch, is_here, seco
         job.started, job.ended = time.monotonic() - seconds, time.monotonic()
 
     monkeypatch.setattr(group_jobs._GroupJob, "start", start)
-    monkeypatch.setattr(group_jobs.host_check, "is_this_host", lambda host: is_here, raising=False)
+    monkeypatch.setattr(group_jobs.hosts, "is_this_host", lambda host: is_here, raising=False)
     group = GroupOfRanks(0, 1, "token", str(tmp_path))
     job = group_jobs._GroupJob(JobSpec(hosts=(hosts.Host("a", 2),), group=group), (), None)
     num_failures = 1

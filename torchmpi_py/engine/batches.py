@@ -129,7 +129,7 @@ class BatchIterator(ABC):
         """The place after the last batch, as plain data that are equal on all ranks, whatever is read ahead."""
         is_next = self._is_set or self._place.is_over
         place = IterationPlace(self.epoch, self._first) if is_next else self._place
-        return {"epoch": place.epoch, "position": place.position, "size": self.size, "order": self._order_facts()}
+        return {"epoch": place.epoch, "position": place.position, "order": self._order_facts()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on at the place of a ``state_dict``; the same on every rank.

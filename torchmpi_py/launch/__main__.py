@@ -77,7 +77,7 @@ def answer(options: argparse.Namespace, words: list[str]) -> int:
         print(ready_scripts.text(options.template), end="")
         return 0
     try:
-        spec, no_starter = discovery.first(job_spec.read(options, words, os.environ)), ""
+        spec, no_starter = discovery.first(job_spec.read(options, words, os.environ), waits=not options.check), ""
     except LaunchError as error:
         if options.check:
             raise
@@ -115,7 +115,7 @@ def start(words: list[str]) -> int:
     if options.check or options.version or options.template:
         return answer(options, words)
     allocation.check(os.environ)
-    spec = discovery.first(job_spec.read(options, words, os.environ))
+    spec = discovery.first(job_spec.read(options, words, os.environ), waits=not (options.dry_run or options.layouts))
     for note in spec.notes:
         say(note)
     if options.layouts:

@@ -25,9 +25,9 @@ Waiter = Callable[[float, Signals], bool]
 def run(make: Maker, most: int, tail: Tail, wait: Waiter = lambda begin, signals: True) -> tuple[int, list[Job]]:
     """Run the job that ``make(folder, attempt, begin)`` gives, up to ``most`` times more; the exit code, all attempts.
 
-    A job that fails on other hosts than the one before is counted anew. ``wait(begin, signals)`` is called before each
-    attempt; if it returns False there is none, and the exit code is that of a timeout. Returns when the reader of
-    ``tail`` has all, or the job was ended from outside.
+    After an attempt of a minute or more, failures on other hosts are counted anew. ``wait(begin, signals)`` is called
+    before each attempt; if it returns False there is none, and the exit code is that of a timeout. Returns when the
+    reader of ``tail`` has all, or the job was ended from outside.
     """
     cleanup.clear_abandoned()
     with Signals() as signals:
@@ -50,7 +50,7 @@ def _run_attempts(make: Maker, most: int, signals: Signals, tail: Tail, wait: Wa
         is_ready, folder = wait(begin, signals), new_folder()
         with Guardian(folder.name), folder:  # the guardian outlives the folder
             job = make(Path(folder.name), len(attempts), begin)
-            if attempts and job.spec.hosts != attempts[-1].spec.hosts:
+            if attempts and attempts[-1].has_lasted and job.spec.hosts != attempts[-1].spec.hosts:
                 num_failures = 0
             attempts.append(job)
             job.signals, job.was_ended = signals, not is_ready
@@ -65,6 +65,8 @@ def _run_attempts(make: Maker, most: int, signals: Signals, tail: Tail, wait: Wa
         if code == 0 or job.was_ended or not _goes_on(job, code, num_failures, most, signals.cause(code)):
             return code, attempts
         num_failures += 1
+        if job.spec.discover:  # the hosts may need a moment
+            signals.wait(2.0 ** min(num_failures - 1, 6))
 
 
 def _goes_on(job: Job, code: int, attempt: int, most: int, signum: int) -> bool:
@@ -73,7 +75,7 @@ def _goes_on(job: Job, code: int, attempt: int, most: int, signum: int) -> bool:
         is_again = attempt < most and not signum
         what = f"; not started again after signal {signum}, which was passed on" if signum and attempt < most else ""
         what = "; starting again" if is_again else what
-        say(f"attempt {attempt + 1} of {most + 1} failed ({job.reason or f'exit code {code}'}){what}")
+        say(f"attempt {attempt + 1} of {most + 1} {job.verb} ({job.reason or f'exit code {code}'}){what}")
         return is_again
     if job.reason:
         say(job.reason)

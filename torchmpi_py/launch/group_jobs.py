@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import binding, child_python, host_check, hosts, topology, variables
+from torchmpi_py.launch import binding, child_python, hosts, topology, variables
 from torchmpi_py.launch.cleanup import Guardian
 from torchmpi_py.launch.group_of_ranks import EXPERIMENT, REASON, VARIABLE, GroupOfRanks
 from torchmpi_py.launch.hosts import Host
@@ -152,7 +152,7 @@ class _GroupJob:
 
     def can_go_on(self, code: int) -> bool:
         """Whether a failed job is to be started again, because of its experiments."""
-        is_far = bool(self.spec.hosts) and not host_check.is_this_host(self.spec.hosts[0].name)
+        is_far = bool(self.spec.hosts) and not hosts.is_this_host(self.spec.hosts[0].name)
         has_mark = self.group.path(EXPERIMENT).exists()
         may_be_of_one = is_far and not has_mark and self.ended - self.started > STARTING_SECONDS
         self.num_far_failures += may_be_of_one

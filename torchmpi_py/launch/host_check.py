@@ -13,7 +13,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import zlib
@@ -26,6 +25,7 @@ from torchmpi_py.errors import LaunchError
 from torchmpi_py.launch import command, host_facts, mpirun, variables
 from torchmpi_py.launch.command import StarterCommand
 from torchmpi_py.launch.host_facts import WITH_DOCTOR, WITHOUT_DOCTOR
+from torchmpi_py.launch.hosts import is_this_host
 from torchmpi_py.launch.job_spec import JobSpec
 
 _PACKAGE = Path(__file__).parents[1]
@@ -72,23 +72,6 @@ def asking_command(spec: JobSpec, made: StarterCommand, host: str, doctor: str) 
     options = [word for name in spec.vendor.ssh_environment for word in shlex.split(made.environment.get(name, ""))]
     ssh = [spec.launch_agent] if spec.launch_agent else ["ssh", "-o", "BatchMode=yes", *options]
     return [*ssh, host, there]
-
-
-def is_this_host(host: str) -> bool:
-    """Whether the name stands for an address of this host."""
-    bare = host.rpartition("@")[2].strip("[]")
-    try:
-        found = socket.getaddrinfo(bare, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return bare == socket.gethostname()
-    for family, kind, _, _, address in found:
-        try:
-            with socket.socket(family, kind) as trying:
-                trying.bind(address)
-        except OSError:
-            continue
-        return True
-    return False
 
 
 def ask(spec: JobSpec, made: StarterCommand, host: str, doctor: str = WITHOUT_DOCTOR) -> dict[str, Any] | str:

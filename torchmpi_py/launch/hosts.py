@@ -15,6 +15,7 @@ import contextlib
 import os
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -82,6 +83,23 @@ def merge(hosts: Iterable[Host]) -> tuple[Host, ...]:
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.num_slots
     return tuple(Host(name, num_slots) for name, num_slots in slots.items())
+
+
+def is_this_host(host: str) -> bool:
+    """Whether the name stands for an address of this host."""
+    bare = host.rpartition("@")[2].strip("[]")
+    try:
+        found = socket.getaddrinfo(bare, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return bare == socket.gethostname()
+    for family, kind, _, _, address in found:
+        try:
+            with socket.socket(family, kind) as trying:
+                trying.bind(address)
+        except OSError:
+            continue
+        return True
+    return False
 
 
 def render(hosts: Iterable[Host], line: str) -> str:

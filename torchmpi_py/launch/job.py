@@ -87,9 +87,11 @@ class Job:
     folder: Path
     begin: float = field(default_factory=time.monotonic)  # of the first attempt
     reason: str = ""  # why it failed
+    verb: str = "failed"  # what it did, for a message
     has_run: bool = False
     may_lack_something: bool = False  # a start that failed, and no rank of this host said how
     was_ended: bool = False  # by a signal or the time limit
+    has_lasted: bool = False  # longer than a start that fails
     starts_again: bool = False  # ended because its hosts have changed
     signals: Signals = field(default_factory=Signals)
     news: Callable[[], str] = lambda: ""  # why the job is to end and to start again; empty while it is not
@@ -145,8 +147,8 @@ class Job:
         self._last_wait = LastWait(self._lookout, self._remains)
         try:
             code = self._wait()
-            is_young = time.monotonic() - started < STARTING_SECONDS
-            self.may_lack_something = is_young and not (self.was_ended or exit_marks.failures(self.folder))
+            self.has_lasted = time.monotonic() - started > STARTING_SECONDS
+            self.may_lack_something = not (self.has_lasted or self.was_ended or exit_marks.failures(self.folder))
             return code
         finally:
             self._remains.clear(self.process.wait)
@@ -157,7 +159,7 @@ class Job:
         look, interval, news = time.monotonic(), 0.1, ""
         while self._running():
             now = time.monotonic()
-            if self.signals.ending or (news := self.news()):
+            if self.signals.ending or (news := self._change()):
                 break
             if self.is_late:
                 self.reason = f"the job passed its limit of {self.spec.timeout:g} s (--timeout)"
@@ -199,10 +201,14 @@ class Job:
         else:
             self.was_ended, self.reason = True, f"the job was ended by signal {signum}"
         self._give_time(signum)
-        # Otherwise the ranks have reached the end of their program meanwhile.
-        self.starts_again = bool(news) and (self.process.poll() != 0 or self._exit_code() != 0)
+        self.starts_again = bool(news)  # whatever its code: a program that has saved may end with 0
         self._end(signum)
-        return 128 + signum if self.starts_again or not news else 0
+        return 128 + signum
+
+    def _change(self) -> str:
+        """Why the job is to end and to start again; empty if it is to go on, or the programs of its ranks are over."""
+        news = self.news()
+        return "" if news and next(self.folder.glob("through-*"), None) and not self._left() else news
 
     def _running(self) -> bool:
         """Take in what happens within a moment: signals, deaths, the starter's end; whether the starter runs."""
@@ -289,7 +295,8 @@ class Job:
         code = 128 - own if own < 0 else int(own)
         failures = exit_marks.failures(self.folder)
         if not failures and (wanted := exit_marks.code_of_end(self.folder)):
-            self.was_ended = not self.spec.discover  # the ranks were asked, and not torchmpirun: a host may be leaving
+            # The ranks were asked, and not torchmpirun: a host may be leaving.
+            self.verb, self.was_ended = "ended, as its ranks were asked to", not self.spec.discover
             return wanted
         report = self._starter_report(code)
         if report and not self._lookout.has(report.rank) and all(each.report for each in failures):

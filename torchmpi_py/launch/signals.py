@@ -25,6 +25,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from types import FrameType
 
 from torchmpi_py.launch import cleanup, exit_marks, proc
@@ -37,6 +38,7 @@ PARENT_ENDED = "its parent has ended, and so does the job (nohup or setsid lets 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CUTTING_SHORT = (signal.SIGINT, signal.SIGTERM)  # when the job is being ended already
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+_POLL_SECONDS = 0.05
 _DEADLOCK_SECONDS = 3.0  # how long Ctrl-C may take to reach the first rank
 _DEAF_SECONDS = 0.5  # how long a signal may take to reach a program that computes, once another rank has left
 _IDLE_SECONDS = 10.0  # how long ranks may write nothing, once another rank has left
@@ -82,13 +84,20 @@ class Signals:
             self.receive(signal.SIGHUP)
             say(PARENT_ENDED)
 
+    def wait(self, seconds: float, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Wait so long, or until ``is_over()``, or until a signal ends the job."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not (self.ending or is_over()):
+            time.sleep(_POLL_SECONDS)
+            self.look_at_parent()
+
     def pass_on(self, *processes: "subprocess.Popen[bytes]") -> None:
-        """Send starters what came for the ranks."""
+        """Send starters what came for the ranks; without a starter, drop it."""
         while self._to_pass_on:
             signum = self._to_pass_on.pop(0)
             for process in processes:
                 process.send_signal(signum)
-            self._passed_on[signum] = time.monotonic()
+                self._passed_on[signum] = time.monotonic()
 
     def cause(self, code: int) -> int:
         """The signal passed on of which a job died that has just ended with this code, or soon after; else 0."""
