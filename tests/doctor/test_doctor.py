@@ -265,7 +265,7 @@ def test_other_people_on_the_host(monkeypatch, tmp_path):
 
     monkeypatch.setattr(pathlib.Path, "stat", with_owner)
     monkeypatch.setattr(host.pwd, "getpwuid", account)
-    only(host.users(tmp_path), WARNING, "u1001, u1002 also use", "torchmpirun --private")
+    only(host.users(tmp_path), WARNING, "u1001, u1002 also use", "unshare --user")
     for number in (1001, 1002):
         (tmp_path / str(number)).rmdir()
     only(host.users(tmp_path), OK, "none")

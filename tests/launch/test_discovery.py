@@ -70,7 +70,6 @@ def test_waiting_for_hosts(tmp_path, capfd):
         ("--elastic-restart 1:2 --groups 2", "leave out --groups"),
         ("--elastic-restart 1:2 --elastic", "leave out --elastic"),
         ("--elastic-restart 1:2 --discover s --hosts a", "leave out --hosts"),
-        ("--elastic-restart 1:2 --discover s --private", "leave out --private"),
         ("--elastic-restart 3:4 --hosts a:2", "there is room for 2 ranks"),
     ],
 )

@@ -64,7 +64,7 @@ def test_numbers_of_ranks(cores, last):
     assert layouts.numbers_of_ranks(cores)[-4:][-len(last) :] == last
 
 
-HOSTS = "-n 2 --hosts a:2,b:2 --private --elastic --max-restarts 1 --profile p --log-dir d --timeline t --dry-run"
+HOSTS = "-n 2 --hosts a:2,b:2 --elastic --max-restarts 1 --profile p --log-dir d --timeline t --dry-run"
 THREADS = "--nproc-per-node 2 --elastic-restart 1:2 --env OMP_NUM_THREADS=1"
 
 

@@ -32,7 +32,6 @@ from torchmpi_py.launch import (
     layouts,
     mpirun,
     notices,
-    private,
     ready_scripts,
     surroundings,
     timeline_file,
@@ -122,8 +121,6 @@ def start(words: list[str]) -> int:
         say(note)
     if options.layouts:
         layouts.check(options, spec)
-    if options.private:
-        private.check(spec)
     return show(spec, options.settings) if options.dry_run else launch(spec, options)
 
 
@@ -131,8 +128,6 @@ def launch(spec: JobSpec, options: argparse.Namespace) -> int:
     """Run the job in the way that the options ask for; the exit code."""
     if not spec.as_module:
         checks.check_program(spec.program[0])
-    if options.private:
-        private.enter()
     host_check.refuse_misfit(spec)
     if spec.vendor.shared_bytes and not spec.hosts:
         checks.check_shared_memory(spec.vendor, spec.num_ranks)

@@ -145,7 +145,7 @@ def _num_ranks_within(options: argparse.Namespace, num_ranks: int) -> int:
         raise LaunchError("--discover names hosts; add --elastic-restart MIN:MAX, the numbers of ranks that may run")
     (least, most), script = options.elastic_restart, options.discover
     of_restart = {"-n": options.num_ranks, "--groups": options.groups, "--elastic": options.elastic}
-    of_script = {f"--{name}": getattr(options, name) for name in ("hosts", "hostfile", "private")}
+    of_script = {f"--{name}": getattr(options, name) for name in ("hosts", "hostfile")}
     for option, value in (of_restart | of_script if script else of_restart).items():
         if value:
             other = f"--elastic-restart {least}:{most}" if option in of_restart else "--discover"

@@ -26,7 +26,7 @@ from torchmpi_py.launch.notices import printable
 from torchmpi_py.launch.signals import Signals
 
 _REFUSED = (
-    "num_ranks ranks_per_host hosts hostfile elastic elastic_restart discover max_restarts groups private log_dir "
+    "num_ranks ranks_per_host hosts hostfile elastic elastic_restart discover max_restarts groups log_dir "
     "profile timeline dry_run"
 )
 _MOST_LAYOUTS, _LEAST_FULL = 7, 0.95  # the share of the cores that a layout has to use

@@ -161,7 +161,6 @@ def _parser() -> _Parser:
     add("--elastic", action="store_true", help="let the survivors go on when a rank dies (Open MPI's ULFM)")
     add("--elastic-restart", type=_bounds, default=(), metavar="MIN:MAX", help="let a restart have other ranks")
     add("--discover", default="", metavar="SCRIPT", help="prints the hosts that are there; restart when they change")
-    add("--private", action="store_true", help="give the job a network of its own, which no other user can reach")
     add("--launch-agent", default="", metavar="PATH", help="a program to use in place of ssh")
     add("--interface", default="", metavar="NAME", help="the network interface by which hosts reach each other: ib0")
     add("--srun-mpi", default="pmix", metavar="TYPE", help="srun's --mpi= for --mpi srun: pmix (default), pmi2")
