@@ -169,14 +169,11 @@ def test_the_hosts_of_a_flux_instance(tmp_path):
 STEPS = {
     "srun": {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"},
     "jsrun": {"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "4"},
-    "mpiexec": {"PALS_RANKID": "1", "PMI_RANK": "1", "PMI_SIZE": "4"},
-    "flux run": {"FLUX_TASK_RANK": "1", "PMI_RANK": "1", "PMI_SIZE": "4"},
 }
 
 
 @pytest.mark.parametrize("launcher", STEPS)
-def test_several_torchmpiruns_of_another_launcher_are_refused(monkeypatch, launcher):
-    monkeypatch.setattr(os, "isatty", lambda _: False)
+def test_several_torchmpiruns_of_another_launcher_are_refused(launcher):
     with pytest.raises(
         LaunchError, match=f"^{launcher} has started torchmpirun 4 times, and it starts all ranks; call it once"
     ):
@@ -186,14 +183,14 @@ def test_several_torchmpiruns_of_another_launcher_are_refused(monkeypatch, launc
     )
 
 
-def test_ranks_and_shells_are_not_taken_for_such_starts(monkeypatch):
-    monkeypatch.setattr(os, "isatty", lambda _: False)
+def test_ranks_and_shells_are_not_taken_for_such_starts():
     for rank in ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, {"PMI_RANK": "2", "PMI_SIZE": "4"}):
         allocation.check(rank)
         allocation.check(rank | AB | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"})  # of an MPI's daemon
     allocation.check(AB | {"SLURM_PROCID": "0"})  # the script of a job
-    monkeypatch.setattr(os, "isatty", lambda _: True)
-    allocation.check(STEPS["srun"])  # srun --pty bash
+    for inside in ("SLURM_PTY_PORT", "TORCHMPIRUN_JOB_DIR", "FLUX_URI"):  # srun --pty bash; a rank; flux batch
+        for step in STEPS.values():
+            allocation.check(step | {inside: "1"})
 
 
 def test_a_heterogeneous_job_is_refused():

@@ -21,29 +21,33 @@ def settings(monkeypatch, tmp_path):
     return write
 
 
+SITE = 'mpi = "mpich"\nbind = "numa"\nenv = ["A=1"]\nsrun_mpi = "pmi2"\ninterface = "ib0"\nmpi_args = ["-x", "a b"]\n'
+USER = 'bind = "socket"\nlaunch_agent = "/bin/agent"\ninterface = ""\nenv = "C=-x y"\ngrace = 0\n'
+
+
 def test_the_command_line_wins_over_the_user_over_the_site(settings, capsys):
-    site = settings('mpi = "mpich"\nbind = "numa"\nenv = ["A=1"]\nsrun_mpi = "pmi2"\nelastic = false\n')
-    user = settings('bind = "socket"\nlaunch_agent = "/bin/agent"\n', "user.toml")
+    site, user = settings(SITE), settings(USER, "user.toml")
     options = launcher.parse(["--srun-mpi", "pmix", "--env", "B=2", "--elastic", "a.py"])
     assert (options.mpi, options.bind, options.srun_mpi, options.elastic) == ("mpich", "socket", "pmix", True)
-    assert options.env == ["A=1", "B=2"]
+    assert (options.env, options.mpi_args) == (["A=1", "C=-x y", "B=2"], ["-x", "a b"])
+    assert (options.interface, options.grace) == ("", 0)
     assert launcher.main(["--dry-run", "--bind", "none", "a.py"]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[:4] == [
-        f"# mpi: from {site}",
-        f"# env: from {site}",
-        f"# srun_mpi: from {site}",
-        f"# launch_agent: from {user}",
-    ]
-    assert "bind" not in shown[4]
+    files = {"mpi": site, "env": user, "srun_mpi": site, "interface": user, "mpi_args": site}
+    files |= {"launch_agent": user, "grace": user}  # and not --bind, which is the command line's
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")]
+    assert shown == [f"# {name}: from {file}" for name, file in files.items()]
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ('mpi = "ompi"', "invalid choice: 'ompi'"),
-        ('colour = "red"', "unrecognized arguments: --colour=red"),
-        ("max_restarts = -1", "-1 restarts are not possible"),
+        ('colour = "red"', "colour is not a setting (mpi, interface, "),
+        ("timeout = -1", "-1 seconds are no limit"),
+        ("timeout = true", "timeout = True: expected a text or a number; correct it, or set TORCHMPI_CONFIG to"),
+        ("env = [1]", "env = [1]: expected a text or a number or a list of texts"),
+        ("mpi = {}", "mpi = {}: expected"),
+        ("bind = ['core']", "bind = ['core']: expected a text or a number;"),
         ("mpi = mpich", "cannot be read as TOML"),
     ],
 )
@@ -60,10 +64,12 @@ def test_a_mistake_is_named_with_its_file(settings, capfd, text, said):
 
 
 def test_a_file_that_is_named_and_missing_is_an_error_and_none_is_needed(settings, monkeypatch, tmp_path):
-    with pytest.raises(LaunchError, match="TORCHMPI_CONFIG=/none: there is no such file"):
-        site_settings.files({"TORCHMPI_CONFIG": "/none"})
+    for name in ("/none", "none", "pyproject.toml"):  # which is there, and not for a rank in another folder
+        with pytest.raises(LaunchError, match=f"TORCHMPI_CONFIG={name}: there is no such file"):
+            site_settings.files({"TORCHMPI_CONFIG": name})
     monkeypatch.setattr(site_settings, "SITE", str(tmp_path / "none"))
-    assert site_settings.files({}) == []
+    for none in ({}, {"TORCHMPI_CONFIG": ""}, {"TORCHMPI_CONFIG": "/dev/null"}):
+        assert site_settings.files(none) == []
     settings("", "user.toml")
     assert site_settings.files({}) == [tmp_path / "user.toml"]
 
@@ -73,8 +79,7 @@ def test_an_interface_is_set_for_all_that_use_the_network(monkeypatch, tmp_path)
         words = ["--dry-run", "--mpi", vendor, "--interface", "ib0", *words, "-n", "2", "a.py"]
         return command.build(job_spec.read(launcher.parse(words), words, {}), tmp_path)
 
-    with pytest.raises(LaunchError, match=r"--interface ib0: this host has .*lo.*; name one of them"):
-        build("openmpi")
+    assert "ib0" not in build("openmpi").added.values()
     for vendor in mpirun.NAMES:
         made = build(vendor, "--hosts", "a,b")
         names = {"GLOO_SOCKET_IFNAME", *mpirun.vendor_named(vendor).interface_variables}
@@ -82,7 +87,8 @@ def test_an_interface_is_set_for_all_that_use_the_network(monkeypatch, tmp_path)
         assert (made.added["NCCL_SOCKET_IFNAME"], made.added["UCX_NET_DEVICES"]) == ("=ib0", "ib0")
         assert ("-iface" in made.words) == (vendor in ("mpich", "intel"))
         assert names | {"UCX_NET_DEVICES"} <= {*made.forwarded, *made.environment}
-    monkeypatch.setattr(command, "_NETWORKS", tmp_path)
+    monkeypatch.setattr(command, "NETWORKS", tmp_path)
     (tmp_path / "ib0" / "device" / "infiniband" / "mlx5_1").mkdir(parents=True)
+    assert build("openmpi", "--hosts", "a,b").added["UCX_NET_DEVICES"] == "ib0"
     (tmp_path / "ib0" / "dev_port").write_text("0\n")
     assert build("openmpi", "--hosts", "a,b").added["UCX_NET_DEVICES"] == "mlx5_1:1"

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchmpi_py.doctor import OK, PROBLEM, WARNING, Finding, probes
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import child_python, mpirun, variables
+from torchmpi_py.launch import child_python, mpirun, site_settings, variables
 
 _OLDEST = {"python": (3, 10), "torch": (2, 4), "mpi4py": (4, 1)}
 _PROBE_SECONDS, _TRIAL_SECONDS = 120, 120
@@ -121,7 +121,7 @@ def trial(program: Path = _TRIAL) -> Iterator[Finding]:
     command = child_python.command("torchmpi_py.launch", "-n", "2", "--timeout", str(_TRIAL_SECONDS))
     try:
         here = {name: value for name, value in os.environ.items() if not name.startswith(_ALLOCATIONS)}
-        job = _run([*command, str(program)], here, _TRIAL_SECONDS + 30)
+        job = _run([*command, str(program)], here | {site_settings.VARIABLE: os.devnull}, _TRIAL_SECONDS + 30)
     except subprocess.TimeoutExpired:
         remedy = f"run it by hand: torchmpirun -n 2 {program}"
         yield Finding(PROBLEM, "two ranks", f"no end within {_TRIAL_SECONDS + 30} s", remedy)

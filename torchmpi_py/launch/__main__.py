@@ -44,11 +44,8 @@ from torchmpi_py.launch.terminal import Tail, say
 
 def run(spec: JobSpec) -> int:
     """Start the job, and again if it fails; its exit code."""
-    host_check.refuse_misfit(spec)
     checks.check_output_folder("--log-dir", spec.log_dir, replaced="" if spec.restart else "rank-0.log")
     checks.check_output_folder("--profile", spec.profile)
-    if spec.vendor.shared_bytes and not spec.hosts:
-        checks.check_shared_memory(spec.vendor, spec.num_ranks)
     with timeline_file.kept(spec) as (spec_of_page, page), discovery.Discovery(spec_of_page) as found:
 
         def make(folder: Path, attempt: int, begin: float) -> Job:
@@ -76,16 +73,16 @@ def answer(options: argparse.Namespace, words: list[str]) -> int:
     if options.template:
         print(ready_scripts.text(options.template), end="")
         return 0
-    try:
-        spec, no_starter = discovery.first(job_spec.read(options, words, os.environ), waits=not options.check), ""
-    except LaunchError as error:
-        if options.check:
-            raise
-        spec, no_starter = JobSpec(vendor=mpirun.vendor_named("srun"), starter="", environment=os.environ), str(error)
     if options.version:
-        print("\n".join(host_check.versions(spec, no_starter)))
+        no_starter = ""
+        try:
+            vendor, starter = mpirun.find(options.mpi, os.environ)
+        except LaunchError as error:
+            vendor, starter, no_starter = mpirun.vendor_named("srun"), "", str(error)
+        here = JobSpec(vendor=vendor, starter=starter, environment=os.environ)
+        print("\n".join(host_check.versions(here, no_starter)))
         return 0
-    found = host_check.check(spec)
+    found = host_check.check(discovery.first(job_spec.read(options, words, os.environ), waits=False))
     print(notices.printable("\n".join([*found.problems, *found.warnings, *([] if found.problems else [found.text])])))
     return 2 if found.problems else 0
 
@@ -105,12 +102,16 @@ def show(spec: JobSpec, settings: Mapping[str, Path]) -> int:
 def start(words: list[str]) -> int:
     """Do what the command line asks for; the exit code. LaunchError where that cannot be."""
     if words[:1] == [group_jobs.OPTION]:
-        return run(pickle.loads(Path(words[1]).read_bytes()))
+        try:
+            spec = pickle.loads(Path(*words[1:]).read_bytes())
+        except Exception:
+            raise LaunchError(f"{shlex.join(words)}: torchmpirun alone writes this option; leave it out") from None
+        return run(spec)
+    surroundings.set_home()
     options = parse(words)
     if not hasattr(os, "sched_getaffinity"):
         raise LaunchError("this system is not Linux, and torchmpirun works on Linux only")
     surroundings.open_standard_streams()
-    surroundings.set_home()
     checks.check_working_folder()
     if options.check or options.version or options.template:
         return answer(options, words)
@@ -127,9 +128,17 @@ def launch(spec: JobSpec, options: argparse.Namespace) -> int:
     """Run the job in the way that the options ask for; the exit code."""
     if not spec.as_module:
         checks.check_program(spec.program[0])
+    host_check.refuse_misfit(spec)
+    if spec.vendor.shared_bytes and not spec.hosts:
+        checks.check_shared_memory(spec.vendor, spec.num_ranks)
     if options.layouts:
         return layouts.run(spec, options.layout_seconds)
-    return group_jobs.run(spec, options.groups) if options.groups else run(spec)
+    if not options.groups:
+        return run(spec)
+    checks.check_output_folder("--log-dir", spec.log_dir)  # here too, for one line, and not one for each group
+    checks.check_output_folder("--profile", spec.profile)
+    with timeline_file.kept(spec):
+        return group_jobs.run(spec, options.groups)
 
 
 def main(argv: list[str] | None = None) -> int:

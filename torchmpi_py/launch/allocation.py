@@ -7,7 +7,6 @@ core. SLURM_TASKS_PER_NODE is no answer then: it counts hardware threads (seen w
 """
 
 import contextlib
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -23,8 +22,9 @@ from torchmpi_py.launch.hosts import Host
 Environment = Mapping[str, str]
 Found = tuple[Iterable[Host], str]  # hosts, and what a slot is: a "slot" or "task" of the user's, a "GPU" or a "core"
 _ASKED_FOR_TASKS = ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_GPU", "SLURM_GPUS_PER_TASK")
-# What a launcher sets in each process that it starts.
-_STEPS = {"SLURM_PROCID": "srun", "JSM_NAMESPACE_RANK": "jsrun", "PALS_RANKID": "mpiexec", "FLUX_TASK_RANK": "flux run"}
+_STEPS = {"SLURM_STEP_NUM_TASKS": "srun", "JSM_NAMESPACE_SIZE": "jsrun"}  # how many processes a launcher has started
+# Inside of a rank, an instance of Flux or `srun --pty`, the variables of a step say nothing of torchmpirun.
+_INSIDE = ("TORCHMPIRUN_JOB_DIR", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "FLUX_URI", "SLURM_PTY_PORT", "SLURM_PTY_WIN_COL")
 _PBS_AGENT = Path(__file__).with_name("templates") / "pbs_agent.sh"
 
 
@@ -80,10 +80,11 @@ def check(environment: Environment) -> None:
     """Refuse a job whose hosts no MPI finds, and a torchmpirun that another launcher has started several times."""
     if "SLURM_JOB_ID_HET_GROUP_1" in environment or "SLURM_JOB_ID_PACK_GROUP_1" in environment:
         raise LaunchError("no MPI starts ranks in a heterogeneous job of Slurm; ask for a job without ` : `")
-    launcher = next((name for variable, name in _STEPS.items() if variable in environment), "srun")
-    is_step = launcher != "srun" or variables.is_srun(environment)  # the daemons of an MPI are steps, and not its ranks
-    if (number := variables.size_in(environment) or 1) > 1 and is_step and not os.isatty(0):  # as under `srun --pty`
-        raise LaunchError(f"{launcher} has started torchmpirun {number} times, and it starts all ranks; call it once")
+    for variable, launcher in _STEPS.items():
+        number = variables.number(environment.get(variable, "")) or 1
+        if number > 1 and not any(name in environment for name in _INSIDE):
+            what = f"{launcher} has started torchmpirun {number} times"
+            raise LaunchError(f"{what}, and it starts all ranks; call it once")
 
 
 def _allocated(environment: Environment, ignored: tuple[type[Exception], ...]) -> tuple[str, tuple[Host, ...], str]:

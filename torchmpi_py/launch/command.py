@@ -21,7 +21,7 @@ from torchmpi_py.launch import (
     variables,
     wrap,
 )
-from torchmpi_py.launch.job_spec import JobSpec
+from torchmpi_py.launch.job_spec import NETWORKS, JobSpec
 from torchmpi_py.launch.mpirun import Options
 
 # What the ranks must not inherit: the place of this process in another job, and the variable by which a started process
@@ -42,8 +42,6 @@ FORWARDED = (
     *binding.THREAD_VARIABLES,
 )
 """Beginnings of the variables that must reach the ranks on other hosts, besides those of --env."""
-
-_NETWORKS = Path("/sys/class/net")
 
 
 @dataclass(frozen=True)
@@ -124,9 +122,9 @@ def _settings(spec: JobSpec, folder: Path, inherited: Mapping[str, str], *, is_b
 
 def _ucx_device(interface: str) -> str:
     """UCX's name of an interface: of the RDMA device behind it, where there is one."""
-    place = _NETWORKS / interface
-    device = next((place / "device" / "infiniband").glob("*"), None)
-    return interface if device is None else f"{device.name}:{int((place / 'dev_port').read_text()) + 1}"
+    place = NETWORKS / interface
+    device, port = next((place / "device" / "infiniband").glob("*"), None), place / "dev_port"
+    return f"{device.name}:{int(port.read_text()) + 1}" if device is not None and port.exists() else interface
 
 
 def starter_words(

@@ -6,7 +6,6 @@ group's part of the job, is made by `dataclasses.replace`.
 """
 
 import argparse
-import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from torchmpi_py.launch.hosts import Host
 from torchmpi_py.launch.mpirun import Vendor
 from torchmpi_py.launch.terminal import say
 
+NETWORKS = Path("/sys/class/net")
 _MOST_RESTARTS = 3  # where the MPI has nothing for --elastic, and for --elastic-restart
 
 
@@ -83,11 +83,10 @@ def read(options: argparse.Namespace, words: list[str], environment: Mapping[str
         raise LaunchError(
             f"{num_ranks} ranks are too many: write -n, or fewer slots (at most {surroundings.MOST_RANKS})"
         )
-    if options.groups and (options.elastic or options.max_restarts is not None):
-        option = "--elastic" if options.elastic else "--max-restarts"
-        raise LaunchError(f"--groups starts a failed group again, without {option}; leave out {option}")
-    if options.interface and not placed.hosts and options.interface not in (here := os.listdir("/sys/class/net")):
-        raise LaunchError(f"--interface {options.interface}: this host has {', '.join(sorted(here))}; name one of them")
+    if options.groups and (options.elastic or options.max_restarts is not None or options.dry_run):
+        option = "--elastic" if options.elastic else "--dry-run" if options.dry_run else "--max-restarts"
+        raise LaunchError(f"--groups starts several jobs, and failed ones again, without {option}; leave out {option}")
+    is_unfit = not vendor.agent and "launch_agent" in options.settings  # a file's is for other MPIs
     elastic, default = options.elastic and bool(vendor.elastic), _MOST_RESTARTS * bool(options.elastic_restart)
     most = default if options.max_restarts is None else options.max_restarts
     if options.elastic and not elastic:
@@ -103,7 +102,8 @@ def read(options: argparse.Namespace, words: list[str], environment: Mapping[str
             "hosts": placed.hosts,
             "system": placed.system,
             "notes": [] if vendor.name == "srun" else placed.notes,  # srun spreads the ranks
-            "launch_agent": options.launch_agent or placed.agent,
+            "launch_agent": "" if is_unfit else options.launch_agent or placed.agent,
+            "interface": _interface(options) if len(placed.hosts) > 1 or options.discover else "",
             "environment": dict(environment),
             "variables": _variables(options.env, environment),
             "elastic": elastic,
@@ -111,6 +111,15 @@ def read(options: argparse.Namespace, words: list[str], environment: Mapping[str
             "text": _text(words, options),
         }
     )
+
+
+def _interface(options: argparse.Namespace) -> str:
+    """The network between hosts. LaunchError if this host has no such interface, unless nothing is to run."""
+    name: str = options.interface
+    if name and not (options.dry_run or (NETWORKS / name).exists()):
+        up = ", ".join(sorted(file.parent.name for file in NETWORKS.glob("*/operstate") if file.read_text() == "up\n"))
+        raise LaunchError(f"--interface {name}: this host has no such network; name one that is up: {up or 'none is'}")
+    return name
 
 
 def _mpi(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[Vendor, str]:

@@ -11,8 +11,6 @@ loader of the data, memory bandwidth) is not known before.
 
 import argparse
 import json
-import re
-import shlex
 import signal
 import time
 from dataclasses import dataclass, field, replace
@@ -27,7 +25,10 @@ from torchmpi_py.launch.job_spec import JobSpec
 from torchmpi_py.launch.notices import printable
 from torchmpi_py.launch.signals import Signals
 
-_REFUSED = "num_ranks hosts hostfile elastic max_restarts groups log_dir profile timeline dry_run"
+_REFUSED = (
+    "num_ranks ranks_per_host hosts hostfile elastic elastic_restart discover max_restarts groups log_dir "
+    "profile timeline dry_run"
+)
 _MOST_LAYOUTS, _LEAST_FULL = 7, 0.95  # the share of the cores that a layout has to use
 _LEAST_LIMIT_SECONDS = 120.0  # for the start of a program: imports, data, compilation
 _POLL_SECONDS, _SHOWN_LINES = 0.1, 10
@@ -69,10 +70,10 @@ def numbers_of_ranks(num_cores: int) -> list[int]:
 def check(options: argparse.Namespace, spec: JobSpec) -> None:
     """LaunchError for what makes no sense with --layouts."""
     unfit = [f"--{name.replace('_', '-')}" for name in _REFUSED.split() if getattr(options, name)]
-    unfit += ["the variable OMP_NUM_THREADS"] * ("OMP_NUM_THREADS" in spec.environment)
-    unfit += ["the other hosts"] * (len(spec.hosts) > 1)
+    unfit += ["the variable OMP_NUM_THREADS"] * ("OMP_NUM_THREADS" in {**spec.environment, **spec.variables})
+    unfit += ["the other hosts (start it in a job of one host)"] * (len(spec.hosts) > 1)
     if unfit:
-        names = ", ".join(unfit).replace("--num-ranks", "-n")
+        names = ", ".join(unfit).replace("--num-ranks", "-n").replace("--ranks-per-host", "--nproc-per-node")
         raise LaunchError(f"--layouts tries numbers of ranks and of threads on this host: leave out {names}")
 
 
@@ -97,9 +98,7 @@ def run(spec: JobSpec, seconds: float) -> int:
     if not measured:
         return 1
     *others, best = sorted(measured, key=lambda layout: layout.samples[0])
-    options = spec.text.removesuffix(program := shlex.join(spec.program))
-    options = re.sub(r" --layout(s(?= )|-seconds[ =]\S+)", "", options).removeprefix("torchmpirun")
-    print(f"best: torchmpirun -n {best.num_ranks}{options}{program}")
+    print(f"best: -n {best.num_ranks} in place of --layouts, with your other options")
     if near := [str(layout.num_ranks) for layout in others if max(layout.samples) >= min(best.samples)]:
         print(f"-n {' or '.join(near)} may be as good, because the rates varied; --layout-seconds S measures longer")
     return 0
@@ -127,4 +126,6 @@ def _measure(layout: Layout, spec: JobSpec, seconds: float, folder: Path, signal
         layout.failure = "\n       ".join([f"failed with exit code {code}; its last lines:", *lines])
     elif len(layout.reports) < layout.num_ranks or not all(report["rates"] for report in layout.reports):
         least = min((report["num_steps"] for report in layout.reports), default=0)
-        layout.failure = f"ended after {least} steps of a torch optimizer, which are too few to measure"
+        others = max((report["num_others"] for report in layout.reports), default=0)
+        other = f" (other optimizers made {others}, which do not count)" if others else ""
+        layout.failure = f"ended after {least} steps of the first torch optimizer{other}, too few to measure"

@@ -118,11 +118,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     ``settings`` of what is returned: for each option that a file has decided, the file.
     """
     parser, settings = _parser(), dict[str, Path]()
+    defaults = parser.parse_args([])
     for parser.source in site_settings.files(os.environ):
-        read = vars(parser.parse_args(site_settings.words(parser.source)))
-        changed = {name: value for name, value in read.items() if value and value != parser.get_default(name)}
-        parser.set_defaults(**changed)
-        settings |= dict.fromkeys(changed, parser.source)
+        for name, words in site_settings.read(parser.source).items():
+            parser.set_defaults(**{name: getattr(parser.parse_args(words) if words else defaults, name)})
+            settings[name] = parser.source
     parser.source = None
     options = parser.parse_args(argv)
     if options.program[:1] == ["--"]:

@@ -1,18 +1,22 @@
 """Defaults of torchmpirun's options in files: the site's first, then the user's, then the command line.
 
 The site's file is ``/etc/torchmpi.toml``, or the one that TORCHMPI_CONFIG names; the user's is
-``~/.config/torchmpi.toml``. A key is the name of an option, with ``_`` for ``-``::
+``~/.config/torchmpi.toml``. A key is the name of one of a few options, with ``_`` for ``-``::
 
     mpi = "openmpi"
     interface = "ib0"
     launch_agent = "/opt/site/bin/remote"
     env = ["NCCL_DEBUG=WARN"]
+
+A value that is false, or empty, undoes the setting of the file before.
 """
 
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torchmpi_py import trusted_files
 from torchmpi_py.errors import LaunchError
@@ -23,29 +27,38 @@ else:
     import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
 VARIABLE, SITE, USER = "TORCHMPI_CONFIG", "/etc/torchmpi.toml", "~/.config/torchmpi.toml"
+_KEYS = ("mpi", "interface", "srun_mpi", "launch_agent", "mpi_args", "env", "bind", "grace", "timeout")
+_LISTS = ("mpi_args", "env")
+_REMEDY = f"correct it, or set {VARIABLE} to another file"
 _MOST_BYTES = 1 << 20
 
 
 def files(environment: Mapping[str, str]) -> list[Path]:
-    """The files that are there, those that win last. LaunchError if the file that TORCHMPI_CONFIG names is missing."""
-    named = environment.get(VARIABLE)
-    if named and not os.path.exists(named):
-        raise LaunchError(f"{VARIABLE}={named}: there is no such file; unset {VARIABLE}, or name a file")
-    return [path for path in (Path(named or SITE), Path(USER).expanduser()) if path.exists()]
+    """The files that exist, the user's last. LaunchError if TORCHMPI_CONFIG names no file; empty or /dev/null: none."""
+    named, user = environment.get(VARIABLE, SITE), os.path.expanduser(USER)
+    if named not in (SITE, "", os.devnull) and not (os.path.isabs(named) and os.path.exists(named)):
+        raise LaunchError(f"{VARIABLE}={named}: there is no such file; write its whole path, or {os.devnull} for none")
+    return [Path(path) for path in (named, user) if path != os.devnull and os.path.exists(path)]
 
 
-def words(path: Path) -> list[str]:
-    """The options of a file, as a command line has them. LaunchError if the file is not TOML of such options."""
+def read(path: Path) -> dict[str, list[str]]:
+    """The settings of a file, each as words of a command line; none: the option's default. LaunchError for others."""
     try:
-        content = trusted_files.read(path, _MOST_BYTES).decode()
-        table = tomllib.loads(content)
-    except (OSError, ValueError) as error:
-        raise LaunchError(f"{path}: cannot be read as TOML: {error}; correct it, or remove it") from None
-    found = []
-    for key, value in table.items():
-        option = f"--{key.replace('_', '-')}"
-        if isinstance(value, bool):
-            found += [option] * value
-        else:
-            found += [f"{option}={each}" for each in (value if isinstance(value, list) else [value])]
-    return found
+        table = tomllib.loads(trusted_files.read(path, _MOST_BYTES).decode())
+    except (OSError, ValueError, RecursionError) as error:
+        why = (getattr(error, "strerror", None) or str(error)).partition(";")[0]
+        raise LaunchError(f"{path}: cannot be read as TOML: {why}; {_REMEDY}") from None
+    if others := [key for key in table if key not in _KEYS]:
+        raise LaunchError(f"{path}: {others[0]} is not a setting ({', '.join(_KEYS)}); {_REMEDY}")
+    return {key: _words(path, key, value) for key, value in table.items()}
+
+
+def _words(path: Path, key: str, value: Any) -> list[str]:
+    if value is False or value in ("", []):
+        return []
+    is_list = isinstance(value, list) and key in _LISTS and all(isinstance(each, str) for each in value)
+    if value is True or not (is_list or isinstance(value, (str, int, float))):
+        lists = " or a list of texts" * (key in _LISTS)
+        raise LaunchError(f"{path}: {key} = {value!r}: expected a text or a number{lists}; {_REMEDY}")
+    values = [shlex.join(value)] if is_list and key == "mpi_args" else value if is_list else [value]
+    return [f"--{key.replace('_', '-')}={each}" for each in values]

@@ -29,6 +29,7 @@ from torchmpi_py.launch import allocation, child_python, variables
 from torchmpi_py.launch.options import parse
 
 VARIABLE = variables.NOTEBOOK
+_REFUSED = "elastic elastic_restart discover max_restarts groups layouts"
 LAUNCHER = -1  # in the place of a rank
 _PROGRAM = child_python.command("torchmpi_py.notebook.rank_program")[1:]  # without Python, which torchmpirun adds
 _LOOK_SECONDS = 0.2
@@ -251,13 +252,11 @@ def _address_for(words: list[str]) -> str:
     try:
         options = parse([*words, *_PROGRAM])
     except SystemExit:
-        raise LaunchError(
-            f"{' '.join(words)}: give options of torchmpirun, as -n 4; what is wrong stands above"
-        ) from None
+        raise LaunchError(f"{' '.join(words)}: give options of torchmpirun, as -n 4; the error is above") from None
     if options.program != _PROGRAM:
         raise LaunchError(f"{options.program[0]!r} is no option of torchmpirun; the program is the cell")
-    if options.elastic or options.max_restarts or options.groups:
-        raise LaunchError("--elastic, --max-restarts and --groups are not for notebooks: a death ends the ranks")
+    if refused := [f"--{name.replace('_', '-')}" for name in _REFUSED.split() if getattr(options, name)]:
+        raise LaunchError(f"{', '.join(refused)}: not for notebooks, in which a death ends the ranks; leave it out")
     placed = allocation.place(1, options.hosts, options.hostfile, os.environ)
     addresses = (_address_towards(host.name.rpartition("@")[2]) for host in placed.hosts)
     return next((address for address in addresses if not address.startswith("127.")), variables.LOOPBACK)

@@ -41,7 +41,8 @@ class StepCount:
         self._file = Path(os.environ[variables.LAYOUT], f"rank-{variables.rank_in(os.environ) or 0}.json")
         self._seconds, self._process_id = float(os.environ[variables.LAYOUT_SECONDS]), os.getpid()
         self._times = list[float]()  # after each step
-        self._first = self._batch = self._samples = 0  # _first: index of the measurement's start; 0: in the warm-up
+        # _first: index of the measurement's start; 0: in the warm-up
+        self._first = self._batch = self._samples = self._num_others = 0
         self._model: torch.nn.Module | None = None
         self._is_over = False
         self._optimizer: Any = lambda: None
@@ -60,6 +61,7 @@ class StepCount:
 
     def _after_step(self, optimizer: Any, *_: object) -> None:
         if self._is_over or self._optimizer() not in (None, optimizer):
+            self._num_others += 1  # after the end nothing reads it
             return
         self._optimizer, now = weakref.ref(optimizer), time.perf_counter()
         self._times.append(now)
@@ -90,6 +92,7 @@ class StepCount:
         report = {
             "is_whole": is_whole,
             "num_steps": len(self._times),
+            "num_others": self._num_others,  # steps of other optimizers
             "rates": rates,  # in steps per second: of all of the time, then of its parts
             "batch": self._batch,
             "num_threads": torch.get_num_threads(),
