@@ -154,6 +154,17 @@ def test_a_torch_whose_newer_store_cannot_take_a_socket(mpi, monkeypatch):
     mpi.barrier()
 
 
+@pytest.mark.mpi(min_size=2)
+def test_a_store_that_connects_when_it_is_used(mpi, monkeypatch):
+    """Through a PrefixStore, as torch uses it from C++."""
+    monkeypatch.setattr(rendezvous, "_MOST_AT_ONCE", 1)
+    monkeypatch.delenv("TORCHMPIRUN_JOB_DIR", raising=False)
+    store = torch.distributed.PrefixStore("", rendezvous.open_store(mpi.communicator().direct, "test", is_lazy=True))
+    store.set(key := f"key {mpi.rank()}", "value")
+    assert (store.get(key), store.num_keys() > 0, store.delete_key(key)) == (b"value", True, True)
+    mpi.barrier()
+
+
 def test_addresses(monkeypatch):
     def resolving(*addresses):
         found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]

@@ -172,7 +172,10 @@ def test_many_ranks_that_do_the_same_are_one_row():
     texts = [f"in {'barrier' if rank == 5 else 'reduce'} for {rank / 4:.1f} s" for rank in range(12)]
     rows = [reports.Line([rank], f"rank {rank}", text) for rank, text in enumerate(texts)]
     assert list(map(str, reports.folded(rows))) == ["11 ranks (0-4, 6-11): " + texts[0], f"rank 5: {texts[5]}"]
-    assert reports.folded(rows[:9]) == rows[:9]
+    assert reports.folded(rows[:4]) == rows[:4]
+    with_stacks = [row._replace(text=row.text + "\n    a stack") for row in rows[:3]]
+    assert reports.folded(with_stacks[:2]) == with_stacks[:2]
+    assert len(reports.folded(with_stacks)) == 1
     (row,) = reports.folded(reports.Line([rank * rank], "", "waits") for rank in range(1000))
     assert str(row).startswith("1000 ranks (0-1, 4, 9, ")
     assert len(str(row)) < 200

@@ -16,20 +16,15 @@ AllGather = Callable[[Any], list[Any]]
 Caught = tuple[type[Exception], ...]
 
 
-def run_on_all_ranks(
-    allgather: AllGather,
-    step: Callable[[], T],
-    caught: Caught,
-    describe: Callable[[Exception], Text],
-    failed: Callable[[Mapping[int, Text]], Exception],
-) -> T:
+def run_on_all_ranks(allgather: AllGather, step: Callable[[], T], *how: Any) -> T:
     """What ``step`` returns on this rank, once the step has succeeded on every rank. Collective.
 
-    If the step raises one of ``caught`` on any rank, every rank raises ``failed(descriptions)``: what ``describe``
-    makes of each exception, by rank, the lowest first. Other exceptions stay with the rank where they are raised.
+    ``how`` is (caught, describe, failed), as for ``gather_results``. If the step raises one of ``caught`` on any rank,
+    every rank raises ``failed(descriptions)``: what ``describe`` makes of each exception, by rank, the lowest first.
+    Other exceptions stay with the rank where they are raised.
     """
     results: list[T] = []  # not sent: the result may be memory or a connection
-    gather_results(allgather, lambda: results.append(step()), caught, describe, failed)
+    gather_results(allgather, lambda: results.append(step()), *how)
     return results[0]
 
 
@@ -82,10 +77,15 @@ def first_as(kind: type[Exception], before: str = "") -> Callable[[Mapping[int, 
     return lambda failures: kind(before + first_text(failures))
 
 
-def same_error(failures: Mapping[int, Exception]) -> Exception:
-    """A ``failed`` that makes an error of the same kind as on the lowest rank that failed; ``describe`` returns it."""
-    rank, error = next(iter(failures.items()))
-    return type(error)(f"{error} (rank {rank})")
+def kind_and_text(error: Exception) -> tuple[bool, str]:
+    """A ``describe`` for ``same_error``: whether it is a TypeError, else a ValueError, and its text."""
+    return isinstance(error, TypeError), str(error)
+
+
+def same_error(failures: Mapping[int, tuple[bool, str]]) -> Exception:
+    """A ``failed`` that makes a TypeError or ValueError as on the lowest rank that failed."""
+    rank, (is_type_error, text) = next(iter(failures.items()))
+    return (TypeError if is_type_error else ValueError)(f"{text} (rank {rank})")
 
 
 def first_different(values: Sequence[object]) -> int | None:

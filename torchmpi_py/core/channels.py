@@ -33,19 +33,21 @@ class Places(Sequence[Place]):
     """The places of the ranks of a channel: a table of two numbers per rank, which channels of the same ranks share."""
 
     def __init__(self, places: Any) -> None:
-        self.table = _shared(np.array(places, np.int32).tobytes())
+        self.table = _shared(np.array(places, np.int32).tobytes()).reshape(-1, len(Place._fields))
         self.nodes, self.locals = self.table.T
 
     def __len__(self) -> int:
         return len(self.nodes)
 
     def __getitem__(self, rank: Any) -> Any:
-        return Place(int(self.nodes[rank]), int(self.locals[rank]))
+        found = self.table[rank]
+        return Places(found) if found.ndim > 1 else Place(*found.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Places) and np.array_equal(self.table, other.table)
 
 
-@functools.lru_cache(32)
-def _shared(table: bytes) -> Any:
-    return np.frombuffer(table, np.int32).reshape(-1, len(Place._fields))
+_shared = functools.lru_cache(32)(functools.partial(np.frombuffer, dtype=np.int32))
 
 
 class Resource(Protocol):

@@ -76,7 +76,7 @@ def _agreed(tensor: Tensor, optimizer: str | None, comm: Communicator) -> tuple[
 
     allgather = comm.direct.mpi.allgather
     caught = TypeError, ValueError
-    source, num_slots = agree.run_on_all_ranks(allgather, checked, caught, lambda error: error, agree.same_error)
+    source, num_slots = agree.run_on_all_ranks(allgather, checked, caught, agree.kind_and_text, agree.same_error)
     kind = f"{list(source.shape)} {source.dtype}"
     if optimizer is not None:
         kind += f" for {optimizer!r} of {num_slots} slots"

@@ -245,10 +245,9 @@ class ShardExchange:
     def __init__(self, channel: Channel) -> None:
         self.links = remote.Links(channel)
         self.client = remote.Client(self.links)
-        first: dict[int, int] = {}
-        for rank, place in enumerate(channel.places):
-            first.setdefault(place.node, rank)
-        self.service_of = [first[place.node] for place in channel.places]
+        nodes = channel.places.nodes.tolist()
+        first = {node: rank for rank, node in reversed(list(enumerate(nodes)))}
+        self.service_of = [first[node] for node in nodes]
         is_first = self.service_of[channel.rank] == channel.rank
         self.service = Service(self.links) if is_first else None
 

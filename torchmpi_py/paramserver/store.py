@@ -34,7 +34,7 @@ class LockFile:
 
     def __init__(self, channel: Channel) -> None:
         node = channel.places[channel.rank].node
-        first_here = next(rank for rank, place in enumerate(channel.places) if place.node == node)
+        first_here = channel.places.nodes.tolist().index(node)
         self._file, _ = shared_files.share(
             channel.mpi,
             first_here,

@@ -60,8 +60,7 @@ class ServedTensors:
     """Tensors and their servers; made by ``init_tensors``."""
 
     def __init__(self, tensors: Iterable[Tensor], comm: Communicator, optimizer: str | None) -> None:
-        self.tensors = list(tensors)
-        _check_alike(self.tensors, comm)
+        self.tensors = _same_on_all_ranks(tensors, comm)
         by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, x in enumerate(self.tensors):
             by_kind.setdefault((x.dtype, x.device), []).append(index)
@@ -156,17 +155,18 @@ class ServedTensors:
             pack.server.free()
 
 
-def _check_alike(tensors: Sequence[Tensor], comm: Communicator) -> None:
-    """RanksDisagree unless all ranks give tensors of the same shapes and dtypes in the same order.
+def _same_on_all_ranks(tensors: Iterable[Tensor], comm: Communicator) -> list[Tensor]:
+    """The tensors; RanksDisagree unless all ranks give the same shapes and dtypes in the same order.
 
     TypeError if a rank gives anything but dense tensors. Both are raised on every rank.
     """
+    dense = list[Tensor]()
 
     def described() -> list[str]:
-        dense = [check_tensor("init_tensors", f"number {index}", x) for index, x in enumerate(tensors)]
+        dense[:] = [check_tensor("init_tensors", f"number {index}", x) for index, x in enumerate(tensors)]
         return [f"{list(x.shape)} {x.dtype} on {x.device.type}" for x in dense]
 
-    allgather, how = comm.direct.mpi.allgather, ((TypeError,), lambda error: error, agree.same_error)
+    allgather, how = comm.direct.mpi.allgather, ((TypeError,), agree.kind_and_text, agree.same_error)
     given = journal.run_together(
         "paramserver.init_tensors", comm, lambda: agree.gather_results(allgather, described, *how)
     )
@@ -176,6 +176,7 @@ def _check_alike(tensors: Sequence[Tensor], comm: Communicator) -> None:
             f"init_tensors: tensor {index} is {here} on rank 0, and {there} on rank {rank}; give tensors of the same "
             "shapes and dtypes, in the same order, on all ranks"
         )
+    return dense
 
 
 def init_tensors(

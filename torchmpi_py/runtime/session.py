@@ -212,11 +212,12 @@ def narrowed(group: MPI.Comm) -> Iterator[Stack]:
 def check_same(world: MPI.Comm, tuning: config.Tuning) -> None:
     """RanksDisagree if the ranks have different versions of this package, or different tunings. Collective.
 
-    Rank 0 warns of different versions of torch and of the MPI. The ranks exchange text, which every version can read.
+    Rank 0 warns of different versions of torch and of the MPI. Every version gathers four texts first, which every
+    version can read: about 130 bytes a rank, because a tuning is what differs from the defaults.
     """
-    mine = f"torchmpi_py {torchmpi_py.__version__}", str(tuning), kept_boards.versions(), socket.gethostname()
-    if world.allreduce(world.bcast(mine[:3]) == mine[:3], MPI.LAND):
-        return
+    default = vars(config.Tuning())
+    changes = ", ".join(f"{name}={value!r}" for name, value in vars(tuning).items() if value != default[name])
+    mine = f"torchmpi_py {torchmpi_py.__version__}", f"Tuning({changes})", kept_boards.versions(), socket.gethostname()
     packages, tunings, versions, hosts = zip(*world.allgather(mine), strict=True)
     for values, remedy in ((packages, "install the same version"), (tunings, "set the same TORCHMPI_*")):
         if (rank := agree.first_different(values)) is not None:
@@ -247,7 +248,7 @@ def _complete_variables(whole: Communicator) -> None:
     """
     if whole.num_nodes > 1:
         address = whole.direct.mpi.bcast(rendezvous.own_address(whole.num_nodes) if whole.rank == 0 else "")
-        nodes = [place.node for place in whole.direct.places]
+        nodes = whole.direct.places.nodes.tolist()
         variables.complete(address, sorted(set(nodes)).index(nodes[whole.rank]))
 
 

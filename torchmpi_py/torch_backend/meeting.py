@@ -111,7 +111,9 @@ def create(options: Any) -> ProcessGroup:
     # 3. The default group is the first meeting, which names the ranks that do not come.
     if is_default:
         wait_for_all(world, options.timeout)
-    return ProcessGroup(ranks, options.group_id, options.timeout)
+    group = ProcessGroup(ranks, options.group_id, options.timeout)
+    group.lazy_store, rendezvous.newest_lazy_store[:] = rendezvous.newest_lazy_store[:], []  # while it lives
+    return group
 
 
 def _check_is_whole(options: Any, size: int) -> None:

@@ -47,8 +47,8 @@ def _rendezvous(former: Callable[..., Any]) -> Callable[..., Any]:
         if not _meets_over_mpi(given):
             return former(url, **options)
         rank = int(given["RANK"]) if "RANK" in given else None
-        is_lazy = _named_backend() == NAME  # whose groups do not use the store
-        return importlib.import_module("torchmpi_py.torch_backend.meeting").over_mpi(rank, is_lazy, **options)
+        over_mpi = importlib.import_module("torchmpi_py.torch_backend.meeting").over_mpi
+        return over_mpi(rank, _named_backend() == NAME, **options)  # whose groups do not use the store
 
     return meet
 

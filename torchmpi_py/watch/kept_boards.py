@@ -52,7 +52,7 @@ def describe(world: Communicator, start_ns: int = 0) -> int:
     """
     if not (folder := config.timeline_directory()):
         return 0
-    nodes = [place.node for place in world.background.places]
+    nodes = world.background.places.nodes.tolist()
     reading = tracing.read_clock(world.background.mpi, nodes)
     begin_ns: int = start_ns or world.background.mpi.bcast(reading.at_ns)
     if world.rank == nodes[world.rank] and os.path.isdir(folder):  # not on a host with another file system

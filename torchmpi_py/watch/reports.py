@@ -17,7 +17,7 @@ from torchmpi_py.core.status_board import CHECKSUM_BITS, HAS_LEFT, NAMESPACE, PR
 from torchmpi_py.watch import node_links
 from torchmpi_py.watch.cross_check import Position
 
-_MOST_NAMED, _MOST_RANGES, _MOST_APART = 4, 20, 8  # apart: ranks that do the same; more of them are one row
+_MOST_NAMED, _MOST_RANGES = 4, 20  # ranks that do the same, named each; more of them are one row
 _STATES = {"T": "its process is stopped (SIGSTOP)", "t": "a debugger has stopped its process"}
 _ANSWER_SECONDS = 2.0  # for a hub, which asks the other nodes
 
@@ -50,10 +50,9 @@ def trouble(board: Board, index: int) -> str:
     process = _process(board, index)
     if process is not None and process.state in _STATES:
         return _STATES[process.state]
-    is_in_stop = board.get(HAS_LEFT, index) in (status_board.DRAINING, status_board.STOPPING)
-    return (
-        "is in mpi.stop()" if is_in_stop else "is ending the job" * (board.get(HAS_LEFT, index) == status_board.ENDING)
-    )
+    if board.get(HAS_LEFT, index) in (status_board.DRAINING, status_board.STOPPING):
+        return "is in mpi.stop()"
+    return "is ending the job" * (board.get(HAS_LEFT, index) == status_board.ENDING)
 
 
 def rank_name(board: Board, index: int) -> str:
@@ -97,7 +96,7 @@ def folded(rows: Iterable[Line]) -> list[Line]:
         alike.setdefault(re.sub(r"\d+\.\d s", "", row.text), []).append(row)
     for each in alike.values():
         ranks = sorted(rank for row in each for rank in row.ranks)
-        if len(ranks) > _MOST_APART:
+        if len(ranks) > (2 if "\n" in each[0].text else _MOST_NAMED):  # a stack need not be read three times
             ranges = limited(sequences.ranks_as_text(ranks, strides=True).split(","), "more ranges", _MOST_RANGES)
             each = [Line(ranks, f"{len(ranks)} ranks ({', '.join(ranges)})", each[0].text)]
         found += each
@@ -321,8 +320,7 @@ def sides_of_nodes(seen: Sequence[View]) -> str:
         for (is_missing, text), ranks in sides.items()
         if not is_missing
     ]
-    missing = [text for is_missing, text in sides if is_missing]
-    texts += limited(missing)
+    texts += limited([text for is_missing, text in sides if is_missing])
     return "; ".join(texts) if len(texts) > 1 else ""
 
 

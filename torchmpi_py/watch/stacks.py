@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ _FRAMES = 8
 _MOST_OF_AN_ERROR = 500  # characters
 _HANDLES = "handles "  # begins the line of an exception in the text of a rank
 _OWN_THREADS = ("torchmpi_py-watchdog", "torchmpi_py-nodes", "torchmpi_py-building")
+_LAUNCHER = re.compile(r'\s*File "(.*/launch/wrap\.py|<frozen runpy>|.*/runpy\.py)"')  # frames below the program
 _giving = threading.Lock()  # the watchdog's thread gives, and that of runtime/building.py
 
 
@@ -50,7 +52,7 @@ def text() -> str:
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
     return "".join(
         f"{names.get(ident, 'thread')}:\n{_handled(handled.get(ident))}"
-        f"{''.join(traceback.format_stack(frame)[-_FRAMES:])}"
+        f"{''.join([each for each in traceback.format_stack(frame) if not _LAUNCHER.match(each)][-_FRAMES:])}"
         for ident, frame in frames
         if names.get(ident) not in _OWN_THREADS
     )

@@ -162,8 +162,8 @@ class Trace:
 
     def read_clock(self) -> None:
         """Compare the clocks of all ranks. Collective."""
-        nodes = [place.node for place in self.world.background.places]
-        self.readings.append(read_clock(self.world.background.mpi, nodes))
+        channel = self.world.background
+        self.readings.append(read_clock(channel.mpi, channel.places.nodes.tolist()))
 
     def begin(self, operation: Recorded) -> int:
         """The begin of an operation: the time, for ``end``."""

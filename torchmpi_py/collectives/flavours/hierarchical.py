@@ -326,7 +326,7 @@ def _colours(channel: Channel) -> list[int]:
     """For every rank of a channel a number that the ranks of its group, and no others, have. Collective."""
     end = span_end(channel)
     if end is None:
-        return [place.node for place in channel.places]
+        return list(channel.places.nodes.tolist())
     firsts = channel.mpi.allgather(end.direct.places[0])  # no message on a communicator that another thread may use
     return [firsts.index(first) for first in firsts]
 

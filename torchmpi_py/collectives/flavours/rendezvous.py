@@ -17,6 +17,7 @@ import os
 import secrets
 import socket
 import struct
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -38,23 +39,28 @@ REMEDY = (
     "see that no firewall blocks it"
 )
 _CONNECT_TIMEOUT = dt.timedelta(seconds=60)
+_MOST_AT_ONCE = 1024  # ranks whose connections rank 0 can have without harm
 _LOOPBACK = "127.0.0.1"
 _OUTSIDE = ("192.0.2.1", 9)  # reserved for documentation: nobody is there, and nothing is sent
 _SIOCGIFADDR = 0x8915  # Linux: ask for the address of an interface
+
+newest_lazy_store = list[Any]()
+"""The lazy store of the newest ``init_process_group``, until its group takes it over."""
 
 
 def open_store(channel: Channel, who: str, *, is_lazy: bool = False) -> Any:
     """A store that all ranks of a channel are connected to; rank 0, which may serve it, must be the last to drop it.
 
     Collective. CommunicatorError, on every rank, if it cannot be had; ``who``, the caller, begins the message.
-    ``is_lazy``: on rank 0, whether the other ranks connect when they first use the store: rank 0 may never need the
-    thousands of connections of a large job. The channel keeps a lazy store alive.
+    ``is_lazy``: on rank 0 of more than 1,024 ranks, whether the others connect when they first use the store: rank 0
+    may never need the thousands of connections. C++ does not keep a lazy store alive: ``newest_lazy_store`` does.
     """
     if (path := _shared_file(channel)) is not None:
         store = getattr(distributed, "FileStore")(path, channel.size)  # noqa: B009 - its stub does not export it
         store.set_timeout(_CONNECT_TIMEOUT)
         return store
     # 1. Rank 0 listens, or all ranks hear that it cannot.
+    is_lazy = is_lazy and channel.size > _MOST_AT_ONCE
     is_server = channel.rank == 0
     host = channel.mpi.bcast(own_address(channel.num_nodes) if is_server else "")
     cannot_open = f"{who}: cannot open a store on rank 0, at {host}"
@@ -69,23 +75,26 @@ def open_store(channel: Channel, who: str, *, is_lazy: bool = False) -> Any:
 
     if not is_lazy:
         return connect_all(channel.mpi, what, connect)
-    return connect() if served else channel.keep(("store", prefix), lambda _: _connected_later(connect))
+    newest_lazy_store[:] = [connect() if served else _connected_later(connect)]
+    return newest_lazy_store[0]
 
 
 def _connected_later(connect: Callable[[], Any]) -> Any:
     """A store that connects when torch first uses it, from Python or from C++."""
-    connected, base = functools.cache(connect), getattr(distributed, "Store")  # noqa: B009 - as above
+    lock, names_in_cpp = threading.Lock(), {"deleteKey": "delete_key", "getNumKeys": "num_keys"}
 
-    class LazyStore(base):  # type: ignore[misc, valid-type]
-        free = staticmethod(connected.cache_clear)
-
+    class LazyStore(getattr(distributed, "Store")):  # type: ignore[misc]  # noqa: B009 - as above
         def __getattribute__(self, name: str) -> Any:
-            if name.startswith("_") or name in ("free", "timeout", "set_timeout"):
+            if name.startswith("_") or name in ("timeout", "set_timeout"):
                 return super().__getattribute__(name)
-            connected().set_timeout(self.timeout)
-            return functools.partial(getattr(connected(), name))  # C++ calls no function of C++ here
+            with lock:
+                connected = self._connect()
+            connected.set_timeout(self.timeout)
+            return functools.partial(getattr(connected, names_in_cpp.get(name, name)))  # C++ calls no function of C++
 
-    return LazyStore()
+    store = LazyStore()
+    store._connect = functools.cache(connect)  # the class stays until the next garbage collection, this does not
+    return store
 
 
 def _shared_file(channel: Channel) -> str | None:
@@ -131,7 +140,7 @@ def connect_all(comm: MPI.Comm, what: str, attempt: Callable[[], T], remedy: str
         by_rank = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
         return CommunicatorError(f"{what} ({by_rank}). {remedy}")
 
-    caught = (RuntimeError, ValueError, OSError)
+    caught = RuntimeError, ValueError, OSError
     return agree.run_on_all_ranks(comm.allgather, attempt, caught, agree.first_line, failed)
 
 
