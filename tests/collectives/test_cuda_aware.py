@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import sys
 import types
 
 import pytest
@@ -102,24 +101,6 @@ def test_a_child_is_no_rank():
     users = ["OMPI_MCA_pml", "OMPI_ALLOW_RUN_AS_ROOT", "PMIX_MCA_gds", "MPI4PY_LIBMPI", "CUDA_VISIBLE_DEVICES"]
     users += ["TORCHMPIRUN_JOB_DIR", "PATH"]
     assert gpu_probe.singleton_environment(dict.fromkeys(job + users, "1")) == dict.fromkeys(users, "1")
-
-
-@pytest.mark.slow
-def test_this_mpi_crashes_in_the_child_on_memory_that_the_host_cannot_read():
-    """As GPU memory is to an MPI that is not CUDA-aware."""
-    code = """
-import ctypes
-from torchmpi_py.collectives.flavours import cuda_trial
-mmap = ctypes.CDLL(None).mmap
-mmap.restype, mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
-address = mmap(None, 1 << 21, 0, 0x22, -1, 0)  # private, anonymous, not to be read or written
-cuda_trial._message = lambda mpi, x: [mpi.memory.fromaddress(address, x.nbytes), mpi.FLOAT]
-cuda_trial.main("cpu")
-"""
-    verdict = gpu_probe.run_trial([sys.executable, "-c", code])
-    assert verdict.is_final
-    assert "in Sendrecv of 64 bytes" in verdict.why_not
-    assert verdict.why_not.startswith("this MPI is not CUDA-aware: a trial ")
 
 
 @pytest.fixture
