@@ -17,16 +17,6 @@ def parts_of(cpus, local_size, near=()):
     return [tuple(cpu for core in part for cpu in core.cpus) for part in parts]
 
 
-@pytest.mark.parametrize("local_size", [1, 2, 3, 5, 8, 13, 36, 37])
-def test_parts_are_disjoint_contiguous_equal_and_complete(local_size):
-    for num_cores in range(local_size, 65):
-        cores = [3 * core for core in range(num_cores)]
-        parts = parts_of(cores, local_size)
-        assert [core for part in parts for core in part] == cores  # in rank order: disjoint, contiguous, complete
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
-        assert all(len(part) >= binding.threads_per_rank(num_cores, local_size) for part in parts)
-
-
 def test_few_cores_bind_nobody_and_a_rank_has_to_be_one():
     for num_cores in (1, 2, 3, 36):
         assert set(parts_of(range(num_cores), 37)) == {tuple(range(num_cores))}
