@@ -1,12 +1,39 @@
 """Flavour hierarchical: values, how much goes between the groups, and errors. tests/hosts has it on several nodes."""
 
+import types
+
 import pytest
 import torch
 from support.values import stacked, total, values
 
 from torchmpi_py.collectives.flavours import hierarchical, ring
+from torchmpi_py.collectives.plan import Plan
+from torchmpi_py.collectives.registry import BY_NAME
+from torchmpi_py.errors import Unavailable
 
 pytestmark = pytest.mark.timeout(240)
+
+X = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("verb", "arguments"),
+    [
+        *(("allreduce", (X, X, "sum")), ("reduce", (X, X, "sum", 0)), ("broadcast", (X, 0))),
+        *(("reduce_scatter", (X, X, "sum")), ("allgather", (X, X, None))),
+    ],
+)
+def test_an_error_in_one_group_is_none_of_all_ranks(monkeypatch, verb, arguments):
+    """The other group is one call behind: what the first one calls next would meet that."""
+
+    def refuse(_):
+        raise Unavailable("no room")
+
+    monkeypatch.setattr(hierarchical, "groups_of", refuse)
+    with pytest.raises(Unavailable) as caught:
+        getattr(BY_NAME["hierarchical"], verb)(types.SimpleNamespace(size=2), *arguments)
+    assert not Plan.is_of_all(types.SimpleNamespace(name=verb), caught.value)
+
 
 # Values, and elements that go between groups.
 

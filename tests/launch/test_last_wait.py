@@ -1,10 +1,12 @@
 """What follows the last ``mpi.stop()`` of the ranks: a hang ends the job, and work of the program does not."""
 
+import os
 import re
 import time
 
 import pytest
 import stand_in
+from support import jobs
 
 AT_WORK = "; the job goes on"
 
@@ -83,24 +85,38 @@ STOOD_IN = {
     "starter after a failure": row([ENDS, FAILS], 4, ["rank 1 failed first, with exit code 4"], STAYS),
     "starter of an elastic job": row([ENDS] * 2, 0, STARTER_IS_ENDED, STAYS, elastic=True),
 }
+# Real ranks: rank 1 sleeps behind the last look of its watchdog.
+PROGRAM = """
+import os, time, torchmpi_py as mpi
+from torchmpi_py.watch.watchdog import Watchdog
+if os.environ["RANK"] == "1":
+    Watchdog.stop = lambda watchdog: time.sleep(200)
+mpi.start()
+mpi.stop()
+"""
+SLEEPS = "rank 0 .* is in MPI_Finalize, rank 1 .* is in mpi.stop"
 OUTPUT = {"full pipe": "x" * 1000000, "slow shutdown": "computed\n"}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_the_last_wait_of_a_job(no_leftovers):
+@jobs.needs_mpi
+def test_the_last_wait_of_a_job(program, no_leftovers):
     """Every row at once, for each one only waits."""
     expected, started = {}, {}
     for name, (texts, then, options, code, said) in STOOD_IN.items():
         before = OPTIONS.format(options=options)
         expected[name], started[name] = (code, said), stand_in.start(STARTER, then, RANK, *texts, before=before)
+    environment = os.environ | {"TORCHMPI_DEADLINE": "2"}
+    command = [*jobs.TORCHMPIRUN, "-n", 2, "--timeout", 60, program(PROGRAM)]
+    expected["real"], started["real"] = (1, [SLEEPS]), jobs.start(*command, env=environment)
     time.sleep(6)  # for the full pipe, which is read first
     wrong = {}
     for name, job in started.items():
         output, errors = job.communicate(timeout=200)
         code, said = expected[name]
         is_right = job.returncode == code and bool(re.search(".*".join(said), errors, re.DOTALL))
-        is_whole = output == OUTPUT.get(name, "")
+        is_whole = name == "real" or output == OUTPUT.get(name, "")
         if not (is_right and is_whole and (said or not errors)):
             wrong[name] = (job.returncode, output[-200:], errors)
     assert not wrong, "\n".join(f"{name}: {found}" for name, found in wrong.items())
