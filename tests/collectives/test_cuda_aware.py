@@ -127,11 +127,7 @@ def test_a_verdict_comes_back_from_its_file(folder, why):
         lambda content: json.dumps(content | {"format": 0}),
         lambda content: json.dumps(content | {"facts": content["facts"] | {"torch": "2.4"}}),
         lambda content: json.dumps(content | {"why_not": None}),
-        lambda content: json.dumps({"format": content["format"]}),
-        lambda _: "[1]",
-        lambda _: "",
         lambda _: "{",
-        lambda _: "[" * 100000,
         lambda _: b"\xff\xfe".decode(errors="surrogateescape"),
     ],
 )

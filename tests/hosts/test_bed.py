@@ -1,7 +1,6 @@
 """The bed itself: what is asked for is there, and nothing stays behind."""
 
 import os
-import signal
 
 import pytest
 import testbed
@@ -42,33 +41,6 @@ NOTHING = ([], [], False)
 def test_a_bed_that_cannot_be_made_leaves_nothing(options, message):
     with pytest.raises(BedError, match=message):
         Bed.up(name=NAME, **options)
-    assert traces() == NOTHING
-
-
-def test_a_name_is_taken_once():
-    bed = Bed.up(1, name=NAME)
-    try:
-        with pytest.raises(BedError, match=f"bed '{NAME}' is up already; take it down first: scripts/hosts --bed"):
-            Bed.up(1, name=NAME)
-        assert bed.run("nodea", ["hostname"]).stdout == "nodea\n"
-    finally:
-        bed.down()
-    assert traces() == NOTHING
-    with pytest.raises(BedError, match=f"there is no bed '{NAME}'"):
-        Bed(NAME)
-
-
-def test_down_after_its_processes_were_killed():
-    bed = Bed.up(2, name=NAME, delay="100us")
-    asleep = bed.start("nodea", ["sleep", "1000"])
-    for pid in [*traces()[1], *bed.state["pids"].values()]:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    assert asleep.wait(20) != 0
-    Bed(NAME).down()
-    bed.down()
     assert traces() == NOTHING
 
 
