@@ -139,19 +139,6 @@ def test_kinds_of_arrays(mpi, tmp_path):
     assert (np.asarray(result) == mpi.size()).all()
 
 
-def test_a_handle_of_arrays(mpi):
-    x = np.ones(100)
-    handle = mpi.allgather_async(x)
-    result = handle.wait()
-    assert handle.wait() is result
-    assert handle.done()
-    assert "allgather" in repr(handle)
-    handle.synchronize()
-    with pytest.raises(TypeError, match=r"handle.done\(\)"):
-        bool(handle)
-    mpi.wait_all([mpi.allreduce_async(x), mpi.allreduce_async(np.ones(4))])
-
-
 def test_cupy_waits_for_each_result(mpi, cupy):
     x = StandIn(torch.ones(4))
     handle = mpi.allreduce_async(x)

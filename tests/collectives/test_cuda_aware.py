@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import sys
 import types
 
 import pytest
@@ -104,24 +103,6 @@ def test_a_child_is_no_rank():
     assert gpu_probe.singleton_environment(dict.fromkeys(job + users, "1")) == dict.fromkeys(users, "1")
 
 
-@pytest.mark.slow
-def test_this_mpi_crashes_in_the_child_on_memory_that_the_host_cannot_read():
-    """As GPU memory is to an MPI that is not CUDA-aware."""
-    code = """
-import ctypes
-from torchmpi_py.collectives.flavours import cuda_trial
-mmap = ctypes.CDLL(None).mmap
-mmap.restype, mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
-address = mmap(None, 1 << 21, 0, 0x22, -1, 0)  # private, anonymous, not to be read or written
-cuda_trial._message = lambda mpi, x: [mpi.memory.fromaddress(address, x.nbytes), mpi.FLOAT]
-cuda_trial.main("cpu")
-"""
-    verdict = gpu_probe.run_trial([sys.executable, "-c", code])
-    assert verdict.is_final
-    assert "in Sendrecv of 64 bytes" in verdict.why_not
-    assert verdict.why_not.startswith("this MPI is not CUDA-aware: a trial ")
-
-
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHMPI_TUNING_DIR", str(tmp_path / "kept"))
@@ -146,11 +127,7 @@ def test_a_verdict_comes_back_from_its_file(folder, why):
         lambda content: json.dumps(content | {"format": 0}),
         lambda content: json.dumps(content | {"facts": content["facts"] | {"torch": "2.4"}}),
         lambda content: json.dumps(content | {"why_not": None}),
-        lambda content: json.dumps({"format": content["format"]}),
-        lambda _: "[1]",
-        lambda _: "",
         lambda _: "{",
-        lambda _: "[" * 100000,
         lambda _: b"\xff\xfe".decode(errors="surrogateescape"),
     ],
 )

@@ -91,15 +91,6 @@ def test_interfaces(mpi, monkeypatch, interface):
             mpi.allreduce(torch.ones(2), flavour="gloo", comm=comm)
 
 
-def listening_addresses():
-    """Of this process, as the kernel writes them; port 0 and what MPI has are among them."""
-    links = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
-    inodes = {link.partition("[")[2].rstrip("]") for link in links if "socket:[" in link}
-    tables = [pathlib.Path("/proc/self/net", name).read_text() for name in ("tcp", "tcp6")]
-    words = [line.split() for table in tables for line in table.splitlines()]
-    return {word[1] for word in words if word[3] == "0A" and word[9] in inodes}
-
-
 @pytest.mark.mpi
 @pytest.mark.parametrize("with_folder", [True, False])
 def test_the_store_is_a_file_of_the_job_or_listens_on_loopback_alone(mpi, monkeypatch, tmp_path, with_folder):
@@ -107,11 +98,11 @@ def test_the_store_is_a_file_of_the_job_or_listens_on_loopback_alone(mpi, monkey
     if mpi.num_nodes() > 1:
         pytest.skip("other hosts are not reached through the loopback interface")
     monkeypatch.delenv(rendezvous.INTERFACE_VARIABLE, raising=False)
-    before, channel = listening_addresses(), mpi.communicator().direct
+    before, channel = jobs.listeners("self"), mpi.communicator().direct
     folder = pathlib.Path(channel.mpi.bcast(str(tmp_path)))
     monkeypatch.setenv("TORCHMPIRUN_JOB_DIR", str(folder if with_folder else folder / "gone"))
     store = rendezvous.open_store(channel, "a test")
-    added = {address.partition(":")[0] for address in listening_addresses() - before}
+    added = {where for inode, where in jobs.listeners("self").items() if inode not in before}
     assert added == (set() if with_folder or mpi.rank() else {"0100007F"})
     assert [oct(file.stat().st_mode & 0o777) for file in folder.glob("store-*")] == ["0o600"] * with_folder
     if mpi.rank() == 0:
@@ -181,34 +172,3 @@ def test_addresses(monkeypatch):
     monkeypatch.delenv(rendezvous.INTERFACE_VARIABLE)
     resolving("127.0.1.1", "fe80::1%eth0")
     assert not rendezvous.own_address(2).startswith(("127.", "fe80"))
-
-
-STARTS = """
-import os, time, torch, torchmpi_py as mpi
-
-def settled(wanted):  # a thread that was waited for is in /proc for a moment yet
-    until = time.monotonic() + 60
-    while (number := len(os.listdir("/proc/self/task"))) > wanted and time.monotonic() < until:
-        time.sleep(0.01)
-    return number
-
-before = None
-for _ in range(3):
-    mpi.start()
-    assert mpi.allreduce(torch.ones(3), flavour="gloo").tolist() == [2.0] * 3
-    assert mpi.allreduce_async(torch.ones(3), flavour="gloo").wait().tolist() == [2.0] * 3
-    mpi.stop()
-    if before is None:
-        time.sleep(0.5)
-        before = len(os.listdir("/proc/self/task"))
-assert settled(before) <= before
-mpi.start()
-assert mpi.allreduce(torch.ones(3), flavour="gloo").tolist() == [2.0] * 3  # and stop at exit
-assert not torch.distributed.is_initialized()
-"""
-
-
-@jobs.needs_mpi
-def test_starting_again_leaves_nothing_behind(tmp_path):
-    done = jobs.torchmpirun("-n", "2", jobs.write(tmp_path, STARTS))
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -1,58 +1,38 @@
 """Flavour hierarchical: values, how much goes between the groups, and errors. tests/hosts has it on several nodes."""
 
+import types
+
 import pytest
 import torch
-from support import jobs
 from support.values import stacked, total, values
 
 from torchmpi_py.collectives.flavours import hierarchical, ring
+from torchmpi_py.collectives.plan import Plan
+from torchmpi_py.collectives.registry import BY_NAME
+from torchmpi_py.errors import Unavailable
 
 pytestmark = pytest.mark.timeout(240)
 
-# In one group alone there is no memory; the ranks of the other one wait for its part.
-ONE_GROUP_FAILS = """
-import os, torch, torchmpi_py as mpi
-from torchmpi_py.collectives import registry
-from torchmpi_py.errors import CommunicatorError, Unavailable
-
-mpi.start()
-mpi.set_collective_span(0, mpi.push_communicator(mpi.rank() // 2))
-x = torch.ones(1000, 4)
-calls = {
-    "allreduce": lambda: mpi.allreduce(x, flavour="hierarchical"),
-    "in the background": lambda: mpi.allreduce_async(x, flavour="hierarchical").wait(),
-    "of unknown sizes": lambda: mpi.allgather(x, flavour="hierarchical"),
-}
-
-def refuse(*arguments):
-    raise Unavailable("no room")
-
-if mpi.rank() < 2:
-    shared = registry.BY_NAME["shared"]
-    shared.reduce_scatter = shared.allgather = refuse
-    try:
-        calls[os.environ["CALL"]]()
-    except Unavailable:
-        print("failed")
-    try:
-        calls[os.environ["CALL"]]()
-    except CommunicatorError as error:
-        print("refused:", error, flush=True)
-    os._exit(3)
-calls[os.environ["CALL"]]()
-mpi.barrier()
-"""
+X = torch.ones(4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("call", ["allreduce", "in the background", "of unknown sizes"])
-def test_an_error_in_one_group_ends_the_calls_there(tmp_path, call):
-    """The other group is one call behind: what the first one called then would meet that."""
-    program = jobs.write(tmp_path, ONE_GROUP_FAILS)
-    done = jobs.torchmpirun("-n", "4", "--timeout", "90", "--env", f"CALL={call}", program)
-    assert done.returncode != 0
-    assert "failed\n" in done.stdout
-    assert "an earlier call on" in done.stdout, done.stdout + done.stderr
+@pytest.mark.parametrize(
+    ("verb", "arguments"),
+    [
+        *(("allreduce", (X, X, "sum")), ("reduce", (X, X, "sum", 0)), ("broadcast", (X, 0))),
+        *(("reduce_scatter", (X, X, "sum")), ("allgather", (X, X, None))),
+    ],
+)
+def test_an_error_in_one_group_is_none_of_all_ranks(monkeypatch, verb, arguments):
+    """The other group is one call behind: what the first one calls next would meet that."""
+
+    def refuse(_):
+        raise Unavailable("no room")
+
+    monkeypatch.setattr(hierarchical, "groups_of", refuse)
+    with pytest.raises(Unavailable) as caught:
+        getattr(BY_NAME["hierarchical"], verb)(types.SimpleNamespace(size=2), *arguments)
+    assert not Plan.is_of_all(types.SimpleNamespace(name=verb), caught.value)
 
 
 # Values, and elements that go between groups.

@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -151,22 +150,6 @@ def test_nothing_is_kept_alive_and_what_is_kept_does_not_grow(mpi):
         for count in range(kept_plans._MOST_KEPT + 20):
             mpi.allreduce(torch.ones(count), comm=comm)
         assert 0 < len(comm.plans) <= kept_plans._MOST_KEPT
-
-
-def test_threads_with_communicators_of_their_own(mpi):
-    """The table of one communicator is used by one thread at a time; all tables at once."""
-    comms = [mpi.split(0) for _ in range(3)]
-
-    def work(comm):
-        number = comms.index(comm)
-        for turn in range(100):
-            x = mpi.allreduce(torch.full((3,), float(number + turn)), comm=comm)
-            assert x.eq(mpi.size() * (number + turn)).all()
-
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(work, comms))
-    for comm in comms:
-        comm.free()
 
 
 def test_a_call_from_a_signal_handler_is_refused(mpi):

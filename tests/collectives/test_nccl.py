@@ -1,11 +1,9 @@
-"""Flavour nccl: when it refuses, its groups, and NCCL itself where it can run. ``test_verbs.py`` has values by gloo."""
+"""Flavour nccl: when it refuses, and its groups. ``test_verbs.py`` has values by gloo, ``test_gpu_verbs`` NCCL's."""
 
 import types
-from pathlib import Path
 
 import pytest
 import torch
-from support import jobs
 from test_verbs import CASES
 from torch import distributed
 
@@ -130,48 +128,3 @@ def test_a_group_that_cannot_be_made(mpi, monkeypatch):
         pytest.raises(CommunicatorError, match=r"flavour nccl: .*rank \d+: no GPUs found.*NCCL_DEBUG=INFO"),
     ):
         ProcessGroupOfTorch(comm.direct, Nccl())
-
-
-PROGRAM = """
-import sys
-import torch
-import torchmpi_py as mpi
-sys.path.insert(0, sys.argv[1])
-from test_verbs import CASES, DTYPES, MOVES, REDUCTIONS, Way, sendreceive
-
-mpi.start(with_cuda=True)
-size, me, device = mpi.size(), mpi.rank(), mpi.device()
-statuses = {row.status for row in mpi.availability() if (row.flavour, row.device) == ("nccl", device.type)}
-assert statuses == {"unimplemented", "available"}, statuses
-
-for text in ("nccl", "nccl asynchronous"):
-    way = Way(mpi, text, device="cuda")
-    with way.naming_the_case():
-        for turn, (dtype, op) in enumerate(CASES):
-            for reduced in REDUCTIONS:
-                reduced(way, dtype, op, turn)
-        for turn, dtype in enumerate(DTYPES):
-            for moved in MOVES:
-                if moved is not sendreceive:
-                    moved(way, dtype, turn)
-
-with torch.cuda.stream(torch.cuda.Stream()):  # results are ordered on the stream of the call
-    for text in ("nccl", "nccl asynchronous"):
-        x = torch.zeros(1 << 20, device=device)
-        torch.cuda._sleep(200_000_000)
-        x += me + 1
-        assert Way(mpi, text)("allreduce", x).eq(size * (size + 1) / 2).all()
-with mpi.split(me % 2) as comm:
-    assert mpi.allreduce(torch.ones(3, device=device), comm=comm, flavour="nccl").tolist() == [comm.size] * 3
-mpi.stop()
-"""
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_nccl_itself(tmp_path, ranks):
-    if not (distributed.is_available() and distributed.is_nccl_available()):
-        pytest.skip("this torch has no NCCL")
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"NCCL needs one GPU a rank; there are {torch.cuda.device_count()}, for {ranks} ranks")
-    done = jobs.torchmpirun("-n", ranks, "--timeout", "110", jobs.write(tmp_path, PROGRAM), Path(__file__).parent)
-    assert done.returncode == 0, done.stdout + done.stderr

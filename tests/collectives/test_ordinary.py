@@ -237,14 +237,6 @@ def own(pid=None):
     return peer_memory.PeerMemory([os.getpid() if pid is None else pid])
 
 
-def test_read():
-    x, into = torch.arange(1000), torch.zeros(1000, dtype=torch.int64)
-    own().read(0, x.data_ptr() + 80, into[:500])
-    assert torch.equal(into[:500], x[10:510])
-    assert not into[500:].any()
-    own().read(0, 0, into[:0])
-
-
 def test_the_kernel_takes_a_part_at_a_time(monkeypatch):
     x, into = torch.arange(1000, dtype=torch.uint8), torch.zeros(1000, dtype=torch.uint8)
     whole = process_memory._libc.process_vm_readv

@@ -221,21 +221,6 @@ def test_a_late_rank_is_a_timeout_then_a_result(mpi, count):
 
 
 @pytest.mark.mpi
-def test_blocking_and_asynchronous_operations_mix(mpi):
-    """Blocking calls overtake what runs in the background, in another order on every rank."""
-    for step in range(30):
-        x = [torch.full((count,), 1.0) for count in (SMALL, LARGE, SMALL, LARGE)]
-        handles = [mpi.allreduce_async(t) for t in x]
-        if (mpi.rank() + step) % 2:
-            handles[1].wait()
-        assert mpi.allreduce(torch.ones(3))[0] == mpi.size()
-        if not (mpi.rank() + step) % 2:
-            handles[3].wait()
-        mpi.wait_all(reversed(handles))
-        assert all(t[0] == t[-1] == mpi.size() for t in x)
-
-
-@pytest.mark.mpi
 def test_a_posted_operation_that_is_complete_is_let_go(mpi):
     """Also behind a receive that stays under way."""
     rank, size = mpi.rank(), mpi.size()

@@ -136,16 +136,6 @@ os._exit(3)
     assert job.stdout.count("told: CommunicatorError: allreduce: an earlier call on ") == 2, job.stdout
 
 
-@pytest.mark.slow
-def test_a_rank_that_calls_one_operation_fewer(tmp_path):
-    """None of them sees it as it comes: ranks 2, 0, 1 look at 0, 1, 2. Then their watchdogs do."""
-    job = run(tmp_path, "time.sleep([0.3, 0.6, 0][me])\nif me > 0:\n    mpi.allreduce(x)\n", ranks=3)
-    assert job.returncode == 1, job.stderr
-    assert "RanksDisagree: operation 1 " in job.stderr
-    assert re.search(r"calls mpi.stop\(\) .* calls allreduce|calls allreduce .* calls mpi.stop", job.stderr)
-    assert f"program.py:{FIRST_LINE + 2} in <module>" in job.stderr
-
-
 CIRCLES = {  # what rank 0, rank 1 and perhaps rank 2 do: none of them can go on
     "of all kinds": ("mpi.recv(x, 1)", "mpi.allreduce(x, comm=d)", "mpi.allreduce_async(x, comm=c).wait()"),
     "forms": ("mpi.allreduce_async(x, flavour='shared').wait()", "mpi.allreduce(x, flavour='shared')"),
@@ -260,22 +250,6 @@ print("went on")
 
 
 @pytest.mark.slow
-def test_late_operations_that_raise(tmp_path):
-    """In user code, and what it says; they go on, with another deadline, while the others wait in mpi.stop()."""
-    program = """
-until(lambda: me != 1 or all(map(os.path.exists, (path(0), path(2)))))
-time.sleep(1 if me == 1 else 0)
-tell([lambda: mpi.allreduce(x), mpi.barrier, lambda: mpi.allreduce_async(torch.ones(1 << 20)).wait()])
-open(path(me), "w")
-"""
-    job = run(tmp_path, program, ranks=3, deadline=5, at_deadline="raise")
-    assert job.returncode == 0, job.stderr
-    assert job.stdout.count("told: CollectiveTimeout: ") == 6, job.stdout
-    assert re.search(r"told: .* not complete after 5 s.* rank 1 \(process \d+\): has .*not", job.stdout)
-    assert "report" not in job.stderr
-
-
-@pytest.mark.slow
 def test_what_was_late_is_waited_for_again(tmp_path):
     """Blocking calls by the handle of the error, gradients by another synchronize(); the next calls meet as ever."""
     program = """
@@ -288,6 +262,7 @@ for k, count in enumerate((4, 1 << 18), 1):
         mpi.allreduce(x)
     except mpi.CollectiveTimeout as error:
         open(path("told"), "w")
+        print("told:", error)
         assert error.handle.wait() is x
     print("sum", x[0].item(), x[-1].item())
 net = torch.nn.Linear(1, 1, bias=False)
@@ -307,6 +282,7 @@ print("late:", os.path.exists(path("again")), "gradient:", net.weight.grad.item(
 """
     job = run(tmp_path, program, deadline=5, at_deadline="raise")
     assert job.returncode == 0, job.stderr
-    assert (tmp_path / "told").exists()
+    assert re.search(r"told: .* not complete after 5 s.* rank 1 \(process \d+\): has .*not", job.stdout), job.stdout
+    assert "report" not in job.stderr
     assert job.stdout.count("sum 20.0 20.0") == job.stdout.count("sum 40.0 40.0") == 2, job.stdout
     assert job.stdout.count("late: True gradient: 2.0") == 2, job.stdout

@@ -1,7 +1,6 @@
 """The examples: their own processes, or several programs in the ranks of one job (``jobs``)."""
 
 import gzip
-import json
 import re
 import sys
 
@@ -68,21 +67,6 @@ def test_a_mode_learns(jobs, command, percent):
 @pytest.mark.slow
 def test_a_flavour_of_ones_choice_learns():
     assert result(launch(3, "mnist_allreduce.py", "--epochs", 6, "--flavour", "ring"))[1] > 80  # stays in a process
-
-
-CURVE = "digits_pipeline.py --epochs 2 --pause 0.01 --curve curve.json"
-
-
-@pytest.mark.slow
-@pytest.mark.runs(2, CURVE)
-def test_the_curve_ends_with_the_result_and_a_pause_shows_in_its_seconds(jobs):
-    output = jobs.printed(2, CURVE)  # of a program whose last rank alone knows what is right
-    curve = json.loads((jobs.folder / "curve.json").read_text())
-    assert f"accuracy {100 * curve['accuracy'][-1]:.2f} %" in output
-    assert len(curve["accuracy"]) == len(curve["seconds"]) == 3
-    assert curve["accuracy"][1] == curve["accuracy"][2]
-    assert curve["seconds"] == sorted(curve["seconds"])
-    assert curve["seconds"][0] >= 24 * 0.01, "there are 24 steps in an epoch"
 
 
 IN_FLOAT64 = "../tests/examples/in_float64.py"
@@ -162,11 +146,6 @@ def test_a_batch_that_cannot_be_split_is_rounded_up(jobs):
     assert output.count("batch of 61 rounded up to 62, 31 on each of 2 ranks") == 1
     loss, accuracy = result(output)
     assert (pytest.approx(loss, abs=2e-4), accuracy) == result(sequential("--epochs", 1, "--batch", 62))
-
-
-@pytest.mark.slow
-def test_a_gpt_refuses_a_batch_that_cannot_be_split():
-    assert "give a multiple of 2" in run(TORCHMPIRUN, "-n", 2, EXAMPLES / "gpt.py", "--batch", 5, fails=True)
 
 
 def idx(tensor):

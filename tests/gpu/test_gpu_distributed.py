@@ -136,15 +136,6 @@ def test_what_a_callback_has_copied_is_not_given_to_others(mpi):
         assert (following.wait() == turn + 1).all()
 
 
-def test_sparse_tensors(size, me):
-    for is_async in (False, True):
-        x = torch.sparse_coo_tensor([[me, size]], [1.0, 2.0], (size + 1,), device="cuda")
-        work = dist.all_reduce(x, async_op=is_async)
-        if is_async:
-            work.wait()
-        assert x.to_dense().tolist() == [1] * size + [2 * size]
-
-
 def test_a_receive_comes_after_what_was_queued_before(mpi, stream):
     if mpi.size() == 1:
         pytest.skip("nobody to send to")
@@ -158,16 +149,6 @@ def test_a_receive_comes_after_what_was_queued_before(mpi, stream):
         receipt.get_future().wait()
         sent.wait()
         assert (y == left).all()
-
-
-def test_objects_and_barriers(mpi):
-    found = [None] * mpi.size()
-    dist.all_gather_object(found, {"rank": mpi.rank()})
-    assert found == [{"rank": rank} for rank in range(mpi.size())]
-    given = ["of the last"] if mpi.rank() == mpi.size() - 1 else [None]
-    dist.broadcast_object_list(given, mpi.size() - 1)
-    assert given == ["of the last"]
-    dist.barrier()
 
 
 def test_two_groups_at_once(mpi, stream):

@@ -81,20 +81,6 @@ def test_compressed_gradients(mpi, stream, name):
         torch.testing.assert_close(flat.double(), exact, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("slow_momentum", [0.0, 0.5])
-def test_rare_averages(mpi, stream, slow_momentum):
-    found = []
-    for device in ("cpu", "cuda"):
-        regression.device = device
-        network = regression.network()
-        inner = torch.optim.SGD(network.parameters(), 0.05)
-        optimizer = optim.LocalSGD(inner, 2, slow_momentum=slow_momentum)
-        regression.train(network, optimizer, mpi.rank(), mpi.size())
-        mpinn.check_with_allreduce(network)
-        found.append({name: value.cpu() for name, value in network.state_dict().items()})
-    regression.assert_equal(*found)
-
-
 def test_batch_statistics(mpi, stream):
     """SyncBatchNorm of the package, in training by all ranks and by one."""
 

@@ -15,7 +15,8 @@ if not torch.cuda.is_available():
 pytestmark = pytest.mark.mpi
 
 WHOLE_WAYS = ["staged", "cudaipc", "cudaipc symmetric"]  # each dtype with each op
-OTHER_WAYS = ["blocking", "staged asynchronous", "cudaipc asynchronous", "hierarchical", "mpi", "nccl"]
+OTHER_WAYS = ["blocking", "hierarchical", "mpi", "nccl"]
+OTHER_WAYS += [f"{name} asynchronous" for name in ("staged", "cudaipc", "nccl")]
 SOME_OPS = ("sum", "max")  # for those
 IS_CROWDED = (
     variables.size_in(os.environ) or 1

@@ -85,27 +85,6 @@ def test_verbs(ranks, verb, flavour):
                     assert torch.equal(result, wanted), f"{verb}{form} of {count}, {make.__name__}, root {root}"
 
 
-def test_gathers_of_unequal_parts(ranks):
-    me, size = ranks.rank(), ranks.size()
-    parts = [values(rank, (rank * 5 + 3) % 7) for rank in range(size)]
-    assert torch.equal(ranks.allgather(parts[me].clone()), torch.cat(parts))
-    got = ranks.gather(parts[me].clone(), size - 1)
-    if me == size - 1:
-        assert torch.equal(got, torch.cat(parts))
-
-
-def test_messages_between_hosts(ranks):
-    """The first and the last rank, which are on different hosts, exchange; each rank passes on to the next."""
-    me, size = ranks.rank(), ranks.size()
-    for count in (1, 300_000):
-        if me == 0:
-            ranks.send(values(0, count), size - 1)
-            assert torch.equal(ranks.recv(torch.empty(count), size - 1), values(size - 1, count))
-        elif me == size - 1:
-            assert torch.equal(ranks.recv(torch.empty(count), 0), values(0, count))
-            ranks.send(values(me, count), 0)
-
-
 def test_places_numbers_and_objects(ranks, host_of):
     """The node of a rank is its host, and no other."""
     me, size = ranks.rank(), ranks.size()
@@ -196,52 +175,6 @@ def test_checkpoints_in_a_folder_that_only_the_host_of_rank_0_has(ranks):
     trained(folder, epochs=1, asynchronous=False)
     check_alike(ranks, trained(folder, epochs=2), ranks.size(), 2)
     assert folder.exists() or ranks.rank() > 0
-
-
-def test_parameter_server(ranks):
-    """Shards on all hosts; every rank's updates count once; each rank reads what all have written."""
-    from torchmpi_py import paramserver as ps
-
-    me, size = ranks.rank(), ranks.size()
-    server = ps.init(torch.zeros(100_003, dtype=torch.float64))
-    for number in range(3):
-        server.send(values(me, 100_003).double() + number, "add").wait()
-    ranks.barrier()
-    assert torch.equal(server.receive().wait(), total(size, 100_003, torch.float64) * 3 + 3 * size)
-    ranks.barrier()
-    if me == size - 1:
-        server.send(values(5, 100_003).double(), "copy").wait()
-    ranks.barrier()
-    assert torch.equal(server.receive().wait(), values(5, 100_003).double())
-    ranks.barrier()
-    server.free()
-
-
-def test_torch_distributed(ranks):
-    """DDP with and without the hook, and a sum in a group of ranks of different hosts."""
-    import torch.distributed as dist
-
-    from torchmpi_py import torch_backend
-
-    me, size = ranks.rank(), ranks.size()
-    dist.init_process_group("torchmpi")
-    ends = dist.new_group([0, size - 1])
-    if me in (0, size - 1):
-        x = values(me, 50_000)
-        dist.all_reduce(x, group=ends)
-        assert torch.equal(x, values(0, 50_000) + values(size - 1, 50_000))
-    data = samples()
-    places = [[torch.arange(10) + 10 * (step * size + rank) % 240 for rank in range(size)] for step in range(3)]
-    one = taught(network(), [data[torch.cat(of_step)] for of_step in places])
-    for hook in (None, torch_backend.average):
-        net = network()
-        model = torch.nn.parallel.DistributedDataParallel(net)
-        if hook:
-            model.register_comm_hook(None, hook)
-        taught(model, [data[of_step[me]] for of_step in places])
-        for mine, alone in zip(net.parameters(), one.parameters(), strict=True):
-            torch.testing.assert_close(mine, alone, rtol=0, atol=1e-9)
-    dist.destroy_process_group()
 
 
 def taught(model, batches):

@@ -145,15 +145,3 @@ def test_ranks_fill_the_nodes_of_an_allocation(slurm, asked, words, counts, said
     names = done.stdout.split()
     assert (done.returncode, [names.count(host) for host in ("nodea", "nodeb")]) == (0, expected), done.stderr
     assert done.stderr.startswith(said.format(all=2 * cores)) if said else done.stderr == ""
-
-
-def test_starts_in_slurm_that_are_refused(slurm):
-    command = [sys.executable, "-m", "torchmpi_py.launch", "x.py"]
-    done = slurm.run("nodea", ["srun", "--quiet", "--nodelist=nodea,nodeb", "--ntasks=2", "--input=none", *command])
-    assert (
-        done.stderr.count("torchmpirun: srun has started torchmpirun 2 times, and it starts all ranks; call it once")
-        == 2
-    )
-    assert done.returncode == 2
-    done = slurm.run("nodea", ["salloc", "--quiet", "--nodes=1", ":", "--nodes=1", *command])
-    assert (done.returncode, "heterogeneous job of Slurm" in done.stderr) == (2, True)

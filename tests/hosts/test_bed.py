@@ -1,12 +1,7 @@
 """The bed itself: what is asked for is there, and nothing stays behind."""
 
 import os
-import signal
-import subprocess
-import sys
-import textwrap
 
-import harness
 import pytest
 import testbed
 from testbed import Bed, BedError
@@ -49,33 +44,6 @@ def test_a_bed_that_cannot_be_made_leaves_nothing(options, message):
     assert traces() == NOTHING
 
 
-def test_a_name_is_taken_once():
-    bed = Bed.up(1, name=NAME)
-    try:
-        with pytest.raises(BedError, match=f"bed '{NAME}' is up already; take it down first: scripts/hosts --bed"):
-            Bed.up(1, name=NAME)
-        assert bed.run("nodea", ["hostname"]).stdout == "nodea\n"
-    finally:
-        bed.down()
-    assert traces() == NOTHING
-    with pytest.raises(BedError, match=f"there is no bed '{NAME}'"):
-        Bed(NAME)
-
-
-def test_down_after_its_processes_were_killed():
-    bed = Bed.up(2, name=NAME, delay="100us")
-    asleep = bed.start("nodea", ["sleep", "1000"])
-    for pid in [*traces()[1], *bed.state["pids"].values()]:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    assert asleep.wait(20) != 0
-    Bed(NAME).down()
-    bed.down()
-    assert traces() == NOTHING
-
-
 def test_hosts_are_apart_and_boot_again(bed):
     """Names, files in /tmp and /dev/shm, processes and the network are a host's own; a power cut empties a host."""
     hosts = bed.hosts[:2]
@@ -100,55 +68,3 @@ def test_hosts_are_apart_and_boot_again(bed):
         bed.run(second, ["true"])
     bed.boot(second)
     assert bed.run(first, ask).stdout.split() == ["nothing", before[1]]
-
-
-STREAM = """
-import socket, sys, time
-def options(link):
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return link
-if sys.argv[1] == "serve":
-    with socket.create_server(("", 5555)) as server:
-        print("ready", flush=True)
-        link = options(server.accept()[0])
-        while data := link.recv(64):
-            link.sendall(data)
-        link, begin, received = options(server.accept()[0]), None, 0
-        while data := link.recv(1 << 20):
-            begin = begin or time.monotonic()
-            received += len(data)
-        print(received / (time.monotonic() - begin))
-else:
-    link, seconds = options(socket.create_connection((sys.argv[1], 5555))), []
-    for _ in range(200):
-        begin = time.monotonic()
-        link.sendall(b"x")
-        link.recv(1)
-        seconds.append(time.monotonic() - begin)
-        time.sleep(0.001)
-    link.close()
-    print(min(seconds))
-    link, end = options(socket.create_connection((sys.argv[1], 5555))), time.monotonic() + 3
-    while time.monotonic() < end:
-        link.sendall(bytes(1 << 20))
-"""
-
-
-@pytest.mark.skipif(not harness.ALL, reason="scripts/test_hosts runs it")
-def test_rate_and_delay(bed):
-    """A stream reaches the rate and no more; the shortest of many round trips takes the delay of both hosts."""
-    program, python = bed.shared / "stream.py", sys.executable
-    program.write_text(textwrap.dedent(STREAM))
-    first, second = bed.hosts[:2]
-    for host in (first, second):
-        bed.shape(host, "200mbit", "1ms")
-    try:
-        with bed.start(first, [python, str(program), "serve"], stdout=subprocess.PIPE) as server:
-            assert server.stdout.readline() == "ready\n"
-            round_trip = float(bed.run(second, [python, str(program), first]).stdout)
-            rate = float(server.stdout.readline()) * 8
-        assert 0.002 <= round_trip <= 0.0024
-        assert 160e6 <= rate <= 200e6
-    finally:
-        for host in (first, second):
-            bed.shape(host, testbed.RATE)

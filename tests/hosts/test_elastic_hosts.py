@@ -63,11 +63,3 @@ def test_a_host_dies(bed):
     ending = job_whose_host_dies(bed, "elastic-host")
     wanted = "host nodeb (rank 2) has not been heard of for 15 s; Open MPI loses ranks and goes on (--elastic), but not"
     assert wanted in ending.errors, str(ending)
-
-
-def test_a_host_dies_which_open_mpi_notices_first(bed):
-    """Its starter then ends with code 0, and the ranks of its host run on."""
-    seconds = {"time": "3", "intvl": "1", "probes": "3"}
-    settings = {f"PRTE_MCA_oob_tcp_keepalive_{name}": value for name, value in seconds.items()}
-    ending = job_whose_host_dies(bed, "elastic-keepalive", **settings)
-    assert "ranks 0, 1 did not reach the end of the program, though the MPI reports success" in ending.errors

@@ -65,27 +65,3 @@ def test_random_faults(bed, judge, part):
         outcomes.append(mismatch(bed, number) if is_mismatch else drawn(number).run(bed))
         bed.mend()
     judge("hosts", outcomes, lambda outcome: "hosts: " + " ".join(outcome.name.split(" of ")[0].split()[:2]))
-
-
-@pytest.mark.parametrize("flavour", ["mpi", "ring", "gloo"], ids="by {}".format)  # pytest-mpi takes "mpi" for a marker
-def test_hosts_that_reduce_differently(bed, flavour):
-    """One host sums, the other one takes the largest: an error that names both lines, and no result."""
-    path = write(bed.shared, DIFFERENTLY, f"differently-{flavour}.py")
-    environment = {"TORCHMPI_DEADLINE": str(WITHIN_SECONDS)}
-    ending = jobs.run(bed, WAYS[0], LAYOUTS[0], [str(path), flavour], environment=environment)
-    assert ending.code not in (0, 124), str(ending)
-    assert "RanksDisagree" in ending.errors, str(ending)
-    assert all(f"{path.name}:{line}" in ending.errors for line in (7, 9)), str(ending)
-
-
-DIFFERENTLY = """import sys
-import torch, torchmpi_py as mpi
-
-mpi.start()
-x = torch.arange(1000.0) + mpi.rank()
-if mpi.rank() == 0:
-    mpi.allreduce(x, op="sum", flavour=sys.argv[1])
-else:
-    mpi.allreduce(x, op="max", flavour=sys.argv[1])
-mpi.stop()
-"""

@@ -32,15 +32,6 @@ dist.destroy_process_group()
 """
 
 
-def listeners(process_id):
-    """The TCP sockets on which a process listens: inode -> address, as the kernel writes it."""
-    links = [os.path.realpath(file) for file in pathlib.Path(f"/proc/{process_id}/fd").iterdir()]
-    inodes = {link.partition("[")[2].rstrip("]") for link in links if "socket:[" in link}
-    net = pathlib.Path(f"/proc/{process_id}/net")
-    lines = [line.split() for name in ("tcp", "tcp6") for line in (net / name).read_text().splitlines()]
-    return {words[9]: words[1].partition(":")[0] for words in lines if words[3] == "0A" and words[9] in inodes}
-
-
 def look(job, tmp_path, stage):
     """Wait for a stage of a job of 2 ranks; (listeners of the ranks alone, listeners of the starter)."""
     files = [tmp_path / f"{stage}-{rank}" for rank in range(2)]
@@ -48,8 +39,8 @@ def look(job, tmp_path, stage):
     assert job.poll() is None, job.communicate()
     ranks = {int(file.read_text()) for file in files}
     everyone = set(cleanup.processes_with(f"LAUNCH_TEST={tmp_path}")) - {os.getpid()}
-    starters = {inode: where for each in everyone - ranks for inode, where in listeners(each).items()}
-    of_ranks = {inode: where for each in ranks for inode, where in listeners(each).items()}
+    starters = {inode: where for each in everyone - ranks for inode, where in jobs.listeners(each).items()}
+    of_ranks = {inode: where for each in ranks for inode, where in jobs.listeners(each).items()}
     (tmp_path / f"seen {stage}").touch()
     own = [where for inode, where in of_ranks.items() if inode not in starters]  # MPICH's starter leaves ranks its own
     return [sorted("loopback" if "0100007F" in where else "all" for where in some) for some in (own, starters.values())]

@@ -174,13 +174,6 @@ sys.exit(255)
 """
 
 
-def test_a_job_that_a_rank_of_another_host_may_have_ended():
-    for num_hosts in (1, 2):
-        job = stand_in.run(WITH_ANOTHER_HOST, before=f"options = dict(num_ranks=2, hosts=(Host('a'),) * {num_hosts})")
-        assert job.returncode == 255
-        assert ("which rank ended the job is not known" in job.stderr) == (num_hosts == 2)
-
-
 ABORT = "MPI_ABORT was invoked on rank 3 in communicator MPI_COMM_WORLD\n  Proc: [[3682,1],3]\n  Errorcode: {}\n"
 KILLED = "prterun noticed that process rank {} with PID 136 on node nodeb exited on\nsignal 9 (Killed).\n"
 LEFT = "The first process to do so was:\n\n   Process name: [prterun-nodea-124@1,3]\n   Exit code:    5\n"

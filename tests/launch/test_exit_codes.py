@@ -1,9 +1,7 @@
 """The exit code of a job and its last line are those of the first rank that ended: one table, as in ends.md."""
 
-import os
 import re
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from support import jobs
@@ -11,17 +9,13 @@ from support import jobs
 # Rank argv[3] ends as argv[1] says, at the place that argv[2] says, while the others wait for it.
 PROGRAM = """
 import os, signal, sys, time
-how, where, rank, *group = sys.argv[1:]
+how, where, rank = sys.argv[1:]
 is_dying = os.environ["RANK"] == rank
-def take_memory():
-    with open(group[0], "w") as file:
-        file.write(str(os.getpid()))
-    kept = [bytearray(os.urandom(1 << 20)) * 8 for _ in range(100)]
 def end():
     if how.startswith("SIG"):
         os.kill(os.getpid(), getattr(signal, how))
     ways = {"exception": "raise RuntimeError('boom')", "MemoryError": "raise MemoryError", "late": "time.sleep(100)"}
-    ways |= {"MPI_Abort(7)": "from mpi4py import MPI; MPI.COMM_WORLD.Abort(7)", "out of memory": "take_memory()"}
+    ways |= {"MPI_Abort(7)": "from mpi4py import MPI; MPI.COMM_WORLD.Abort(7)"}
     exec(ways.get(how, how))
 if where == "before":
     time.sleep(0.3)
@@ -53,14 +47,13 @@ time.sleep(100)
 
 DIES = {"SIGKILL": 137, "SIGSEGV": 139, "os.abort()": 134, "os._exit(5)": 5, "os._exit(0)": 1, "MPI_Abort(7)": 7}
 FAILS = {"exception": 1, "MemoryError": 1, "sys.exit(3)": 3}
-CODES = DIES | FAILS | {"late": 1, "out of memory": 137}
-ENDS = [how for how in CODES if how != "out of memory"]
+CODES = DIES | FAILS | {"late": 1}
 CASES = [  # how it ends, where, the number of ranks, and which of them
-    *((how, "start", 2 + number % 2, (1 + number % 2) * (number % 3 > 0)) for number, how in enumerate(ENDS)),
+    *((how, "start", 2 + number % 2, (1 + number % 2) * (number % 3 > 0)) for number, how in enumerate(CODES)),
     # Without MPI the others have no need of a rank that leaves with code 0, and finish; nobody is late.
-    *((how, "before", 3, 2 * (number % 2)) for number, how in enumerate(ENDS) if how not in ("os._exit(0)", "late")),
+    *((how, "before", 3, 2 * (number % 2)) for number, how in enumerate(CODES) if how not in ("os._exit(0)", "late")),
     *((how, "exit", 2, 1) for how in ("SIGKILL", "SIGSEGV")),
-    *((how, "DDP", 2, 1) for how in ENDS if how != "late"),
+    *((how, "DDP", 2, 1) for how in CODES if how != "late"),
 ]
 DAILY = [("SIGKILL", "start", 2, 0), ("os._exit(5)", "start", 3, 0), ("exception", "before", 3, 0)]
 
@@ -78,10 +71,10 @@ def last_line(how, rank):
     return rf"rank {rank} \(process \d+\) {end}"
 
 
-def end(path, how, where, size, rank, *words):
+def end(path, how, where, size, rank):
     """Run a job; return what is wrong with its end."""
     deadline = {"TORCHMPI_DEADLINE": "3"} if how == "late" else {}
-    job = jobs.torchmpirun("-n", size, "--bind", "none", path, how, where, rank, *words, env=deadline)
+    job = jobs.torchmpirun("-n", size, "--bind", "none", path, how, where, rank, env=deadline)
     said = [line for line in job.stderr.splitlines() if line.startswith("torchmpirun: ")]
     is_right = len(said) == 1 and re.fullmatch(f"torchmpirun: {last_line(how, rank)}", said[0])
     if how in FAILS:
@@ -103,25 +96,3 @@ def test_the_first_end_decides(program, monkeypatch, tmp_path, cases):
     with ThreadPoolExecutor(2) as pool:
         wrong = list(filter(None, pool.map(lambda case: end(path, *case), cases)))
     assert not wrong, f"{len(wrong)} of {len(cases)}\n" + "\n".join(wrong)
-
-
-@pytest.fixture
-def group_without_memory():
-    """A file that takes the number of a process, which then has 64 MiB of memory."""
-    own = re.search(r":memory:(.*)", Path("/proc/self/cgroup").read_text())
-    folder, limit = (f"memory{own[1]}", "limit_in_bytes") if own else ("", "max")
-    group = Path("/sys/fs/cgroup", folder, f"torchmpi-{os.getpid()}")
-    try:
-        group.mkdir()
-        (group / f"memory.{limit}").write_text(str(64 << 20))
-    except OSError as error:
-        pytest.skip(f"no group of processes with a limit of memory can be made here: {error}")
-    yield group / "cgroup.procs"
-    group.rmdir()
-
-
-@pytest.mark.slow
-@jobs.needs_mpi
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_rank_without_memory(program, group_without_memory, size):
-    assert end(program(PROGRAM), "out of memory", "start", size, size - 1, group_without_memory) == ""

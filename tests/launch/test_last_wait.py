@@ -2,15 +2,12 @@
 
 import os
 import re
-import sys
 import time
 
 import pytest
 import stand_in
 from support import jobs
 
-DEADLINE_SECONDS = 2
-LATER_SECONDS = 2  # of the launchers below
 AT_WORK = "; the job goes on"
 
 # In the launcher. Its starter has ranks run the program argv[3] on one of argv[4:] each, and then does argv[2].
@@ -88,47 +85,17 @@ STOOD_IN = {
     "starter after a failure": row([ENDS, FAILS], 4, ["rank 1 failed first, with exit code 4"], STAYS),
     "starter of an elastic job": row([ENDS] * 2, 0, STARTER_IS_ENDED, STAYS, elastic=True),
 }
-
-# Real ranks. Rank 1 sleeps behind the last look of its watchdog, or works in a thread; then rank 0 stops the starter.
-LAUNCHER = """
-import sys
-from torchmpi_py.launch import __main__ as main, job, last_wait
-seconds = float(sys.argv.pop(1))
-last_wait.LATER_SECONDS = seconds
-job.FAILURE_GRACE_SECONDS = 0.5
-sys.exit(main.main())
-"""
+# Real ranks: rank 1 sleeps behind the last look of its watchdog.
 PROGRAM = """
-import atexit, os, signal, sys, threading, time
-rank, how = int(os.environ["RANK"]), sys.argv[1]
-
-def stop_starter():
-    while os.path.exists(os.environ["TORCHMPIRUN_JOB_DIR"] + "/running-1"):
-        time.sleep(0.01)
-    _, name, _, above, *_ = open(f"/proc/{os.getppid()}/stat").read().split()
-    os.kill(int(above) if "proxy" in name else os.getppid(), signal.SIGSTOP)
-
-def work(seconds):
-    time.sleep(seconds)
-    print("worked", flush=True)
-
-if (rank, how) == (0, "works"):
-    atexit.register(stop_starter)
-import torchmpi_py as mpi
-mpi.start()
-if (rank, how) == (1, "sleeps"):
-    from torchmpi_py.watch.watchdog import Watchdog
+import os, time, torchmpi_py as mpi
+from torchmpi_py.watch.watchdog import Watchdog
+if os.environ["RANK"] == "1":
     Watchdog.stop = lambda watchdog: time.sleep(200)
+mpi.start()
 mpi.stop()
-if (rank, how) == (1, "works"):
-    threading.Thread(target=work, args=[float(sys.argv[2])]).start()
 """
-WORK_SECONDS = 2 * (DEADLINE_SECONDS + LATER_SECONDS)
-REAL = {
-    "sleeps": (1, ["rank 0 .* is in MPI_Finalize, rank 1 .* is in mpi.stop"]),
-    "works": (0, [f"rank 1 .* in the program.*{AT_WORK}", "starter .* is ended"]),
-}
-OUTPUT = {"full pipe": "x" * 1000000, "works": "worked\n", "slow shutdown": "computed\n"}
+SLEEPS = "rank 0 .* is in MPI_Finalize, rank 1 .* is in mpi.stop"
+OUTPUT = {"full pipe": "x" * 1000000, "slow shutdown": "computed\n"}
 
 
 @pytest.mark.slow
@@ -140,18 +107,16 @@ def test_the_last_wait_of_a_job(program, no_leftovers):
     for name, (texts, then, options, code, said) in STOOD_IN.items():
         before = OPTIONS.format(options=options)
         expected[name], started[name] = (code, said), stand_in.start(STARTER, then, RANK, *texts, before=before)
-    for how, (code, said) in REAL.items():
-        words = [LATER_SECONDS, "-n", "2", "--timeout", "60", program(PROGRAM), how, WORK_SECONDS]
-        environment = os.environ | {"TORCHMPI_DEADLINE": str(DEADLINE_SECONDS)}
-        command = [sys.executable, "-c", LAUNCHER, *words]
-        expected[how], started[how] = (code, said), jobs.start(*command, env=environment)
+    environment = os.environ | {"TORCHMPI_DEADLINE": "2"}
+    command = [*jobs.TORCHMPIRUN, "-n", 2, "--timeout", 60, program(PROGRAM)]
+    expected["real"], started["real"] = (1, [SLEEPS]), jobs.start(*command, env=environment)
     time.sleep(6)  # for the full pipe, which is read first
     wrong = {}
     for name, job in started.items():
         output, errors = job.communicate(timeout=200)
         code, said = expected[name]
         is_right = job.returncode == code and bool(re.search(".*".join(said), errors, re.DOTALL))
-        is_whole = name == "sleeps" or output == OUTPUT.get(name, "")  # MPICH's starter says there that it is ended
+        is_whole = name == "real" or output == OUTPUT.get(name, "")
         if not (is_right and is_whole and (said or not errors)):
             wrong[name] = (job.returncode, output[-200:], errors)
     assert not wrong, "\n".join(f"{name}: {found}" for name, found in wrong.items())

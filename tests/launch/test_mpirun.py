@@ -9,8 +9,7 @@ import pytest
 from support import jobs
 
 from torchmpi_py.errors import LaunchError
-from torchmpi_py.launch import __main__ as launcher, command, job_spec, mpirun, wrap
-from torchmpi_py.launch.job_spec import JobSpec
+from torchmpi_py.launch import __main__ as launcher, command, job_spec, mpirun
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -257,18 +256,6 @@ def test_a_bad_command_line_ends_with_2_and_the_remedy(words, remedy, capsys):
     with pytest.raises(SystemExit, match="2"):
         launcher.parse(words.split())
     assert re.search(remedy, " ".join(capsys.readouterr().err.split()))
-
-
-def test_arguments_are_quoted_where_a_starter_would_interpret_them():
-    for vendor in mpirun.VENDORS:
-        plain = ("a.py", "--epochs", "5", "a:b", "%", "")
-        assert command.rank_words(JobSpec(plain, vendor=vendor))[2:] == ["--bind", "core", *plain]
-        words = ("a.py", ":", "--bind-to", "-mca", "5%3A", "", ":")
-        made = command.rank_words(JobSpec(words, vendor=vendor))[2:]
-        assert made[:3] == ["--bind", "core", "--quoted"]
-        assert ":" not in made
-        assert ("--bind-to" in made) is (vendor.name != "openmpi")
-        assert wrap.parse(made).program == list(words)
 
 
 @pytest.mark.parametrize(

@@ -101,16 +101,3 @@ def test_deaths_are_told_in_the_order_of_their_beginnings(tmp_path, monkeypatch,
         finally:
             one.kill()
             lookout.close()
-
-
-def test_how_a_rank_died():
-    """By its status, or by the code of the starter."""
-    ended = "ended in the middle of the program, with exit code"
-    killed = "was killed by signal"
-    for status, starter, code, text in [
-        *((9, 1, 137, f"{killed} 9"), (11, 11, 139, f"{killed} 11"), (None, 137, 137, f"{killed} 9")),
-        *((5 << 8, 9, 5, f"{ended} 5"), (0, 0, 1, f"{ended} 0"), (None, 0, 1, "died"), (None, 9, 9, "died")),
-        (None, 255, 255, "died"),
-    ]:
-        death = deaths.Death(2, 1234, status)
-        assert (death.code(starter), death.explain(starter)) == (code, text)

@@ -1,4 +1,4 @@
-"""Runs storms as jobs, one after another, and shrinks a failing program: python storm.py [run|faults] --help."""
+"""Runs storms as jobs, one after another, and shrinks a failing program: python storm.py --help."""
 
 import argparse
 import random
@@ -13,8 +13,6 @@ from storm_draw import program
 JOB = Path(__file__).with_name("storm_job.py")
 DEADLINE_SECONDS = 30
 MOST_SECONDS_A_JOB = 120
-SHRINK_SECONDS = 180
-FAULTS = ["one_arena", "slot_used_twice", "stale_plan", "one_communicator", "one_bucket", "no_wait", "one_scratch"]
 
 
 class Outcome:
@@ -44,7 +42,7 @@ def job(ranks, *arguments, seconds=MOST_SECONDS_A_JOB):
     return Outcome(ended.returncode, ended.stdout + ended.stderr, time.monotonic() - begin)
 
 
-def shrink(ranks, seed, number, extra, seconds):
+def shrink(ranks, seed, number, seconds):
     """The shortest program that was found to fail within so many seconds, as text; None if none failed again."""
     until = time.monotonic() + seconds
 
@@ -52,7 +50,7 @@ def shrink(ranks, seed, number, extra, seconds):
         if time.monotonic() > until or not kept:
             return False
         text = ";".join(f"{index}:{','.join(map(str, places))}" for index, places in kept)
-        again = job(ranks, "--seed", seed, "--round", number, "--repeat", 8, "--keep", text, *extra)
+        again = job(ranks, "--seed", seed, "--round", number, "--repeat", 8, "--keep", text)
         return again.failed
 
     actors = program(seed, number, ranks)
@@ -73,7 +71,7 @@ def shrink(ranks, seed, number, extra, seconds):
     return "\n".join(lines)
 
 
-def tell(outcome, ranks, seed, extra, seconds):
+def tell(outcome, ranks, seed, seconds):
     """Print a failure, with its seed and the shortest failing program."""
     print(outcome.summary() or outcome.text[-3000:])
     again = f"torchmpirun -n {ranks} {JOB.name} --seed {seed}"
@@ -81,7 +79,7 @@ def tell(outcome, ranks, seed, extra, seconds):
         print(f"    again: {again}")
         return
     print(f"    again: {again} --round {outcome.round} --repeat 8")
-    found = shrink(ranks, seed, outcome.round, extra, seconds)
+    found = shrink(ranks, seed, outcome.round, seconds)
     print(f"shortest failing program:\n{found}" if found else "    it did not fail again by itself", flush=True)
 
 
@@ -97,46 +95,23 @@ def run(options):
         num_jobs += 1
         if outcome.failed:
             num_failed += 1
-            tell(outcome, ranks, seed, [], SHRINK_SECONDS if options.shrink is None else options.shrink)
+            tell(outcome, ranks, seed, options.shrink)
         else:
             print(outcome.summary(), flush=True)
     print(f"storm: {num_jobs} jobs, {operations} operations, {options.minutes:g} minutes, {num_failed} failed")
     return num_failed == 0
 
 
-def faults(options):
-    """Plant each fault, and tell after how long it was found; whether all were."""
-    missed = []
-    for name in options.only or FAULTS:
-        spent = 0.0
-        for attempt in range(4):
-            ranks = options.ranks[attempt % len(options.ranks)]
-            arguments = ["--seed", f"{options.seed}-{attempt}", "--fault", name, "--seconds", 30]
-            outcome = job(ranks, *arguments, seconds=100)
-            spent += outcome.seconds
-            if outcome.failed:
-                break
-        lines = outcome.summary().splitlines() or outcome.text.strip().splitlines()[:1]
-        how = lines[-1].strip()[:150] if outcome.failed else "NOT FOUND"
-        print(f"{name:28} {spent:6.1f} s  {ranks} ranks  {how}", flush=True)
-        if outcome.failed and options.shrink:
-            tell(outcome, ranks, f"{options.seed}-{attempt}", ["--fault", name], options.shrink)
-        missed += [] if outcome.failed else [name]
-    return not missed
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["run", "faults"])
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seconds", type=float, default=60, help="of one job")
     parser.add_argument("--ranks", type=lambda text: [int(part) for part in text.split(",")], default=[2, 3, 4, 5])
     parser.add_argument("--seed", default=str(int(time.time())))
-    parser.add_argument("--shrink", type=float, help="seconds to look for a shorter program (run: 180, faults: 0)")
-    parser.add_argument("--only", nargs="*", help="faults: these")
+    parser.add_argument("--shrink", type=float, default=180, help="seconds to look for a shorter program")
     options = parser.parse_args()
     print(f"storm: seed {options.seed}", flush=True)
-    sys.exit(0 if {"run": run, "faults": faults}[options.what](options) else 1)
+    sys.exit(0 if run(options) else 1)
 
 
 if __name__ == "__main__":

@@ -75,3 +75,12 @@ def start(*command, **options):
 
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([str(word) for word in command], preexec_fn=heed, **pipes | options)
+
+
+def listeners(process_id):
+    """The TCP sockets on which a process listens: inode -> address, as the kernel writes it."""
+    links = [os.path.realpath(file) for file in Path(f"/proc/{process_id}/fd").iterdir()]
+    inodes = {link.partition("[")[2].rstrip("]") for link in links if "socket:[" in link}
+    net = Path(f"/proc/{process_id}/net")
+    lines = [line.split() for name in ("tcp", "tcp6") for line in (net / name).read_text().splitlines()]
+    return {words[9]: words[1].partition(":")[0] for words in lines if words[3] == "0A" and words[9] in inodes}

@@ -4,15 +4,10 @@ import csv
 import json
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from support import jobs
-
-from torchmpi_py.launch.group_of_ranks import GroupOfRanks
-from torchmpi_py.sweeps.experiments import _Group
-from torchmpi_py.sweeps.ledger import Ledger
 
 pytestmark = [pytest.mark.timeout(300), jobs.needs_mpi]
 PROGRAM = Path(__file__).with_name("swept.py")
@@ -153,17 +148,6 @@ def test_a_signal_ends_all_groups(tmp_path):
         sweep.communicate(timeout=60)
     assert sweep.returncode == 128 + signal.SIGTERM
     jobs.until(lambda: not is_at_work(folder))
-
-
-def test_a_claim_that_fails_is_outside_of_an_experiment(tmp_path):
-    """For ever, if the group were started again."""
-    ledger = Ledger(tmp_path / "sweep", "a", 0)
-    ledger.prepare([1], 0, resume=True)
-    (tmp_path / "sweep" / "claims-a").rmdir()
-    group = _Group(ledger, SimpleNamespace(rank=0), abs, None, GroupOfRanks(0, 1, "a", str(tmp_path)))
-    with pytest.raises(FileNotFoundError):
-        group._next()
-    assert not (tmp_path / "experiment-0").exists()
 
 
 @pytest.mark.parametrize(
