@@ -35,11 +35,3 @@ def test_options():
 def test_a_mistake_is_named_with_what_is_known(words, message):
     with pytest.raises(UsageError, match=message):
         parse(words.split())
-
-
-def test_help_is_given_by_rank_0_alone(capsys, monkeypatch):
-    for rank, is_shown in ((None, True), (0, True), (1, False)):
-        monkeypatch.setattr("torchmpi_py.launch.variables.rank_in", lambda environment, rank=rank: rank)
-        with pytest.raises(SystemExit):
-            parse(["run", "--help"])
-        assert ("--verb" in capsys.readouterr().out) is is_shown

@@ -62,14 +62,6 @@ def test_a_line_for_each_size_has_the_median_of_the_rounds_and_ratios_to_the_bes
     }
 
 
-def test_what_was_left_out_is_a_dash():
-    of_open, of_ch = report(times(4, None, None, None)), report(times(2, 1, None, None))
-    line = mpis["render"](mpis["MpisReport"]({"open": [of_open], "ch": [of_ch]})).splitlines()[-1]
-    assert [cell.strip() for cell in line.strip("|").split("|")] == [
-        *("8", "warm", "-", "-", "-", "4.00", "2.00", "-", "1.00", "-, -", "-, -")
-    ]
-
-
 def test_jobs_take_turns_with_the_options_of_compare(monkeypatch, tmp_path, capsys):
     commands = []
 
@@ -113,13 +105,6 @@ def test_a_job_that_fails_ends_the_command_with_its_name(monkeypatch, capsys, co
 def test_a_mistake_is_named_before_anything_starts(monkeypatch, capsys, words, message):
     assert run(monkeypatch, *words.split()) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_job_of_torchmpirun_is_refused(monkeypatch, capsys):
-    ranks = iter([0, None])  # as a rank, then as a plain process, which prints the message
-    monkeypatch.setattr("torchmpi_py.launch.variables.rank_in", lambda _: next(ranks))
-    assert run(monkeypatch, "--mpi", PAIRS, "-n", 2) == 2
-    assert "run it as a plain process" in capsys.readouterr().err
 
 
 @pytest.mark.slow

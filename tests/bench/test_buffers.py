@@ -36,31 +36,12 @@ def test_cold_slots_exceed_the_cache_and_do_not_overlap(verb, num_bytes):
     assert slots[0].whole.nbytes == num_bytes
 
 
-def test_warm_slots_are_as_few_as_will_do():
-    plan = planned("allreduce", [MIB], with_symmetric=True, with_cold=False)
-    assert [plan.num_slots(task("allreduce"), 8, is_symmetric=kind, is_cold=False) for kind in (False, True)] == [2, 1]
-    assert plan.plain_bytes < 2.1 * MIB
-    assert plan.symmetric_bytes < 1.1 * MIB
-
-
 def test_memory_is_kept_within_the_limit():
     plan = planned("allreduce", [8, MIB], max_bytes=4 * MIB, with_symmetric=True)
     assert plan.plain_bytes + plan.symmetric_bytes <= 4 * MIB
     assert plan.is_too_small(task("allreduce"), MIB)
     with pytest.raises(UsageError, match=r"allreduce of 2 MiB needs buffers of .* the limit is 4 MiB"):
         planned("allreduce", [8, 2 * MIB], max_bytes=4 * MIB)
-
-
-def test_clearing_starts_with_the_first_slot():
-    rotation = buffers.Rotation(buffers.make_pool(MIB), task("allgather"), 64, 2)
-    first = rotation.take()
-    first.x.fill_(3)
-    first.result.fill_(4)
-    rotation.clear()
-    again = rotation.take()
-    assert again.x.data_ptr() == first.x.data_ptr()
-    assert not again.x.any()
-    assert not again.result.any()
 
 
 def test_limits_are_copies_of_every_byte():

@@ -21,13 +21,6 @@ def test_free_memory_is_what_machine_and_container_leave(tmp_path):
     assert machine.free_bytes(tmp_path / "none", tmp_path / "none") > 0
 
 
-def test_gpus_in_words():
-    shared = [(("here", "a"), "A GPU")] * 3
-    assert machine.describe_gpus(shared) == {"GPUs": "1 x A GPU", "ranks per GPU": "3"}
-    mixed = [*shared, (("here", "b"), "A GPU"), (("there", "a"), "Another")]
-    assert machine.describe_gpus(mixed) == {"GPUs": "2 x A GPU, 1 x Another", "ranks per GPU": "1 or 3"}
-
-
 @pytest.mark.mpi
 def test_ranks_on_a_gpu_share_its_memory(mpi, monkeypatch):
     assert not any("GPU" in name for name in machine.facts(MPI.COMM_WORLD))

@@ -67,13 +67,6 @@ def test_modes_are_run_beside_their_twin_and_written_down(tmp_path):
     assert done.returncode == int("points from the twin" in done.stderr)  # hogwild's, after one epoch, may be far
 
 
-@pytest.mark.slow
-def test_an_unknown_mode_is_named():
-    done = run("--modes", "easgd,x")
-    assert done.returncode == 2
-    assert "'x' is unknown; known modes: allreduce, " in done.stderr
-
-
 def test_the_table_takes_the_place_of_the_one_before(module, report, tmp_path):
     rows = module("page")["rows"](report)
     assert [row.command for row in rows] == ["torchmpirun -n 3 examples/p.py", "torchmpirun -n 3 examples/p.py --c 1"]

@@ -76,15 +76,6 @@ def on_gpus():
     return dataclasses.replace(report(), rows=rows, device="cuda", facts={"GPUs": "1 x A GPU"})
 
 
-def test_on_gpus_the_copies_take_the_place_of_raw_mpi():
-    lines = results.render(on_gpus()).splitlines()
-    assert lines[0] == "# allreduce (sum) of float32 on cuda"
-    header, _, _, cudaipc, device_copy, *_ = [line.strip("|").split("|") for line in lines if line.startswith("|")]
-    assert [cell.strip() for cell in header][-2:] == ["x device copy", "x host copy"]
-    assert [cell.strip() for cell in cudaipc][-2:] == ["3.00", "0.500"]
-    assert [cell.strip() for cell in device_copy][-3:] == ["-", "1.00", "0.167"]
-
-
 def test_stored_reports_are_plain_and_those_from_before_there_were_devices_are_of_the_cpu(tmp_path):
     store(COLLECTIVE, report(), path := tmp_path / "r.json")
     assert load(path) == report()
@@ -93,11 +84,6 @@ def test_stored_reports_are_plain_and_those_from_before_there_were_devices_are_o
     del stored["device"]
     path.write_text(json.dumps(stored))
     assert load(path) == report()
-
-
-def test_numbers_have_three_digits():
-    texts = {None: "-", 0.0: "0.00", 1234.5: "1234", 99.96: "100", 12.34: "12.3", 0.5: "0.500", 1.2e-7: "0.00000"}
-    assert {value: results.number(value) for value in texts} == texts
 
 
 def run_program(monkeypatch, name, *words):

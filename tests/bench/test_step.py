@@ -1,12 +1,11 @@
 import json
 
 import pytest
-import torch
 
 from torchmpi_py.bench import WrongValue, step, trainers as trainers_module
 from torchmpi_py.bench.__main__ import parse
 from torchmpi_py.bench.step import make_samples
-from torchmpi_py.bench.trainers import NONE, OPTIMIZERS, WAYS, make_perceptron, trainers
+from torchmpi_py.bench.trainers import NONE, OPTIMIZERS, WAYS, trainers
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import RanksDisagree
 
@@ -59,23 +58,6 @@ def test_a_step_ends_with_done_in_every_way(mpi, optimizer):
         assert len(ends) == 3, trainer.name
         same = [old.equal(new) for old, new in zip(before, trainer.network.parameters(), strict=True)]
         assert not (any(same) if trainer.is_exact else all(same)), trainer.name
-
-
-def test_networks_are_equal_and_data_is_each_ranks_own():
-    one, other = make_perceptron([6, 5, 3]), make_perceptron([6, 5, 3])
-    assert all(x.equal(y) for x, y in zip(one.parameters(), other.parameters(), strict=True))
-    (x, y), (of_other, _) = (make_samples([6, 5, 3], 4, 1, rank)[0] for rank in (0, 1))
-    assert x.shape == (4, 6)
-    assert y.dtype == torch.int64
-    assert not x.equal(of_other)
-
-
-def test_the_table_without_ddp_has_no_ratio():
-    seconds = {NONE: 0.001, "engine": 0.003}
-    report = step.StepReport([6, 3], 4, 5, {}, ["DDP on gloo is left out: no reason"], seconds, "cuda")
-    title, *lines = step.render(report).splitlines()
-    assert title.startswith("# a training step on cuda: perceptron 6-3")
-    assert ["engine", "3.00", "2.00", "-"] in [[cell.strip() for cell in line.split("|")[1:5]] for line in lines]
 
 
 @pytest.mark.mpi

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 from support import jobs
 
-from torchmpi_py.bench import __main__ as bench, timeline, timeline_calls, timeline_tables
+from torchmpi_py.bench import __main__ as bench, timeline, timeline_calls
 from torchmpi_py.bench.timeline_calls import COMPLETE, UNKNOWN, JobCalls, RankCalls, RecordedCall, meet
 from torchmpi_py.core.status_board import NUM_RECORDS
 from torchmpi_py.watch import kept_boards
@@ -72,29 +72,6 @@ def test_a_rank_that_has_not_come_is_known_from_one_whose_record_is_lost():
     elsewhere = job_of([call(1000, 9000)])._replace(members={"0.0": [0, 1]})
     meet(elsewhere)
     assert elsewhere.ranks[0].calls[0].wait_us == UNKNOWN
-
-
-def test_operations_that_are_not_all_ranks_do_not_meet():
-    job = job_of([call(1000, 2000, key=None)], [call(1500, 2500, key=None, state=timeline_calls.LAUNCHED)])
-    meet(job)
-    assert [rank.calls[0].wait_us for rank in job.ranks] == [UNKNOWN, UNKNOWN]
-    assert {each[-1] for rank in timeline.data(job)["ranks"] for each in rank["calls"]} == {-1}
-
-
-def test_the_tables_sum_up():
-    job = job_of(
-        *([call(begin + at, begin + 8000, ("0.0", n)) for n, begin in enumerate((10**4, 10**5), 1)] for at in (0, 6000))
-    )
-    meet(job)
-    row = timeline_tables._operation_row(
-        "allreduce", 4096, [(rank.rank, each) for rank in job.ranks for each in rank.calls]
-    )
-    # Two operations; rank 0 is 8 us in each and waits 6, rank 1 is 2 us in each; 4096 bytes in 2 us.
-    assert row == (10.0, ("allreduce", "4 KiB", "2", "10 us", "60 %", "2 us", "2.05 GB/s"))
-    ranks = list(timeline_tables._rank_rows(job))
-    assert [each[1:4] for each in ranks] == [("0 of 2", "0 us", "12 us"), ("2 of 2", "12 us", "0 us")]
-    texts = {0.0: "0 us", 999.6: "1000 us", 1500: "1.5 ms", 2.5e8: "250 s", 5e10: "50000 s"}
-    assert {us: timeline_tables.duration(us) for us in texts} == texts
 
 
 def test_clocks_of_other_hosts_are_interpolated():

@@ -32,13 +32,6 @@ def test_all_ranks_get_the_times_of_the_slowest(mpi):
     assert MPI.COMM_WORLD.allgather(times) == [times] * mpi.size()
 
 
-@pytest.mark.mpi
-def test_rank_0_decides_the_number_of_turns(mpi):
-    seconds = 1e6 if mpi.rank() == 0 else 0.0
-    times = timing.interleaved(MPI.COMM_WORLD, {"f": lambda: None}, seconds=seconds, min_turns=1, max_turns=7)
-    assert len(times["f"]) == 7
-
-
 def test_a_call_on_a_gpu_ends_when_the_gpu_has_carried_it_out(monkeypatch):
     device, said = torch.device("cuda", 3), []
     monkeypatch.setattr(torch.cuda, "synchronize", said.append)
@@ -46,8 +39,3 @@ def test_a_call_on_a_gpu_ends_when_the_gpu_has_carried_it_out(monkeypatch):
     assert said == ["call", device]
     call = list
     assert timing.until_done(call, torch.device("cpu")) is call
-
-
-def test_turns_must_be_positive():
-    with pytest.raises(ValueError, match="min_turns=0"):
-        timing.interleaved(None, {}, seconds=1.0, min_turns=0, max_turns=3)

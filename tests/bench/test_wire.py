@@ -8,7 +8,8 @@ import pytest
 from torchmpi_py.bench import UsageError, compare, step, wire
 from torchmpi_py.bench.__main__ import parse
 from torchmpi_py.bench.candidates import COPY, RAW_MPI, WIRE
-from torchmpi_py.bench.step import FLOOR, NONE
+from torchmpi_py.bench.step import FLOOR
+from torchmpi_py.bench.trainers import NONE
 from torchmpi_py.core.mpi_api import MPI
 
 
