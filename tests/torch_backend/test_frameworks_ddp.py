@@ -31,6 +31,13 @@ def trained(mpi, *, hook=None, state=None, optimizer=regression.adam, **how):
 
 
 @pytest.mark.parametrize(
+    ("hook", "how"), [(None, {}), (None, SMALL), (None, STATIC), ("average", SMALL | VIEW)], ids=str
+)
+def test_as_one_process(mpi, hook, how):
+    regression.assert_equal(trained(mpi, hook=hook and torch_backend.average, **how), regression.trained_alone())
+
+
+@pytest.mark.parametrize(
     ("make", "tolerance", "how"),
     [
         (lambda: compression.TopK(1.0), 1e-9, SMALL),  # where all elements are taken nothing is left out
