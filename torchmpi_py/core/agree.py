@@ -16,15 +16,20 @@ AllGather = Callable[[Any], list[Any]]
 Caught = tuple[type[Exception], ...]
 
 
-def run_on_all_ranks(allgather: AllGather, step: Callable[[], T], *how: Any) -> T:
+def run_on_all_ranks(
+    allgather: AllGather,
+    step: Callable[[], T],
+    caught: Caught,
+    describe: Callable[[Exception], Text],
+    failed: Callable[[Mapping[int, Text]], Exception],
+) -> T:
     """What ``step`` returns on this rank, once the step has succeeded on every rank. Collective.
 
-    ``how`` is (caught, describe, failed), as for ``gather_results``. If the step raises one of ``caught`` on any rank,
-    every rank raises ``failed(descriptions)``: what ``describe`` makes of each exception, by rank, the lowest first.
-    Other exceptions stay with the rank where they are raised.
+    If the step raises one of ``caught`` on any rank, every rank raises ``failed(descriptions)``: what ``describe``
+    makes of each exception, by rank, the lowest first. Other exceptions stay with the rank where they are raised.
     """
     results: list[T] = []  # not sent: the result may be memory or a connection
-    gather_results(allgather, lambda: results.append(step()), *how)
+    gather_results(allgather, lambda: results.append(step()), caught, describe, failed)
     return results[0]
 
 
