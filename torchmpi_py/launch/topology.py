@@ -9,6 +9,7 @@ A container may also limit processor *time* (a cgroup quota) without saying on w
 number of threads, and leaves the cores as they are.
 """
 
+import contextlib
 import math
 import os
 import re
@@ -62,13 +63,16 @@ def _text(path: Path) -> str:
 
 def _listed(path: Path) -> frozenset[int]:
     """The CPUs that a file lists."""
-    text = _text(path)
-    return read_cpus(text) if text else frozenset()
+    with contextlib.suppress(ValueError):
+        return read_cpus(_text(path))
+    return frozenset()
 
 
 def _number(path: Path) -> int:
     """The number in a file; 0 if none."""
-    return int(_text(path) or 0)
+    with contextlib.suppress(ValueError):
+        return int(_text(path))
+    return 0
 
 
 def read_cpus(text: str) -> frozenset[int]:
