@@ -87,10 +87,6 @@ def read(options: argparse.Namespace, words: list[str], environment: Mapping[str
         option = "--elastic" if options.elastic else "--dry-run" if options.dry_run else "--max-restarts"
         raise LaunchError(f"--groups starts several jobs, and failed ones again, without {option}; leave out {option}")
     is_unfit = not vendor.agent and "launch_agent" in options.settings  # a file's is for other MPIs
-    elastic, default = options.elastic and bool(vendor.elastic), _MOST_RESTARTS * bool(options.elastic_restart)
-    most = default if options.max_restarts is None else options.max_restarts
-    if options.elastic and not elastic:
-        most = _restarts_in_place_of_elastic(vendor, options.max_restarts)
     same = {each.name: getattr(options, each.name) for each in fields(JobSpec) if each.name in options}
     return JobSpec(
         **same
@@ -106,8 +102,8 @@ def read(options: argparse.Namespace, words: list[str], environment: Mapping[str
             "interface": _interface(options) if len(placed.hosts) > 1 or options.discover else "",
             "environment": dict(environment),
             "variables": _variables(options.env, environment),
-            "elastic": elastic,
-            "max_restarts": most,
+            "elastic": options.elastic and bool(vendor.elastic),
+            "max_restarts": _max_restarts(options, vendor),
             "text": _text(words, options),
         }
     )
@@ -130,13 +126,17 @@ def _mpi(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[V
     return mpirun.find(options.mpi, environment)
 
 
-def _restarts_in_place_of_elastic(vendor: Vendor, wanted: int | None) -> int:
-    most = _MOST_RESTARTS if wanted is None else wanted
-    say(
-        f"{vendor.name} has nothing for --elastic (no ULFM; Open MPI 5 has it): a death will restart the job from its "
-        f"last checkpoint, at most {most} time{'s' * (most != 1)} (--max-restarts)"
-    )
-    return most
+def _max_restarts(options: argparse.Namespace, vendor: Vendor) -> int:
+    """The number that the user has written; else a few, where restarts stand for --elastic or change the ranks."""
+    lacks_elastic, most = options.elastic and not vendor.elastic, options.max_restarts
+    if most is None:
+        most = _MOST_RESTARTS if lacks_elastic or options.elastic_restart else 0
+    if lacks_elastic:
+        say(
+            f"{vendor.name} has nothing for --elastic (no ULFM; Open MPI 5 has it): a death will restart the job from "
+            f"its last checkpoint, at most {most} time{'s' * (most != 1)} (--max-restarts)"
+        )
+    return int(most)
 
 
 def _num_ranks_within(options: argparse.Namespace, num_ranks: int) -> int:
