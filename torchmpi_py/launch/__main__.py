@@ -137,8 +137,8 @@ def launch(spec: JobSpec, options: argparse.Namespace) -> int:
         return run(spec)
     checks.check_output_folder("--log-dir", spec.log_dir)  # here too, for one line, and not one for each group
     checks.check_output_folder("--profile", spec.profile)
-    with timeline_file.kept(spec):
-        return group_jobs.run(spec, options.groups)
+    timeline_file.check(spec)
+    return group_jobs.run(spec, options.groups)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -45,13 +45,13 @@ def place(num_ranks: int | None, text: str | None, hostfile: Path | None, enviro
     named = hosts.parse_hosts(text) if text else hosts.read_hostfile(hostfile) if hostfile else ()
     system, found, unit = _allocated(environment, (LaunchError,) if named else ())
     own = named or (found if len(found) > 1 else ())  # a single host is this one, which needs no ssh
-    default = sum(host.num_slots for host in own or found) or _counted_here(environment)[0]
-    notes = _idle(own, num_ranks or default, found, system)
+    number = num_ranks or sum(host.num_slots for host in own or found) or _counted_here(environment)[0]
+    notes = _idle(own, number, found, system)
     if own and not (named or num_ranks) and unit in ("GPU", "core"):
-        notes = [f"{default} ranks: one for each {unit} of the {len(own)} hosts of {system}'s job"]
+        notes = [f"{number} ranks: one for each {unit} of the {len(own)} hosts of {system}'s job"]
     system = "" if named or not own else system
     has_tmrsh = system == "PBS" and shutil.which("pbs_tmrsh", path=environment.get("PATH"))
-    return Placement(own, num_ranks or default, system, str(_PBS_AGENT) if has_tmrsh else "", notes)
+    return Placement(own, number, system, str(_PBS_AGENT) if has_tmrsh else "", notes)
 
 
 def _idle(own: tuple[Host, ...], num_ranks: int, found: tuple[Host, ...], system: str) -> list[str]:

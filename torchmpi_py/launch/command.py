@@ -77,8 +77,8 @@ def build(spec: JobSpec, folder: Path, attempt: int = 0) -> StarterCommand:
     added = settings | {name: value for name, value in spec.variables.items() if inherited.get(name) != value}
     reaching = sorted({*spec.variables, *(name for name in inherited | added if name.startswith(FORWARDED))})
     # No option and no batch system can place rank 0 on another host. Open MPI loses the end of input with a hostfile.
-    hands_input = terminal.has_input() and all(map(hosts.is_this_host, spec.host_names))
-    hands_input &= not (spec.mpi_args or spec.has_srun)
+    hands_input = terminal.has_input() and not (spec.mpi_args or spec.has_srun)
+    hands_input = hands_input and all(map(hosts.is_this_host, spec.host_names))
     words = starter_words(spec, hostfile, reaching, no_input=hands_input or not terminal.has_input())
     return StarterCommand(
         [spec.starter, *words, *rank_words(spec)],

@@ -47,7 +47,7 @@ _REMEDIES = (  # for what ssh says, with the host's name
 # can read a command line there.
 _PASSED_ON = (
     *command.FORWARDED,
-    *("PATH", "PYTHON", "LD_", "TMPDIR", "OMPI_", "OPAL_", "MPICH_", "I_MPI_", "UCX_", "FI_", "CUDA_"),
+    *("PATH", "PYTHON", "LD_", "TMPDIR", "OMPI_", "OPAL_", "MPICH_", "I_MPI_", "FI_", "CUDA_"),
 )
 _NAMES = {"python": "Python", "torch": "torch", "torchmpi_py": "torchmpi_py", "mpi4py": "mpi4py", "mpi": "the MPI"}
 
@@ -243,12 +243,12 @@ def versions(spec: JobSpec, no_starter: str) -> list[str]:
 
 def refuse_misfit(spec: JobSpec) -> None:
     """LaunchError if starter and library do not fit; asks mpi4py only where the library is not the starter's own."""
-    made = command.build(spec, Path(os.devnull))
-    is_own = made.environment.get("MPI4PY_LIBMPI") in mpirun.own_libraries(spec.vendor, spec.starter)
+    variables_of_user, own = {**spec.environment, **spec.variables}, mpirun.own_libraries(spec.vendor, spec.starter)
+    is_own = variables_of_user.get("MPI4PY_LIBMPI", next(filter(os.path.isfile, own), "")) in own
     is_own &= any(next(Path(folder).glob("mpi4py/MPI.mpich.*"), None) for folder in sys.path)  # else built for one MPI
-    if not spec.vendor.label or (is_own and "MPI4PY_MPIABI" not in made.environment):
+    if not spec.vendor.label or (is_own and "MPI4PY_MPIABI" not in variables_of_user):
         return
-    here = ask(spec, made, "localhost")
+    here = ask(spec, command.build(spec, Path(os.devnull)), "localhost")
     if isinstance(here, str) or (spec.host_names and not here["mpi"]):  # a login node may lack what the library needs
         return
     if misfit := _misfit(spec, here):

@@ -72,6 +72,12 @@ def kept(spec: JobSpec) -> Iterator[tuple[JobSpec, TimelinePage]]:
         yield replace(spec, variables={**spec.variables, VARIABLE: folder}), TimelinePage(path, folder, spec.text)
 
 
+def check(spec: JobSpec) -> None:
+    """LaunchError where the page of a job cannot be written."""
+    if spec.timeline is not None:
+        _folder_beside(spec.timeline.absolute(), f"--timeline {spec.timeline}").cleanup()
+
+
 def _folder_beside(path: Path, option: str) -> tempfile.TemporaryDirectory[str]:
     """A new folder beside a file that can be written. LaunchError else."""
     if path.is_dir():
