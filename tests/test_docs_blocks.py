@@ -27,7 +27,7 @@ import torchmpi_py as mpi
 from torchmpi_py import errors
 
 ROOT = Path(__file__).parents[1]
-DAILY = ["README.md", "docs/index.md", "docs/tour.md"]
+DAILY = ["README.md", "docs/index.md", "docs/tutorial.md"]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BIN = Path(sys.executable).parent
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)

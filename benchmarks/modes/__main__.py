@@ -1,6 +1,6 @@
 """One table of all training strategies: each mode's program in ``examples/``, beside a single-process baseline.
 
-    python benchmarks/modes                     # all of docs/modes.md: table, picture, dated results
+    python benchmarks/modes                     # all of docs/strategies.md: table, picture, dated results
     python benchmarks/modes --modes easgd,hogwild --seeds 1 --epochs 5 --out build     # some, elsewhere
 
 Every program is run by torchmpirun, with the same options: epochs, samples per step, seed. One job per mode trains with
@@ -100,10 +100,10 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--seeds", type=int, default=3, help="trainings of each mode; default: 3")
     add("--pause", type=float, default=0.005, help="seconds by which the last rank is slower in a step; default: 0.005")
     add("--out", type=Path, default=ROOT / "benchmarks", help="folder for the results; default: benchmarks/")
-    add("--docs", type=Path, help="the page whose table is written; default: docs/modes.md, if all modes are run")
+    add("--docs", type=Path, help="the page whose table is written; default: docs/strategies.md, if all modes are run")
     options = parser.parse_args(words)
     if options.docs is None and options.modes is MODES:
-        options.docs = ROOT / "docs" / "modes.md"
+        options.docs = ROOT / "docs" / "strategies.md"
     return options
 
 

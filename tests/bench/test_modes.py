@@ -91,6 +91,6 @@ def test_the_table_takes_the_place_of_the_one_before(module, report, tmp_path):
 
 def test_every_mode_stands_in_the_docs_with_a_program_that_exists(module):
     modes = module("table")["MODES"]
-    text = (ROOT / "docs" / "modes.md").read_text()
+    text = (ROOT / "docs" / "strategies.md").read_text()
     assert sorted(re.findall(r"^- \*\*(.+?)\*\*:", text, re.MULTILINE)) == sorted(mode.name for mode in modes)
     assert {mode.program for mode in modes} <= {file.name for file in (ROOT / "examples").glob("*.py")}

@@ -87,7 +87,7 @@ def experiments(
 
     Returns all experiments on every rank. One that raises on all ranks of its group is a row with the error, and so is,
     under ``--groups``, one whose group dies or waits for ever. Without ``--groups`` that ends the job; what has ended
-    is kept. ValueError on every rank for wrong arguments. Distributed TensorFlow's third mode; see docs/experiments.md.
+    is kept. ValueError on every rank for wrong arguments. Distributed TensorFlow's third mode; see docs/sweeps.md.
     """
     place = group_of_ranks.group_in(os.environ)
     folder = Path(directory).absolute()
