@@ -1,8 +1,10 @@
 """MkDocs' hook: files outside docs/ that the documentation links to are pages of the site, below ``repository/``.
 
 Markdown files are pages as they are, and their own links are followed; other texts are shown as code, pictures copied.
+The search skips pages for developers, and the copy button of a console block copies the commands alone.
 """
 
+import html
 import json
 import os
 import re
@@ -18,6 +20,8 @@ LANGUAGES = {".py": "python", ".ipynb": "python", ".sh": "sh", ".json": "json"}
 PICTURES = {".png", ".svg"}
 LINK = re.compile(r"(?<=\]\()([^()\s:#]+)(?=[#)])")
 LOADED = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=["'](?:https?:)?//[^>]*>""")
+UNSEARCHED = ("dev/", "decisions/", "repository/")
+CODE = re.compile(r"<pre>(?=(?:(?!</pre>).)*<span class=\"gp\">\$ )(.*?)</pre>", re.DOTALL)
 _source_of: dict[str, Path] = {}  # file in the repository, by its place in the site
 
 
@@ -64,6 +68,10 @@ def outside(path, config):
 def on_page_markdown(markdown, page, config, files):
     """The page, with links that lead to the places that their files have in the site."""
     uri = page.file.src_uri
+    if uri.startswith(UNSEARCHED):
+        page.meta["search"] = {"exclude": True}
+    elif uri.startswith("reference/"):
+        page.meta["search"] = {"boost": 0.5}
     source = _source_of.get(uri)
     if source is None:
         return markdown
@@ -74,6 +82,32 @@ def on_page_markdown(markdown, page, config, files):
         return os.path.relpath(site_path(target), os.path.dirname(uri)) if known else match[1]
 
     return LINK.sub(replaced, markdown)
+
+
+def commands(text):
+    """The commands of a console block, without prompts and output; lines after a backslash and of a here-document stay."""
+    copied, end = [], None  # end: the last line of the here-document or of the continued command; None: output follows
+    for line in text.splitlines():
+        if line.startswith("$ ") or end is not None:
+            copied.append(line.removeprefix("$ "))
+            heredoc = re.search(r"<<-?\s*['\"]?(\w+)", line) if end is None else None
+            if heredoc:
+                end = heredoc[1]
+            elif not end:
+                end = "" if line.endswith("\\") else None
+            elif line.strip() == end:
+                end = None
+    return "\n".join(copied)
+
+
+def on_page_content(content, page, config, files):
+    """The page, with the text that the copy button takes from each console block."""
+
+    def with_commands(match):
+        text = html.unescape(re.sub(r"<[^>]*>", "", match[1]))
+        return f'<pre data-copy="{html.escape(commands(text)).replace(chr(10), "&#10;")}">{match[1]}</pre>'
+
+    return CODE.sub(with_commands, content)
 
 
 def on_post_page(output, page, config):

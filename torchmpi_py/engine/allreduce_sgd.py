@@ -58,22 +58,24 @@ class AllReduceSGDEngine(SGDEngine):
     ``usegpu`` in a session without GPUs, for an iterator whose rank and size were taken before ``mpi.start()`` or at
     another level, and, on all ranks, for one that iterates over something else on another rank.
 
-    usegpu: network, criterion and samples are moved to ``mpi.device()``; the batches of a ``DatasetIterator`` ahead of
-        their use, from pinned memory, while the step before is computed.
-    asynchronous: average gradients during the backward pass instead of after it.
-    devicesync: with usegpu, wait for the device at each sample, as TorchMPI does; without usegpu it does nothing.
-    dynamicnetwork: look before each forward pass whether hooks have changed the set of trained parameters (on all ranks
-        alike); if so broadcast parameters and buffers and register gradients again.
-    debug: before each forward pass, check that all ranks hold the same parameters; RanksDisagree if not.
-    compression: of the gradients that travel, such as ``optim.compression.BF16()``; None: they go as they are.
-    sharded: divide the optimizer's state among the ranks: ``state.optimizer`` is an ``optim.ShardedOptimizer``.
-        Gradients are reduced during the backward pass, asynchronous or not, and using ``p.grad`` in
-        ``hooks.on_backward`` raises RuntimeError; clip by ``state.optimizer.clip_grad_norm_``. An optimizer that was
-        made before ``train`` gets its whole state back at the end (none, if an error ends training); the state of one
-        that a function makes, or ``lr``, stays divided. An ``optim.ShardedOptimizer`` or ``DistributedOptimizer`` of
-        your own needs no option here: it reduces the gradients, and stays as it is until you call its ``remove``.
-    buffers: how buffers that differ between ranks (BatchNorm's statistics are of each rank's batches) become equal
-        before a test and at the end of training: "average" (whole numbers: rank 0's), "root": rank 0's, or "leave".
+    Args:
+        usegpu: move network, criterion and samples to ``mpi.device()``. Batches of a ``DatasetIterator`` are moved
+            ahead of their use, from pinned memory, while the previous step is computed.
+        asynchronous: average gradients during the backward pass instead of after it.
+        devicesync: with ``usegpu``, wait for the device at each sample, as TorchMPI does; without it, do nothing.
+        dynamicnetwork: before each forward pass, look whether hooks have changed the set of trained parameters (with
+            the same change on every rank). If so, broadcast parameters and buffers and register gradients again.
+        debug: before each forward pass, check that all ranks hold the same parameters; raises RanksDisagree if not.
+        compression: how gradients are compressed, such as ``optim.compression.BF16()`` (default: not at all).
+        sharded: shard the optimizer's state: ``state.optimizer`` becomes an ``optim.ShardedOptimizer``. Gradients are
+            then always reduced during the backward pass, and reading ``p.grad`` in ``hooks.on_backward`` raises
+            RuntimeError; clip with ``state.optimizer.clip_grad_norm_``. An optimizer that was created before ``train``
+            gets its whole state back at the end, except when an error ends training. If ``lr`` or a function creates
+            the optimizer, its state stays sharded. Your own ``optim.ShardedOptimizer`` or ``DistributedOptimizer``
+            needs no option here. It reduces the gradients itself until you call its ``remove``.
+        buffers: how to make buffers equal before a test and at the end of training when they differ between ranks, as
+            the statistics of BatchNorm do. "average" averages them (rank 0's whole numbers are used), "root" uses rank
+            0's, "leave" keeps each rank's own.
     """
 
     steps_together = True

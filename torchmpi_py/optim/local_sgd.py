@@ -27,13 +27,15 @@ class LocalSGD(LocalOptimizer):
     all ranks (``nn.synchronize_parameters``); every rank takes the same number of steps, which are collective.
     ``average`` makes parameters equal in between, as before an evaluation or a checkpoint.
 
-    period: steps between averages over ``comm`` (default: the current level). Or a mapping from communicators to
-        periods, for hierarchical averaging: ``{node: 4, world: 32}``. Each is a multiple of the shorter ones, and the
-        longest is that of all ranks; of averages that are due together, the one over most ranks is taken.
-    start: until so many steps have been made, parameters are averaged over all ranks in each (post-local SGD).
-    slow_momentum: b of SlowMo. After an average over all ranks v becomes b v + x0 - x, where x is the average and x0
-        are the parameters before the first step since the last average; and parameters become x0 - v. Without a step
-        since, they are the average.
+    Args:
+        period: number of steps between averages over ``comm`` (default: the current level). For hierarchical averaging
+            give a mapping from communicators to periods, such as ``{node: 4, world: 32}``. Each period must be a
+            multiple of the shorter ones, and the longest must belong to all ranks. If several averages are due in one
+            step, only the one over most ranks is computed.
+        start: number of first steps that average over all ranks in every step (post-local SGD).
+        slow_momentum: factor b of SlowMo. After an average over all ranks, the momentum v becomes ``b * v + x0 - x``
+            and the parameters become ``x0 - v``. Here x is the average and x0 holds the parameters before the first
+            step since the last average. Without a step since then, the parameters are the average.
 
     ``state_dict`` is the optimizer's, this rank's own, with "local_sgd" beside it. Raises ValueError for another period
     or start.

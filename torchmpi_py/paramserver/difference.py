@@ -24,10 +24,11 @@ from torchmpi_py.runtime.process import barrier
 class DifferenceUpdate(Update):
     """Differences are sent ``prefetch`` steps before the server's values come in, which is every ``update_frequency``.
 
-    scale: the factor of a difference at the server; by default 1 / number of workers, so that the server moves as far
-        as the workers on average.
-    shares_memory: the ranks of a group (``dataparallel_communicator``) share their parameters, so the root sends the
-        others nothing, and what the others do meanwhile is kept.
+    Args:
+        scale: factor that the server applies to a difference (default: 1 / number of workers, so that the server moves
+            as far as the workers do on average).
+        shares_memory: whether the ranks of a group (``dataparallel_communicator``) share their parameters. The root
+            then sends nothing to the others, and the changes that the others make meanwhile are kept.
 
     Other arguments as for ``Update``, without ``send_frequency``: the send belongs to the exchange.
     """

@@ -26,9 +26,10 @@ class DownpourUpdate(Update):
     (``lambda g: g.mul_(-lr)``), or returns it; and a new sum begins. A sum that is not finite is not sent, but an
     error: leave out the steps that a GradScaler skips, and do not count them.
 
-    optimizer: let the server do a step of this optimizer ("sgd", "adagrad", "adam") with each sum that it receives, by
-        ``optimizer_options`` (such as ``{"lr": 0.01}``; may be changed between steps). ``local_update`` then is
-        optional, and its result is taken for a gradient.
+    Args:
+        optimizer: "sgd", "adagrad" or "adam": the server makes one step of this optimizer with each sum that it
+            receives. ``local_update`` is then optional, and its result is used as the gradient.
+        optimizer_options: options of that optimizer, such as ``{"lr": 0.01}``. They may be changed between steps.
 
     Other arguments as for ``Update``.
     """

@@ -39,8 +39,9 @@ def init(tensor: Tensor, *, comm: Communicator | None = None, optimizer: str | N
     r, on the host, and seeds it from its own ``tensor``, which is not kept; all parts are seeded on return. The server
     lives until ``free``, ``free_all``, or the end of its communicator, and takes a file descriptor before Python 3.13.
 
-    optimizer: let the server keep the state of an optimizer, so that ``send(grad, rule=optimizer)`` is a step of it:
-        "sgd", "adagrad", "adam", or what ``register_rule`` was given with ``num_slots``.
+    Args:
+        optimizer: the server keeps the state of this optimizer, so that ``send(grad, rule=optimizer)`` makes one step
+            of it: "sgd", "adagrad", "adam", or a name that ``register_rule`` registered with ``num_slots``.
 
     Raises TypeError or ValueError for an unknown optimizer or anything but a dense tensor on the CPU or a GPU,
     RanksDisagree if the ranks give different shapes, dtypes or optimizers, Unavailable if a node cannot share memory,
