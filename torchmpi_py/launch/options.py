@@ -1,4 +1,19 @@
-"""The command line of torchmpirun."""
+"""The command line of torchmpirun. Its help shows the next three paragraphs: usage, purpose and examples.
+
+torchmpirun [-n N] [options] program.py args...
+       torchmpirun [-n N] [options] -m module args...
+       torchmpirun --check [--hosts a,b] | --version | --template {slurm,kubernetes,pbs}
+
+Start N ranks of a Python program through MPI.
+
+examples:
+  torchmpirun -n 4 train.py --epochs 3
+      4 ranks on this machine; --epochs belongs to the program
+  torchmpirun --hosts node1:8,node2:8 --log-dir logs train.py
+      8 ranks on each of two hosts, with a log file for each rank
+  torchmpirun -n 4 --max-restarts 3 --timeout 3600 train.py
+      restart after a failure, at most 3 times, and stop after one hour
+"""
 
 import argparse
 import functools
@@ -134,42 +149,42 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _parser() -> _Parser:
-    parser = _Parser(
-        prog="torchmpirun",
-        usage="torchmpirun [-n N] [options] program.py args...\n       torchmpirun [-n N] [options] -m module args...\n"
-        "       torchmpirun --check [--hosts a,b] | --version | --template {slurm,kubernetes,pbs}",
-        description="Start N ranks of a Python program through MPI.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("-n", "-np", dest="num_ranks", type=_RANKS, metavar="N", help="ranks; default: slots; tasks; GPUs; cores")
-    add("--hostfile", type=Path, metavar="F", help="lines of `host`, `host:4` or `host slots=4`")
-    add("--hosts", metavar="a:2,b:2", help="the same on the command line; default: the batch system's")
-    add("--bind", choices=("core", "numa", "socket", "none"), default="core", help="what each rank gets: its own cores "
-        "(default), all cores of its NUMA node or of its socket, or all cores")  # fmt: skip
-    add("--log-dir", type=Path, metavar="D", help="each rank's output in D/rank-R.log; rank 0's is shown as well")
-    add("--timeout", type=_LIMIT, metavar="S", help="end the job after S seconds, with exit code 124")
-    add("--grace", type=_GRACE, default=30.0, metavar="S", help="time for ranks that heed Ctrl-C or SIGTERM (30 s)")
-    add("--max-restarts", type=_RESTARTS, metavar="N", help="start the job again when it fails, at most N times")
-    add("--groups", type=_RANKS, metavar="G", help="G jobs of N/G ranks, which share the experiments of the program")
-    add("--layouts", action="store_true", help="try the program with several numbers of ranks: which is the fastest?")
-    add("--layout-seconds", type=_LIMIT, default=10.0, metavar="S", help="how long each is measured (10 s)")
-    add("--profile", type=Path, metavar="D", help="trace each rank from mpi.start() to stop() into D/rank-R.json")
-    add("--timeline", type=Path, metavar="FILE", help="what each rank did last, as a page for a browser, FILE")
-    add("--mpi", choices=mpirun.NAMES, default="", help="default: the one that is found")
+    _, usage, purpose, examples = (__doc__ or "\n\n" * 3).split("\n\n")
+    parser = _Parser("torchmpirun", usage, purpose, examples, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.allow_abbrev = False
+    add = parser.add_argument_group("ranks and hosts").add_argument
+    add("-n", "-np", dest="num_ranks", type=_RANKS, metavar="N", help="ranks (default: slots, tasks, GPUs or cores)")
+    add("--hosts", metavar="a:2,b:2", help="hosts and their ranks (default: the batch system's)")
+    add("--hostfile", type=Path, metavar="F", help="file of hosts: lines `host`, `host:4` or `host slots=4`")
+    add("--bind", choices=("core", "numa", "socket", "none"), default="core", help="bind each rank to its own cores "
+        "(default), to all cores of its NUMA node or of its socket, or not at all")  # fmt: skip
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="set in every rank; NAME: its value here")
-    add("--elastic", action="store_true", help="let the survivors go on when a rank dies (Open MPI's ULFM)")
+    add("--groups", type=_RANKS, metavar="G", help="run G jobs of N/G ranks, which share the program's experiments")
+    add("-m", "--module", dest="as_module", action="store_true", help="the program is a module")
+    add = parser.add_argument_group("limits, restarts and elastic training").add_argument
+    add("--timeout", type=_LIMIT, metavar="S", help="end the job after S seconds, with exit code 124")
+    add("--grace", type=_GRACE, default=30.0, metavar="S", help="seconds to end after Ctrl-C or SIGTERM (default: 30)")
+    add("--max-restarts", type=_RESTARTS, metavar="N", help="restart the job when it fails, at most N times")
+    add("--elastic", action="store_true", help="let the surviving ranks continue when a rank dies (Open MPI's ULFM)")
     add("--elastic-restart", type=_bounds, default=(), metavar="MIN:MAX", help="how many ranks a restart may have")
-    add("--discover", default="", metavar="SCRIPT", help="prints the hosts; a change starts the job again")
-    add("--launch-agent", default="", metavar="PATH", help="a program to use in place of ssh")
-    add("--interface", default="", metavar="NAME", help="the network interface by which hosts reach each other: ib0")
-    add("--srun-mpi", default="pmix", metavar="TYPE", help="srun's --mpi= for --mpi srun: pmix (default), pmi2")
-    add("--mpi-args", type=shlex.split, default=[], metavar="'...'", help="options for the MPI's own starter")
+    add("--discover", default="", metavar="SCRIPT", help="script that prints the hosts; restart when they change")
+    add = parser.add_argument_group("output").add_argument
+    add("--log-dir", type=Path, metavar="D", help="write each rank's output to D/rank-R.log; show only rank 0's")
+    add("--profile", type=Path, metavar="D", help="trace each rank from mpi.start() to stop() into D/rank-R.json")
+    add("--timeline", type=Path, metavar="FILE", help="write an HTML timeline of each rank's last operations to FILE")
+    add = parser.add_argument_group("diagnose and measure").add_argument
+    add("--check", action="store_true", help="check that every host has what the ranks need, and run nothing")
     add("--dry-run", action="store_true", help="print what would be run, and run nothing")
-    add("--check", action="store_true", help="ask every host whether it has what the ranks need, and run nothing")
     add("--version", action="store_true", help="print the versions of what a job here uses")
     add("--template", choices=sorted(ready_scripts.PARTS), help="print a script for a batch system")
+    add("--layouts", action="store_true", help="measure the program with several numbers of ranks")
+    add("--layout-seconds", type=_LIMIT, default=10.0, metavar="S", help="seconds for each number (default: 10)")
+    add = parser.add_argument_group("MPI and network").add_argument
+    add("--mpi", choices=mpirun.NAMES, default="", help="MPI to use (default: the one that is found)")
+    add("--interface", default="", metavar="NAME", help="network interface that connects the hosts, such as ib0")
+    add("--launch-agent", default="", metavar="PATH", help="program to use in place of ssh")
+    add("--srun-mpi", default="pmix", metavar="TYPE", help="value of srun's --mpi= for --mpi srun (default: pmix)")
+    add("--mpi-args", type=shlex.split, default=[], metavar="'...'", help="options for mpirun or srun")
     _add_those_of_other_starters(parser)
-    add("-m", "--module", dest="as_module", action="store_true", help="the program is a module")
-    add("program", nargs=argparse.REMAINDER, help="program and its arguments")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="program and its arguments")
     return parser
