@@ -21,6 +21,14 @@ PICTURES = {".png", ".svg"}
 LINK = re.compile(r"(?<=\]\()([^()\s:#]+)(?=[#)])")
 LOADED = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=["'](?:https?:)?//[^>]*>""")
 UNSEARCHED = ("dev/", "decisions/", "repository/")
+BOOSTS = {
+    "collectives": 2,
+    "reference/index": 2,
+    "reference/": 0.5,
+    "from_torchmpi": 0.5,
+    "from_0.1": 0.5,
+    "glossary": 0.5,
+}
 CODE = re.compile(r"<pre>(?=(?:(?!</pre>).)*<span class=\"gp\">\$ )(.*?)</pre>", re.DOTALL)
 _source_of: dict[str, Path] = {}  # file in the repository, by its place in the site
 
@@ -68,10 +76,8 @@ def outside(path, config):
 def on_page_markdown(markdown, page, config, files):
     """The page, with links that lead to the places that their files have in the site."""
     uri = page.file.src_uri
-    if uri.startswith(UNSEARCHED):
-        page.meta["search"] = {"exclude": True}
-    elif uri.startswith("reference/"):
-        page.meta["search"] = {"boost": 0.5}
+    boost = next((factor for start, factor in BOOSTS.items() if uri.startswith(start)), 1)
+    page.meta["search"] = {"exclude": True} if uri.startswith(UNSEARCHED) else {"boost": boost}
     source = _source_of.get(uri)
     if source is None:
         return markdown
@@ -85,7 +91,7 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def commands(text):
-    """The commands of a console block, without prompts and output; lines after a backslash and of a here-document stay."""
+    """Commands of a console block without prompts and output; continued lines and here-documents stay."""
     copied, end = [], None  # end: the last line of the here-document or of the continued command; None: output follows
     for line in text.splitlines():
         if line.startswith("$ ") or end is not None:

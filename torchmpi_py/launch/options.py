@@ -6,7 +6,7 @@ torchmpirun [-n N] [options] program.py args...
 
 Start N ranks of a Python program through MPI.
 
-examples:
+Three examples:
   torchmpirun -n 4 train.py --epochs 3
       4 ranks on this machine; --epochs belongs to the program
   torchmpirun --hosts node1:8,node2:8 --log-dir logs train.py

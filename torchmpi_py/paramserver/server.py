@@ -40,6 +40,8 @@ def init(tensor: Tensor, *, comm: Communicator | None = None, optimizer: str | N
     lives until ``free``, ``free_all``, or the end of its communicator, and takes a file descriptor before Python 3.13.
 
     Args:
+        tensor: this rank's first values, with the same shape and dtype on every rank.
+        comm: communicator whose ranks hold the parts (default: the current level).
         optimizer: the server keeps the state of this optimizer, so that ``send(grad, rule=optimizer)`` makes one step
             of it: "sgd", "adagrad", "adam", or a name that ``register_rule`` registered with ``num_slots``.
 
