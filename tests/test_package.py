@@ -9,20 +9,20 @@ from support import jobs
 
 import torchmpi_py as mpi
 
+ROOT = Path(__file__).parents[1]
+
 
 def test_names_of_other_packages_are_explained():
     for pattern, hint in mpi._HINTS.items():
-        name = "grouped_reducescatter" if "(" in pattern else pattern
-        with pytest.raises(AttributeError, match=f"no attribute '{name}'; {re.escape(hint)}"):
-            getattr(mpi, name)
+        for name in ["grouped_reducescatter", "allreduce_", "allreduce_async_"] if "(" in pattern else [pattern]:
+            with pytest.raises(AttributeError, match=f"no attribute '{name}'; {re.escape(hint)}"):
+                getattr(mpi, name)
         for path in re.findall(r"mpi\.([a-zA-Z_.]*[a-zA-Z_])", hint):
-            found = mpi
-            for part in path.split("."):
-                found = getattr(found, part)
+            pkgutil.resolve_name(f"torchmpi_py:{path}")
 
 
 def test_names_that_were_removed_are_explained():
-    page = (Path(__file__).parents[1] / "docs/from_0.1.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/from_0.1.md").read_text(encoding="utf-8")
     for name, replacement in mpi.nn._REMOVED.items():
         with pytest.raises(AttributeError, match=rf"use {re.escape(replacement)} \(docs/from_0\.1\.md\)"):
             getattr(mpi.nn, name)
@@ -40,6 +40,12 @@ def test_all_public_names_are_imported_by_a_star_and_a_misspelt_one_is_known():
 def test_only_public_names_are_listed():
     assert [name for name in dir(mpi) if not name.startswith("__")] == mpi.__all__
     assert "__version__" in dir(mpi)
+
+
+def test_the_version_is_the_one_of_the_citation_and_of_the_newest_changes():
+    newest, state = re.search(r"^## (\S+) - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE).groups()
+    assert re.fullmatch(re.escape(newest) + (r"(\.dev0|(a|b|rc)\d+)" if state == "unreleased" else ""), mpi.__version__)
+    assert f"\nversion: {mpi.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_without_torch():

@@ -86,12 +86,6 @@ def test_what_a_page_says_to_write_exists(page):
             value = getattr(value, part, None) or importlib.import_module(f"{value.__name__}.{part}")
 
 
-def test_what_averages_in_horovod_is_not_answered_by_a_sum():
-    for name in ("allreduce_", "allreduce_async_", "grouped_allreduce_async_", "grouped_reducescatter"):
-        with pytest.raises(AttributeError, match='op="avg"'):
-            getattr(mpi, name)
-
-
 def test_an_option_of_torchmpirun_that_a_page_names_exists(capsys):
     with pytest.raises(SystemExit):
         options.parse(["--help"])

@@ -12,7 +12,7 @@ import re
 import sys
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _HINTS = {  # by patterns of names, for users who come from Horovod and torch.distributed
     "init": "call mpi.start(). mpi.allreduce sums, and overwrites its tensor, where Horovod averages a copy: see "
