@@ -115,7 +115,7 @@ def insert(report: Report, docs: Path, picture: Path) -> None:
     path = os.path.relpath(picture, docs.parent)
     run = f"{report.facts['date']}: {report.settings['ranks']} ranks on {report.facts['cores']} cores"
     more = f"torch {report.facts['torch']}, {report.settings['seeds']} seeds, {report.settings['epochs']} epochs"
-    note = f"Run of {run}, {more} ([report]({path.removesuffix('.png')}.md))."
+    note = f"Run of {run}, {more}\n([report]({path.removesuffix('.png')}.md))."
     docs.write_text(f"{before}{BEGIN}{table(report)}\n\n{note}\n\n![accuracy against seconds]({path})\n{END}{after}")
 
 

@@ -83,7 +83,7 @@ def test_the_table_takes_the_place_of_the_one_before(module, report, tmp_path):
     shown = [" ".join(line.replace("|", " ").split()[1:]) for line in text.splitlines() if line[:4] in ("| a ", "| b ")]
     # accuracy (points above the twin), seconds (with a pause), MB
     assert shown == ["88.50 (-2.00) 2.50 (6.00) 3.00", "91.50 (+1.00) 2.50 (-) 3.00"]
-    assert "3 ranks on 2 cores, torch 2.13.0, 2 seeds, 2 epochs ([report](out/p.md))" in text
+    assert "3 ranks on 2 cores, torch 2.13.0, 2 seeds, 2 epochs\n([report](out/p.md))" in text
 
 
 def test_every_mode_stands_in_the_docs_with_a_program_that_exists(module):
