@@ -1,4 +1,4 @@
-"""What follows from the runs: the table, the picture, and their places in ``docs/`` and ``benchmarks/``."""
+"""The table and the picture of the runs, and their places in ``docs/`` and ``benchmarks/``."""
 
 from __future__ import annotations
 
@@ -82,17 +82,13 @@ def twin_name(options: str) -> str:
 
 
 def table(report: Report) -> str:
-    """The table in Markdown."""
-    header = ["mode", "comes from", "command", "accuracy %", "points", "seconds", "with a pause", "MB a rank"]
+    """The table in Markdown, in four columns, so that it fits a page."""
+    header = ["strategy", "accuracy % (points)", "seconds (with a pause)", "MB per rank"]
     cells = [
         [
             row.name,
-            row.origin,
-            f"`{row.command}`",
-            f"{row.accuracy:.2f}",
-            f"{round(row.gain, 2) + 0.0:+.2f}",
-            results.number(row.seconds),
-            "-" if row.paused_seconds is None else results.number(row.paused_seconds),
+            f"{row.accuracy:.2f} ({round(row.gain, 2) + 0.0:+.2f})",
+            f"{results.number(row.seconds)} ({_pause(row)})",
             results.number(row.num_bytes / 1e6),
         ]
         for row in rows(report)
@@ -100,14 +96,15 @@ def table(report: Report) -> str:
     return text_tables.table(header, cells)
 
 
+def _pause(row: Row) -> str:
+    return "-" if row.paused_seconds is None else results.number(row.paused_seconds)
+
+
 def render(report: Report) -> str:
     """The dated report in Markdown."""
-    listed = "\n".join(f"- {name}: {fact}" for name, fact in (report.facts | _told(report.settings)).items())
-    return f"# modes of distribution\n\n{listed}\n\n{table(report)}\n\nNote: {NOTE}."
-
-
-def _told(settings: Mapping[str, Any]) -> dict[str, str]:
-    return {name: str(value) for name, value in settings.items()}
+    listed = "\n".join(f"- {name}: {fact}" for name, fact in (report.facts | report.settings).items())
+    programs = "\n".join(f"- {row.name} ({row.origin}): `{row.command}`" for row in rows(report))
+    return f"# Training strategies\n\n{listed}\n\n{table(report)}\n\nNote: {NOTE}.\n\n{programs}"
 
 
 def insert(report: Report, docs: Path, picture: Path) -> None:
@@ -115,9 +112,11 @@ def insert(report: Report, docs: Path, picture: Path) -> None:
     text = docs.read_text()
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
-    shown = f"![accuracy against seconds]({os.path.relpath(picture, docs.parent)})"
-    told = ", ".join(f"{name}: {fact}" for name, fact in (report.facts | _told(report.settings)).items())
-    docs.write_text(f"{before}{BEGIN}{table(report)}\n\nOf this run: {told}.\n\n{shown}\n{END}{after}")
+    path = os.path.relpath(picture, docs.parent)
+    run = f"{report.facts['date']}: {report.settings['ranks']} ranks on {report.facts['cores']} cores"
+    more = f"torch {report.facts['torch']}, {report.settings['seeds']} seeds, {report.settings['epochs']} epochs"
+    note = f"Run of {run}, {more}\n([report]({path.removesuffix('.png')}.md))."
+    docs.write_text(f"{before}{BEGIN}{table(report)}\n\n{note}\n\n![accuracy against seconds]({path})\n{END}{after}")
 
 
 def draw(report: Report, file: Path) -> None:

@@ -40,7 +40,8 @@ def report(module):
         {"name": name, "origin": "x", "program": "p.py", "options": options, "twin": ""}
         for name, options in (("a", ""), ("b", "--c 1"))
     ]
-    return module("page")["Report"]({"ranks": 3}, {"cores": "2"}, modes, runs)
+    settings, facts = {"ranks": 3, "seeds": 2, "epochs": 2}, {"cores": "2", "torch": "2.13.0", "date": "2026-11-29"}
+    return module("page")["Report"](settings, facts, modes, runs)
 
 
 @pytest.mark.slow
@@ -79,18 +80,15 @@ def test_the_table_takes_the_place_of_the_one_before(module, report, tmp_path):
     assert text.endswith("\nafter\n")
     assert "old" not in text
     assert text.count("(out/p.png)") == text.count("| a ") == 1
-    cells = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line[:4] in ("| a ", "| b ")
-    ]
-    # accuracy, points above the twin, seconds, those with a pause, MB
-    assert [row[3:] for row in cells] == [
-        ["88.50", "-2.00", "2.50", "6.00", "3.00"],
-        ["91.50", "+1.00", "2.50", "-", "3.00"],
-    ]
+    shown = [" ".join(line.replace("|", " ").split()[1:]) for line in text.splitlines() if line[:4] in ("| a ", "| b ")]
+    # accuracy (points above the twin), seconds (with a pause), MB
+    assert shown == ["88.50 (-2.00) 2.50 (6.00) 3.00", "91.50 (+1.00) 2.50 (-) 3.00"]
+    assert "3 ranks on 2 cores, torch 2.13.0, 2 seeds, 2 epochs\n([report](out/p.md))" in text
 
 
 def test_every_mode_stands_in_the_docs_with_a_program_that_exists(module):
     modes = module("table")["MODES"]
     text = (ROOT / "docs" / "strategies.md").read_text()
-    assert sorted(re.findall(r"^- \*\*(.+?)\*\*:", text, re.MULTILINE)) == sorted(mode.name for mode in modes)
+    shown = re.findall(r"^- \*\*(.+?)\*\* \(`(.+?)`\):", text, re.MULTILINE)
+    assert sorted(shown) == sorted((mode.name, f"{mode.program} {mode.options}".rstrip()) for mode in modes)
     assert {mode.program for mode in modes} <= {file.name for file in (ROOT / "examples").glob("*.py")}
