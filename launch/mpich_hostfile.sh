@@ -2,11 +2,11 @@
 # Start a program on several hosts with MPICH or Intel MPI:   HOSTFILE=hosts launch/mpich_hostfile.sh train.py
 #   HOSTFILE=hosts  lines of `host:4`, no comment after  NP=8   ranks (default: the sum of the slots)
 #   BIND, LOG_DIR, PROFILE, PYTHON, MPIEXEC, MPIEXEC_OPTIONS: as in mpich.sh
-# The program and Python lie at the same path on every host (a shared file system), and ssh logs in without asking.
+# Program and Python are at the same path on every host (a shared file system), and ssh needs no password.
 # mpiexec passes the whole environment on to the other hosts.
 set -euo pipefail
 
-hostfile=${HOSTFILE:?names no file; write one host a line, as: alpha:4}
+hostfile=${HOSTFILE:?names no file; write one host per line, such as alpha:4}
 slots=$(awk '{ sub(/#.*/, "") } NF { n = 1; if (match($1, /:[0-9]+$/)) n = substr($1, RSTART + 1)
              total += n } END { print total + 0 }' "$hostfile")
 

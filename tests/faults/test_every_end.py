@@ -20,7 +20,7 @@ CODES = {"exception": 1, "MemoryError": 1, "sys.exit": 3}
 
 
 def cases():
-    """All, or some from a seed. The MPI's own starter does without what is before the start (docs/launch/index.md)."""
+    """All, or some from a seed. Plain mpirun omits what is before the start (docs/launch/cluster.md)."""
     places = [(program, where) for program, places in WHERE.items() for where in places]
     every = [(starter, *place, what) for starter in ("torchmpirun", "mpirun") for place in places for what in WHAT]
     every = [case for case in every if case[0] == "torchmpirun" or case[2] != "before start"]

@@ -60,7 +60,7 @@ def test_the_listeners_of_a_job_are_those_of_the_page(program, tmp_path, no_left
         for stage, who in (("MPI", "rank, MPI"), ("gloo", "rank, a group on gloo")):
             of_ranks, of_starter = look(job, tmp_path, stage)
             assert of_ranks == ["loopback"] * on_the_page(who)
-            assert len(of_starter) == on_the_page("the MPI's starter")
+            assert len(of_starter) == on_the_page("mpirun")
         output = job.communicate(timeout=100)[0]
     assert job.returncode == 0, output
     assert on_the_page("rank, MPI") == 0
