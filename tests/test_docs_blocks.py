@@ -1,8 +1,9 @@
 """Python in README.md and docs/: programs run as they stand, fragments are held against what they are taken from.
 
-A block is a program if it begins with ``# name.py``, or starts a session. It runs with the commands of the console
-blocks below that name it, else on two ranks, and the output shown there is compared: as a bag of lines, for ranks print
-in any order; a line ``...`` stands for others. All other blocks have a mark, an HTML comment right above the block:
+A block is a program if it begins with ``# name.py``, or starts a session; a diff that begins so is the program after
+the change. It runs with the commands of the console blocks below that name it, else on two ranks, and the output shown
+there is compared: as a bag of lines, for ranks print in any order; a line ``...`` stands for others. All other blocks
+have a mark, an HTML comment right above the block:
 
     fragment of PATH         each line occurs in that file of the repository, in this order
     continues: NAME          part of the program NAME of the page, after what the page shows of NAME before
@@ -75,7 +76,9 @@ def blocks(page):
     for match in FENCE.finditer(text):
         mark = MARK.search(text[: match.start()])
         place = f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, match.start()) + 1}"
-        yield Block(match[2], mark[1] if mark else "", textwrap.dedent(match[3]), place)
+        code = textwrap.dedent(match[3])
+        changed = code.startswith(" # ") and re.sub("^(-.*\n|.)", "", code, flags=re.MULTILINE)
+        yield Block("python" if changed else match[2], mark[1] if mark else "", changed or code, place)
 
 
 def script_of(block):
@@ -107,8 +110,7 @@ def programs(page):
             found[name] = Program(block.text)
         elif block.language == "console" and kind != "not run" and (name := script_of(block)) in found:
             shown = [line for line in block.text.splitlines() if not line.startswith("$ ")]
-            commands = "\n".join(COMMAND.findall(block.text))
-            found[name].runs.append(Run(commands, shown, kind == "output varies"))
+            found[name].runs.append(Run("\n".join(COMMAND.findall(block.text)), shown, kind == "output varies"))
         elif kind.startswith("output of "):
             found[kind.removeprefix("output of ")].runs[-1].shown += block.text.splitlines()
     return found
@@ -125,8 +127,8 @@ def execute(commands, folder):
     """What the commands of a console block print, errors included. The exit code is that of the last command."""
     environment = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "110"}
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    options = {"capture_output": False, "cwd": folder, "env": environment}
-    done = jobs.run("bash", "-c", commands, seconds=180, **options, **streams)
+    streams |= {"capture_output": False, "cwd": folder, "env": environment}
+    done = jobs.run("bash", "-c", commands, seconds=180, **streams)
     assert done.returncode == 0, f"{commands}\n{done.stdout}"
     return done.stdout.replace(f"{folder}/", "")
 
@@ -143,7 +145,9 @@ def _with_programs(page):
     return pytest.param(page, id=name, marks=[pytest.mark.slow] * (name not in DAILY))
 
 
-@pytest.mark.parametrize("page", [_with_programs(page) for page in PAGES if "```python" in page.read_text()])
+@pytest.mark.parametrize(
+    "page", [_with_programs(page) for page in PAGES if re.search(r"```(python|diff\n #)", page.read_text())]
+)
 def test_programs_of_a_page(page, tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for name, program in programs(page).items():
@@ -156,18 +160,14 @@ def test_programs_of_a_page(page, tmp_path):
             assert run.varies or not differs(run, printed), f"{run.commands}\nprints\n{printed}"
 
 
-def bare(line):
-    """A line of code without indentation and comment."""
-    return re.sub(r"\s+#.*", "", line).strip()
-
-
 FRAGMENTS = [block for page in PAGES for block in blocks(page) if block.mark.startswith("fragment of ")]
 
 
 @pytest.mark.parametrize("block", FRAGMENTS, ids=lambda block: block.place)
 def test_fragments_are_in_their_files(block):
-    rest = iter([bare(line) for line in (ROOT / block.mark.removeprefix("fragment of ")).read_text().splitlines()])
-    for line in map(bare, block.text.splitlines()):
+    texts = (ROOT / block.mark.removeprefix("fragment of ")).read_text(), block.text
+    rest, lines = ((re.sub(r"\s+#.*", "", line).strip() for line in text.splitlines()) for text in texts)
+    for line in lines:
         assert line in {"", "..."} or line in rest, f"{block.place}: not in the file, or not in this order: {line}"
 
 
