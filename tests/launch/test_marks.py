@@ -46,6 +46,15 @@ def test_the_pipe_is_the_first_to_break(tmp_path):
             os.close(descriptor)
 
 
+def test_a_failure_follows_the_ends_that_the_rank_may_have_noticed(tmp_path, monkeypatch):
+    looks = iter([True, True, False])
+    monkeypatch.setattr(exit_marks.proc, "is_ending", lambda process: process == os.getpid() and next(looks))
+    exit_marks.record(str(tmp_path), "running-0", os.getpid())
+    exit_marks.record_failure(str(tmp_path), 1, 4)
+    codes = [failure.code for failure in exit_marks.failures(tmp_path)]
+    assert (next(looks, None), codes) == (None, [4])
+
+
 # Runs a rank, a program and a text, as a starter that reports success, as MPICH's may.
 STARTER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[2], sys.argv[1], sys.argv[3]])"
 AGAIN = (

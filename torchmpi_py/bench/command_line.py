@@ -70,7 +70,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 def add_link(parser: argparse.ArgumentParser) -> None:
     """``--link``."""
-    text = "rate of a node's link in each direction, or measured: adds the floor of the wire, and ratios to it"
+    text = "rate of a node's link in each direction: adds the floor of the wire, and ratios to it"
     parser.add_argument("--link", type=with_message(wire.parse_link), metavar="1gbit", help=text)
 
 

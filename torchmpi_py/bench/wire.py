@@ -1,15 +1,14 @@
 """The wire between nodes as a limit: the fewest bytes that a verb can send over it, their time, and what was counted.
 
-The *link* of a node carries ``bytes_per_second`` in each direction. Its rate is given, or measured by a stream of
-messages from one node to another. The *floor* of a call is the time that the busiest link needs for the fewest bytes.
-What a call really sends is read from the counters of the interface that carries the job, with the headers of packets.
+The *link* of a node carries ``bytes_per_second`` in each direction, which the user gives. The *floor* of a call is the
+time that the busiest link needs for the fewest bytes. What a call really sends is read from the counters of the
+interface that carries the job, with the headers of packets.
 """
 
 from __future__ import annotations
 
 import collections
 import re
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -21,29 +20,24 @@ from torchmpi_py.bench import UsageError
 from torchmpi_py.bench.cases import ROOT
 from torchmpi_py.core.mpi_api import MPI
 
-MEASURED = 0.0
-"""The rate of ``--link measured`` before the measurement."""
-
 SMALLEST_COUNTED_BYTES = 64 << 10
 """Smallest size whose bytes are counted: below it headers and the barriers around the call weigh too much."""
 
 _COUNTERS = Path("/proc/self/net/dev")
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _MESSAGE_BYTES = 4 << 20
-_STREAM_SECONDS = 1.0
 _MOST_CALLS = 8
-_NUM_UNDER_WAY = 2
 _TAG = 1
 
 Traffic = dict[str, tuple[int, int]]  # bytes received and sent, by interface
 
 
 def parse_link(text: str) -> float:
-    """Bytes a second of ``--link``, as "1gbit" or "200mbit"; MEASURED for "measured"."""
+    """Return the bytes a second of ``--link``, such as "1gbit" or "200mbit"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]bit)", text.lower())
-    if text != "measured" and (match is None or float(match[1]) == 0):
-        raise ValueError(f"{text!r}: give the rate of a link in one direction, as 200mbit or 1gbit, or measured")
-    return float(match[1]) * _UNITS[match[2]] / 8 if match else MEASURED
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"{text!r}: give the rate of a link in one direction, such as 200mbit (iperf3 measures it)")
+    return float(match[1]) * _UNITS[match[2]] / 8
 
 
 def floor_bytes(verb: str, num_bytes: int, ranks_per_node: Sequence[int]) -> float:
@@ -108,7 +102,7 @@ class Wire(NamedTuple):
 
 
 def open_link(comm: MPI.Comm, bytes_per_second: float) -> Wire:
-    """The link of a job on several nodes; measures its rate if that is MEASURED. Collective.
+    """Return the link of a job on several nodes. Collective.
 
     UsageError, on every rank, if all ranks are on one node.
     """
@@ -116,11 +110,8 @@ def open_link(comm: MPI.Comm, bytes_per_second: float) -> Wire:
     if len(nodes) == 1:
         raise UsageError(f"--link: all {comm.size} ranks are on one node, and send nothing over a link; leave it out")
     interface = _interface(comm, nodes)
-    how = "given"
-    if bytes_per_second == MEASURED:
-        bytes_per_second, how = _measured_rate(comm, nodes[0], nodes[1]), "measured"
     counted = f", counted at {interface}" if interface else ", not counted"
-    fact = f"{bytes_per_second / 1e6:.4g} MB/s in each direction, {how}{counted}"
+    fact = f"{bytes_per_second / 1e6:.4g} MB/s in each direction{counted}"
     return Wire(bytes_per_second, [len(ranks) for ranks in nodes], interface, fact)
 
 
@@ -165,45 +156,3 @@ def _interface(comm: MPI.Comm, nodes: Sequence[Sequence[int]]) -> str:
     busiest = max(grown, key=lambda name: grown[name], default="")
     has_carried = bool(busiest) and grown[busiest] >= _MESSAGE_BYTES
     return busiest if all(comm.allgather(has_carried)) else ""
-
-
-def _measured_rate(comm: MPI.Comm, one: Sequence[int], other: Sequence[int]) -> float:
-    """Bytes a second from one node to another, the larger of both directions. Collective.
-
-    As many pairs of ranks as there are send at the same time: one connection may not fill the link.
-    """
-    pairs = list(zip(one, other, strict=False))
-    rates = [_stream(comm, to_other) for to_other in (pairs, [(b, a) for a, b in pairs])]
-    return max(rates)
-
-
-def _stream(comm: MPI.Comm, pairs: Sequence[tuple[int, int]]) -> float:
-    """Bytes a second of messages from the first to the second rank of every pair, all at once."""
-    partners: dict[int, tuple[int, bool]] = {}
-    for source, to in pairs:
-        partners |= {source: (to, True), to: (source, False)}
-    trial = _stream_seconds(comm, partners, 2)  # of one message, after the first one, which the network may buffer
-    num_messages = 1 + max(4, min(1000, round(_STREAM_SECONDS / trial)))
-    return len(pairs) * (num_messages - 1) * _MESSAGE_BYTES / _stream_seconds(comm, partners, num_messages)
-
-
-def _stream_seconds(comm: MPI.Comm, partners: dict[int, tuple[int, bool]], num_messages: int) -> float:
-    """The time of all messages but the first, of the slowest receiver; the same on every rank."""
-    buffers = [np.zeros(_MESSAGE_BYTES, np.uint8) for _ in range(_NUM_UNDER_WAY)]
-    under_way: list[MPI.Request] = []
-    begin = end = time.perf_counter()
-    comm.Barrier()
-    # Two messages are under way at a time, so that the link is never idle; the clock starts when the first is through.
-    partner, sends = partners.get(comm.rank, (MPI.PROC_NULL, True))
-    for index in range(num_messages + _NUM_UNDER_WAY):
-        if len(under_way) == _NUM_UNDER_WAY or index >= num_messages:
-            under_way.pop(0).Wait()
-            if index == _NUM_UNDER_WAY:
-                begin = time.perf_counter()
-        if index < num_messages:
-            post = comm.Isend if sends else comm.Irecv
-            under_way.append(post(buffers[index % _NUM_UNDER_WAY], partner, _TAG))
-    end = time.perf_counter()
-    receives = comm.rank in partners and not sends
-    seconds: float = comm.allreduce(end - begin if receives else 0.0, MPI.MAX)
-    return seconds

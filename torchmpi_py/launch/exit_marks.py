@@ -210,7 +210,12 @@ def record_failure(folder: str, rank: int, code: int, report: str = "") -> None:
     """Leave when this rank failed, with which code, and its ``report``; on another host there is no such folder."""
     if not folder or not os.path.isdir(folder):
         return
-    # First the place of the failure in the order in which ranks begin to end.
+    # A rank that is ending loses its memory first, which this rank may have noticed. The kernel may take a second for
+    # gigabytes of memory, and breaks the rank's pipe then.
+    until = time.monotonic() + _UNREAD_SECONDS
+    while any(map(proc.is_ending, ranks_running(Path(folder)).values())) and time.monotonic() < until:
+        time.sleep(0.01)
+    # Then the place of the failure in the order in which ranks begin to end.
     with contextlib.suppress(OSError):
         pipe = os.open(os.path.join(folder, f"alive-{rank}"), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         os.write(pipe, b"failed")

@@ -3,10 +3,10 @@
 torchmpirun starts itself once for each group, with the group's part of the ranks, and with its part of the hosts or of
 this host's cores and GPUs. The groups share experiments (`sweeps`). A group whose job fails with an experiment under
 way is started again, and goes on with the next one: a rank that is killed costs one experiment. Rank 0 of a group has a
-mark in torchmpirun's folder while an experiment is under way. A group that fails without one would fail for ever, and
-ends the others. A rank 0 on another host leaves no mark: there a failure after the first minute may be an experiment's,
-and the group is started again a limited number of times. One that ends in order in the middle of an experiment
-(``os._exit(0)``) has failed.
+mark in torchmpirun's folder while an experiment is under way. A group that fails without a mark would fail for ever,
+and ends the others. A rank 0 on another host leaves no mark: there a failure after the first minute may be an
+experiment's, and the group is started again a limited number of times. A job that ends in order in the middle of an
+experiment (``os._exit(0)``) has failed.
 """
 
 import contextlib
@@ -32,8 +32,7 @@ from torchmpi_py.launch.signals import SOON_SECONDS, Signals
 from torchmpi_py.launch.terminal import say
 
 OPTION = "--spec"  # of a group's torchmpirun: the file of its JobSpec, pickled
-_MOST_IDLE_FAILURES = 2  # in a row, on another host, where rank 0 leaves no mark
-_MOST_FAR_FAILURES = 10  # there in all, of jobs that came up, as nobody knows which were outside of experiments
+_MOST_UNSEEN = 10  # failures of a job whose rank 0 was on another host, and so left no mark here
 _MISTAKE_CODE = 2  # torchmpirun's own, for options that do not fit
 _OF_ONE_JOB = (variables.ADDRESS, variables.PORT)  # two jobs cannot have the same port
 _POLL_SECONDS = 0.1
@@ -119,8 +118,7 @@ class _GroupJob:
     spec: JobSpec
     cores: tuple[int, ...]
     ends_at: float | None  # by the system's monotonic clock
-    num_idle_failures: int = 0
-    num_far_failures: int = 0
+    num_unseen: int = 0
 
     def __post_init__(self) -> None:
         self.start()
@@ -152,18 +150,15 @@ class _GroupJob:
 
     def can_go_on(self, code: int) -> bool:
         """Whether a failed job is to be started again, because of its experiments."""
-        is_far = bool(self.spec.hosts) and not hosts.is_this_host(self.spec.hosts[0].name)
-        has_mark = self.group.path(EXPERIMENT).exists()
-        may_be_of_one = is_far and not has_mark and self.ended - self.started > STARTING_SECONDS
-        self.num_far_failures += may_be_of_one
-        is_idle = not (has_mark or (may_be_of_one and self.num_far_failures <= _MOST_FAR_FAILURES))
-        self.num_idle_failures = self.num_idle_failures + 1 if is_idle else 0
+        goes_on = self.group.path(EXPERIMENT).exists()
+        if not goes_on and self.spec.hosts and not hosts.is_this_host(self.spec.hosts[0].name):
+            self.num_unseen += 1
+            goes_on = self.ended - self.started > STARTING_SECONDS and self.num_unseen <= _MOST_UNSEEN
         reason = self.group.path(REASON).read_text() if self.group.path(REASON).exists() else ""
         last_end = reason or f"its job ended with exit code {code}"
         group = replace(self.group, last_end=last_end, restart=self.group.restart + 1)
         self.spec = replace(self.spec, group=group)
-        may_try = self.num_idle_failures < (_MOST_IDLE_FAILURES if self.spec.hosts else 1) and code != _MISTAKE_CODE
-        return code != TIMEOUT_CODE and (may_try or not is_idle)
+        return goes_on and code not in (TIMEOUT_CODE, _MISTAKE_CODE)
 
 
 def run(spec: JobSpec, count: int) -> int:

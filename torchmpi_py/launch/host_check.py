@@ -13,11 +13,13 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +48,7 @@ _REMEDIES = (  # for what ssh says, with the host's name
 # What is passed on: what loads Python, the MPI and the GPUs. The rest of --env may be secret, and every user of a host
 # can read a command line there.
 _PASSED_ON = (
+    host_facts.PROBE,
     *command.FORWARDED,
     *("PATH", "PYTHON", "LD_", "TMPDIR", "OMPI_", "OPAL_", "MPICH_", "I_MPI_", "FI_", "CUDA_"),
 )
@@ -139,6 +142,9 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
         of_pip, by_hand = _ways(key, here)
         wanted += of_pip
         remedies += by_hand
+    if there["blocked"]:
+        found.append(f"it cannot connect to this host ({there['blocked']})")
+        remedies.append("open the ports between the hosts in the firewall, or name another network with --interface")
     if there["missing"]:
         found.append(f"no {', '.join(there['missing'])}")
         remedies.append("copy it to the same path there, or use a common file system")
@@ -176,7 +182,10 @@ def check(spec: JobSpec, doctor: str = WITH_DOCTOR) -> Outcome:
         return Outcome([f"this host: {here}"], [], "")
     hosts = spec.host_names
     others = [host for host in hosts if not is_this_host(host)]
-    with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
+    with socket.create_server(("", 0), backlog=len(others) + 1) as probe, ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
+        if not spec.launch_agent:  # one that passes this host's environment on would name the user's own machine
+            variables_there = {**made.environment, host_facts.PROBE: str(probe.getsockname()[1])}
+            made = replace(made, environment=variables_there, forwarded=(*made.forwarded, host_facts.PROBE))
         answers = dict(zip(others, pool.map(lambda host: ask(spec, made, host, doctor), others), strict=True))
     own_name, has_ranks_here = f"{here['host']} (this host)", not hosts or len(others) < len(hosts)
     answers = {own_name: here, **answers}

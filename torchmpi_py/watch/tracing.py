@@ -149,10 +149,9 @@ def _chrome_event(event: TraceEvent, process_id: int, row: int, base_ns: int) ->
 class Trace:
     """The events of this rank between ``start`` and ``stop``, and the file that they are written to."""
 
-    def __init__(self, path: pathlib.Path, world: Communicator, job: int) -> None:
+    def __init__(self, path: pathlib.Path, world: Communicator) -> None:
         self.path = path
         self.world = world
-        self.job = job
         self.events: list[TraceEvent] = []
         self.readings: list[Reading] = []
         self._is_written = False
@@ -230,7 +229,6 @@ class Trace:
             "rank": self.world.rank,
             "size": self.world.size,
             "host": socket.gethostname(),
-            "job": self.job,
             "clock": [reading._asdict() for reading in self.readings],
         }
 
@@ -239,7 +237,6 @@ current: Trace | None = None
 """The trace that is being recorded, or None, which is all that an operation looks at. A session alone assigns it."""
 
 _numbers = itertools.count(1)
-_job = time.time_ns()  # rank 0's tells the traces of one job from those of the next one
 
 
 def start(world: Communicator) -> Trace | None:
@@ -249,7 +246,7 @@ def start(world: Communicator) -> Trace | None:
     """
     directory = config.profile_directory()
     allgather = world.background.mpi.allgather
-    is_wanted, jobs = zip(*allgather((directory is not None, _job)), strict=True)
+    is_wanted = allgather(directory is not None)
     if not any(is_wanted):
         return None
     if (rank := agree.first_different(is_wanted)) is not None:
@@ -262,7 +259,7 @@ def start(world: Communicator) -> Trace | None:
     agree.run_on_all_ranks(allgather, lambda: _make_folder(directory), (OSError,), str, _no_folder)
     count = next(_numbers)
     number = "" if count == 1 else f"-{count}"
-    return Trace(directory / f"rank-{world.rank}{number}.json", world, jobs[0])
+    return Trace(directory / f"rank-{world.rank}{number}.json", world)
 
 
 def stop() -> None:
