@@ -39,7 +39,7 @@ def measured(bed: Bed, ranks: list[int], verb: str, sizes: str, seconds: float, 
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
     rows = json.loads(file.read_text())["rows"]
-    kept = ("what", "num_bytes", "median_seconds", "time_to_floor", "bytes_to_floor")
+    kept = ("what", "num_bytes", "median_seconds", "time_to_floor")
     return [{"hosts": ranks, "verb": verb} | {key: row[key] for key in kept} for row in rows]
 
 

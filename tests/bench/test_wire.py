@@ -1,6 +1,5 @@
 """The floor of the wire: its formulas (test_scale has what the ring sends), and its place in reports."""
 
-import itertools
 import json
 
 import pytest
@@ -40,24 +39,12 @@ def test_rates_are_those_of_tc():
             parse(["compare", f"--link={text}"])
 
 
-def test_counters_are_read_by_interface(tmp_path):
-    lines = ["Inter-|   Receive", " face |bytes    packets"]
-    lines += ["    lo: 9 1 0 0 0 0 0 0 9 1 0 0 0 0 0 0", "  eth0:4000000000 3 0 0 0 0 0 0 77 5 0 0 0 0 0 0"]
-    (tmp_path / "dev").write_text("\n".join(lines))
-    assert wire.traffic(tmp_path / "dev") == {"eth0": (4000000000, 77)}
-    assert wire.traffic(tmp_path / "none") == {}
-
-
 @pytest.fixture
 def each_rank_is_a_node(mpi, monkeypatch):
-    """Ranks on nodes of their own, as far as the bench sees; the dictionary is what interfaces have counted."""
+    """Ranks on nodes of their own, as far as the bench sees."""
     if mpi.size() == 1:
         pytest.skip("one rank has nobody to send to")
-    counted = {"other": [5, 5], "eth7": [0, 0]}
     monkeypatch.setattr(wire, "_nodes", lambda: [[rank] for rank in range(mpi.size())])
-    monkeypatch.setattr(wire, "_MESSAGE_BYTES", 1 << 16)
-    monkeypatch.setattr(wire, "traffic", lambda: {name: tuple(values) for name, values in counted.items()})
-    return counted
 
 
 @pytest.mark.mpi
@@ -75,38 +62,7 @@ def test_the_floor_is_a_row_and_every_other_row_has_its_ratio(mpi, each_rank_is_
         for what in ("mpi", RAW_MPI):
             row = rows[what, 65536]
             assert row["time_to_floor"] == pytest.approx(row["median_seconds"] / floor)
-            assert row["bytes_to_floor"] is None
-        assert report["facts"]["link"] == "0.01 MB/s in each direction, not counted"
-
-
-@pytest.mark.mpi
-def test_bytes_are_those_of_the_busiest_node_and_direction(mpi, each_rank_is_a_node, monkeypatch):
-    comm, counted = MPI.COMM_WORLD, each_rank_is_a_node
-
-    def call():
-        counted["eth7"][0] += 1000
-        counted["eth7"][1] += 70_000 + 1000 * mpi.rank()
-        counted["other"][0] += 10**9
-
-    link = wire.Wire(1.0, [1] * mpi.size(), "eth7", "")
-    floor = 2 * (mpi.size() - 1) / mpi.size() * 65536
-    share = link.bytes_to_floor(comm, "allreduce", 65536, call)
-    assert share == pytest.approx((70_000 + 1000 * (mpi.size() - 1)) / floor)
-    assert link.bytes_to_floor(comm, "allreduce", 65535, call) is None
-    assert link._replace(interface="").bytes_to_floor(comm, "allreduce", 65536, call) is None
-
-
-@pytest.mark.mpi
-def test_the_interface_is_the_one_that_carries_messages(mpi, each_rank_is_a_node, monkeypatch):
-    times = itertools.count()
-
-    def traffic():  # eth7 receives a message between any two looks
-        return {"other": (10**9, 0), "eth7": (next(times) * (1 << 17), 0)}
-
-    monkeypatch.setattr(wire, "traffic", traffic)
-    link = wire.open_link(MPI.COMM_WORLD, 1e6)
-    assert link.interface == "eth7"
-    assert link.fact == "1 MB/s in each direction, counted at eth7"
+        assert report["facts"]["link"] == "0.01 MB/s in each direction"
 
 
 @pytest.mark.mpi

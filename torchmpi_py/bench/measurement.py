@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ _SMALL_BYTES = 64 << 10  # the time of a call hardly depends on sizes up to this
 class Measurement:
     """Candidates that do the same task on ``comm``, and their pools, by whether these are symmetric.
 
-    With a ``link`` every row has its ratios to the floor of the wire, which is a row too. Every method is collective.
+    With a ``link`` every row has its ratio to the floor of the wire, which is a row too. Every method is collective.
     """
 
     comm: MPI.Comm
@@ -91,20 +91,18 @@ class Measurement:
         rows = [make_row(num_bytes, name, buffers, seconds) for name, seconds in of_one.items()]
         self.last_rows |= {row.what: row for row in rows}
         if self.link is not None:
-            rows = self._beside_floor(self.link, rows, timed)
+            rows = self._beside_floor(self.link, rows)
         self._verify(rotations, num_bytes, f"{buffers} buffers, after timing")
         return rows
 
-    def _beside_floor(self, link: Wire, rows: list[ResultRow], timed: Mapping[str, _Timed]) -> list[ResultRow]:
-        """The rows with their ratios to the floor of the wire, and the floor's own."""
+    def _beside_floor(self, link: Wire, rows: list[ResultRow]) -> list[ResultRow]:
+        """The rows with their ratio to the floor of the wire, and the floor's own."""
         verb, num_bytes, buffers = self.task.verb.name, rows[0].num_bytes, rows[0].buffers
         floor = link.floor_seconds(verb, num_bytes)
         of_wire = []
         for row, candidate in zip(rows, self.candidates, strict=True):
             if candidate.has_values:
-                timed[row.what].before()
-                count = link.bytes_to_floor(self.comm, verb, num_bytes, timed[row.what].call)
-                row = dataclasses.replace(row, time_to_floor=row.median_seconds / floor, bytes_to_floor=count)
+                row = dataclasses.replace(row, time_to_floor=row.median_seconds / floor)
             of_wire.append(row)
         return [*of_wire, ResultRow(num_bytes, WIRE, buffers, floor, floor, 0)]
 

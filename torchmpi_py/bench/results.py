@@ -33,7 +33,6 @@ _REFERENCES = {
     HOST_COPY: "x host copy",
 }
 PEERS = RAW_MPI, GLOO, f"{GLOO}, async"
-_OF_WIRE = {"time/floor": "time_to_floor", "bytes/floor": "bytes_to_floor"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +46,6 @@ class ResultRow:
     p99_seconds: float
     num_turns: int
     time_to_floor: float | None = None  # of the wire, where the link is known
-    bytes_to_floor: float | None = None  # counted on the link
 
     @property
     def bytes_per_second(self) -> float:
@@ -202,11 +200,8 @@ def _cells(report: Report) -> tuple[list[str], list[list[str]]]:
     measured = {row.what for row in report.rows}
     references = [name for name in _REFERENCES if name in measured and len(measured) > 1]
     header = ["bytes", "what", "buffers", "us median", "us p99", "algbw GB/s", "busbw GB/s"]
-    of_wire = list(_OF_WIRE) if WIRE in measured else []
-    rows = [
-        [*_row(report, row, references), *(number(getattr(row, _OF_WIRE[name])) for name in of_wire)]
-        for row in report.rows
-    ]
+    of_wire = ["time/floor"] if WIRE in measured else []
+    rows = [[*_row(report, row, references), *(number(row.time_to_floor) for _ in of_wire)] for row in report.rows]
     return [*header, *(_REFERENCES[name] for name in references), *of_wire], rows
 
 

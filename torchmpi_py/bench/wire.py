@@ -1,35 +1,22 @@
-"""The wire between nodes as a limit: the fewest bytes that a verb can send over it, their time, and what was counted.
+"""The wire between nodes as a limit: the fewest bytes that a collective can send over it, and their time.
 
 The *link* of a node carries ``bytes_per_second`` in each direction, which the user gives. The *floor* of a call is the
-time that the busiest link needs for the fewest bytes. What a call really sends is read from the counters of the
-interface that carries the job, with the headers of packets.
+time that the busiest link needs for the fewest bytes.
 """
 
 from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 import torchmpi_py as mpi
 from torchmpi_py.bench import UsageError
 from torchmpi_py.bench.cases import ROOT
 from torchmpi_py.core.mpi_api import MPI
 
-SMALLEST_COUNTED_BYTES = 64 << 10
-"""Smallest size whose bytes are counted: below it headers and the barriers around the call weigh too much."""
-
-_COUNTERS = Path("/proc/self/net/dev")
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-_MESSAGE_BYTES = 4 << 20
-_MOST_CALLS = 8
-_TAG = 1
-
-Traffic = dict[str, tuple[int, int]]  # bytes received and sent, by interface
 
 
 def parse_link(text: str) -> float:
@@ -72,33 +59,15 @@ def floor_bytes(verb: str, num_bytes: int, ranks_per_node: Sequence[int]) -> flo
 
 
 class Wire(NamedTuple):
-    """The facts from which the floor of a call follows. ``interface``: of this rank's node; "" without a counter."""
+    """What the floor of a call follows from."""
 
     bytes_per_second: float
     ranks_per_node: list[int]
-    interface: str
     fact: str
 
     def floor_seconds(self, verb: str, num_bytes: int) -> float:
         """The time that the busiest link takes for the bytes it has to carry."""
         return floor_bytes(verb, num_bytes, self.ranks_per_node) / self.bytes_per_second
-
-    def bytes_to_floor(self, comm: MPI.Comm, verb: str, num_bytes: int, call: Callable[[], object]) -> float | None:
-        """Bytes that ``call`` sends over the busiest link in one direction / the fewest; None where none are counted.
-
-        Collective over ``comm``; makes several calls of small sizes.
-        """
-        if not self.interface or num_bytes < SMALLEST_COUNTED_BYTES:
-            return None
-        num_calls = min(_MOST_CALLS, -(-_MESSAGE_BYTES // num_bytes))
-        comm.Barrier()
-        before = traffic()[self.interface]
-        for _ in range(num_calls):
-            call()
-        comm.Barrier()
-        after = traffic()[self.interface]
-        most: int = comm.allreduce(max(now - then for now, then in zip(after, before, strict=True)), MPI.MAX)
-        return most / num_calls / floor_bytes(verb, num_bytes, self.ranks_per_node)
 
 
 def open_link(comm: MPI.Comm, bytes_per_second: float) -> Wire:
@@ -109,10 +78,8 @@ def open_link(comm: MPI.Comm, bytes_per_second: float) -> Wire:
     nodes = _nodes()
     if len(nodes) == 1:
         raise UsageError(f"--link: all {comm.size} ranks are on one node, and send nothing over a link; leave it out")
-    interface = _interface(comm, nodes)
-    counted = f", counted at {interface}" if interface else ", not counted"
-    fact = f"{bytes_per_second / 1e6:.4g} MB/s in each direction{counted}"
-    return Wire(bytes_per_second, [len(ranks) for ranks in nodes], interface, fact)
+    fact = f"{bytes_per_second / 1e6:.4g} MB/s in each direction"
+    return Wire(bytes_per_second, [len(ranks) for ranks in nodes], fact)
 
 
 def facts(link: Wire | None) -> dict[str, str]:
@@ -126,33 +93,3 @@ def _nodes() -> list[list[int]]:
     for rank, place in enumerate(mpi.communicator().direct.places):
         nodes[place.node].append(rank)
     return sorted(nodes.values(), key=lambda ranks: (ROOT not in ranks, ranks))
-
-
-def traffic(path: Path = _COUNTERS) -> Traffic:
-    """Bytes received and sent by each interface but loopback; empty where the system does not show them."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return {}
-    fields = [line.replace(":", " ", 1).split() for line in lines if ":" in line]
-    return {name: (int(values[0]), int(values[8])) for name, *values in fields if name != "lo"}
-
-
-def _interface(comm: MPI.Comm, nodes: Sequence[Sequence[int]]) -> str:
-    """The interface through which messages to this rank's node come, or "" on every rank if one node shows none.
-
-    A large message goes around the first ranks of all nodes; the interface is the one that has received the most.
-    """
-    firsts = [ranks[0] for ranks in nodes]
-    message, received = (np.zeros(_MESSAGE_BYTES, np.uint8) for _ in range(2))
-    before = traffic()
-    comm.Barrier()
-    if comm.rank in firsts:
-        place = firsts.index(comm.rank)
-        to, source = firsts[(place + 1) % len(firsts)], firsts[place - 1]
-        comm.Sendrecv(message, to, _TAG, received, source, _TAG)
-    comm.Barrier()
-    grown = {name: count[0] - before.get(name, (0, 0))[0] for name, count in traffic().items()}
-    busiest = max(grown, key=lambda name: grown[name], default="")
-    has_carried = bool(busiest) and grown[busiest] >= _MESSAGE_BYTES
-    return busiest if all(comm.allgather(has_carried)) else ""
