@@ -1,8 +1,8 @@
 """From the call of a collective to its operation.
 
-``verbs.py`` has one function for each collective, which checks the arguments. The functions here do the rest: they find
-flat memory to read and to write (``resolve_output`` and its neighbours), find or make the plan (``Call``), and make the
-blocking and the asynchronous form of the collective (``blocking_and_async``).
+``verbs.py`` has one function for each collective, which checks the arguments. The functions here do the rest. They find
+flat memory to read and to write (``resolve_output`` and its neighbours), and find or make the plan (``Call``). The
+decorators ``blocking`` and ``asynchronous`` carry the operation out.
 """
 
 from __future__ import annotations
@@ -45,50 +45,29 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _CPU = torch.device("cpu")
 
-_OF_PARAMETERS = {
-    "op": "op: sum, avg, prod, min, max, band, bor, bxor, land or lor.",
-    "comm": "comm: the communicator whose ranks make this call, alike and in one order; default: the current level.",
-    "flavour": 'flavour: the way to carry the call out, as "mpi" or "shared"; default: what mpi.selector chooses.',
-}
-_OF_BLOCKING = "Returns when this rank's part is done; the other ranks may still be at work."
-_OF_ASYNC = """\
-Returns a Handle at once; handle.wait() returns the result, or raises what the operation has raised. Until the operation
-is complete its tensors must not be touched."""
-_OF_MESSAGES = """\
-comm: the communicator in which the other rank is counted; default: the current level. Only the ranks named call.
-flavour: the way to carry the call out; default: what mpi.selector chooses."""
-_OF_ERRORS = """\
-Raises TypeError or ValueError for a wrong argument, on every rank before anything is sent; NotStarted before mpi.start;
-FlavourError where no flavour can carry the call out; RanksDisagree where ranks of one node make different calls;
-CollectiveTimeout at the deadline, with Tuning.at_deadline="raise"; CommunicatorError if MPI fails."""
 
-_OF_MESSAGES_ERRORS = """\
-Raises TypeError or ValueError for a wrong argument, before anything is sent; NotStarted before mpi.start; FlavourError
-where no flavour can carry the call out; CollectiveTimeout at the deadline, with Tuning.at_deadline="raise";
-CommunicatorError if MPI fails; RanksDisagree, on the receiver, if the message has another dtype or size. A call without
-its counterpart waits until the deadline."""
+def blocking(prepare: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: carry out the operation that ``prepare`` makes of the arguments, and return its result.
 
-
-def blocking_and_async(prepare: Callable[P, Operation[R]]) -> tuple[Callable[P, R], Callable[P, Handle[R]]]:
-    """(blocking, asynchronous) form of the collective that ``prepare`` prepares.
-
-    An ``x`` may be an array, an ``obj`` is sent as it is. Tensors take the short way: every call passes here.
+    The decorated function is annotated with the type of the result, for its callers.
     """
-    name = prepare.__name__.lstrip("_")
-    blocking, asynchronous = _form(prepare, name, is_async=False), _form(prepare, name, is_async=True)
-    result = str(inspect.signature(prepare).return_annotation).removeprefix("Operation[").removesuffix("]")
-    compiling.leave_alone(blocking, asynchronous)
-    _present(blocking, prepare, name, result, _OF_BLOCKING)
-    _present(asynchronous, prepare, f"{name}_async", f"Handle[{result}]", _OF_ASYNC)
-    return blocking, asynchronous
+    return _form(prepare, prepare, is_async=False)
 
 
-def _form(prepare: Callable[P, Operation[R]], name: str, *, is_async: bool) -> Callable[P, Any]:
-    """A form of the collective ``name``. All in one function, because every call pays for every function."""
-    row, takes_tensors = COLLECTIVES[name], "x" in inspect.signature(prepare).parameters
-    keeps_plans, has_one_tensor = row.keeps_plans, row.writes is Writes.X
+def asynchronous(collective: Callable[P, R]) -> Callable[[Callable[P, Handle[R]]], Callable[P, Handle[R]]]:
+    """Decorator: launch the operation of a collective, and return its handle; the function's own body is never run."""
+    return functools.partial(_form, builder(collective), is_async=True)
 
-    @functools.wraps(prepare)
+
+def _form(prepare: Callable[P, Any], public: Callable[P, Any], *, is_async: bool) -> Callable[P, Any]:
+    """The function that users call as ``public``. All in one function, because every call pays for every function.
+
+    ``x`` may be an array, and ``obj`` is sent as it is. Tensors take the shortest path.
+    """
+    name, takes_tensors = prepare.__name__, "x" in inspect.signature(prepare).parameters
+    keeps_plans, has_one_tensor = COLLECTIVES[name].keeps_plans, COLLECTIVES[name].writes is Writes.X
+
+    @functools.wraps(public)
     def form(*args: P.args, **kwargs: P.kwargs) -> Any:
         arrays = key = operation = None
         try:
@@ -124,6 +103,13 @@ def _form(prepare: Callable[P, Operation[R]], name: str, *, is_async: bool) -> C
             raise
         return result if arrays is None else arrays.handle(result) if is_async else arrays.result(result)
 
+    return _published(form, prepare)
+
+
+def _published(form: Callable[P, Any], prepare: Callable[..., Any]) -> Callable[P, Any]:
+    """Let ``builder`` find ``prepare``, and torch.compile leave ``form`` alone."""
+    vars(form)["prepare"] = prepare
+    compiling.leave_alone(form)
     return form
 
 
@@ -137,23 +123,9 @@ def _check_arguments(prepare: Callable[..., Any], call: str, args: tuple[Any, ..
         raise TypeError(f"{call}: {error}; arguments are: {are}") from None
 
 
-def builder(verb: Callable[P, R]) -> Callable[P, Operation[R]]:
-    """The function that prepares the operation of a verb; torch_backend runs such operations in its own order."""
-    prepare: Callable[P, Operation[R]] = inspect.unwrap(verb)
-    return prepare
-
-
-def _present(form: Any, prepare: Callable[..., Any], name: str, result: str, promise: str) -> None:
-    """Give a form of a verb what ``help()`` shows: name, signature, and the whole contract."""
-    known = inspect.signature(prepare).parameters
-    parameters = "\n".join(text for parameter, text in _OF_PARAMETERS.items() if parameter in known)
-    errors = _OF_ERRORS
-    if known.keys() & {"source", "destination"}:
-        parameters, errors = _OF_MESSAGES, _OF_MESSAGES_ERRORS
-    form.__name__ = form.__qualname__ = name
-    form.__doc__ = "\n\n".join([inspect.cleandoc(prepare.__doc__ or ""), parameters, promise, errors])
-    form.__annotations__ = {**prepare.__annotations__, "return": result}
-    form.__signature__ = inspect.signature(prepare).replace(return_annotation=result)
+def builder(collective: Callable[P, R]) -> Callable[P, Operation[R]]:
+    """Return the function that prepares the operation of a collective, for callers that run operations themselves."""
+    return vars(collective)["prepare"]  # type: ignore[no-any-return]
 
 
 class Call:
@@ -168,7 +140,7 @@ class Call:
 
     def of_tensors(
         self, x: Tensor, tensors: tuple[Tensor, ...], others: tuple[Any, ...], target: Tensor, copy_out: Finish | None
-    ) -> Operation[Any]:
+    ) -> Any:
         """The operation whose result is ``target``, after ``copy_out``.
 
         Size, device and kind of memory are those of ``x``, the tensor that the user gave, which is equal on all ranks.
@@ -197,7 +169,7 @@ class Call:
 
     def of_rows(
         self, x: Tensor, buffer: Tensor | None, others: tuple[Any, ...], conclude: Callable[[Any], Any], out: Any
-    ) -> Operation[Any]:
+    ) -> Any:
         """The (all)gather of tensors, whose flavour is chosen after the ranks exchange their sizes.
 
         Whether ``x`` is symmetric does not count: a tensor of no rows, which one rank may bring, has no address.
@@ -211,7 +183,7 @@ class Call:
         )  # fmt: skip
         return Operation(plan, (x, buffer), out, conclude)
 
-    def of_number(self, x: Number, *others: int) -> Operation[Any]:
+    def of_number(self, x: Number, *others: int) -> Any:
         """The operation on the record of a number; ``others`` are the other arguments. The result is a number."""
         record = torch.frombuffer(bytearray(numbers.to_record(x)), dtype=torch.uint8)
         result = torch.empty_like(record) if self.name == "sendreceive" else record
@@ -221,7 +193,7 @@ class Call:
 
     def of_numbers(
         self, x: Number, out: object, others: tuple[Any, ...], conclude: Callable[[list[Number]], Any]
-    ) -> Operation[Any]:
+    ) -> Any:
         """The exchange of numbers; ``conclude`` makes the result from the numbers of all ranks.
 
         ``others`` are the other arguments of the call, which are equal on all ranks.
@@ -239,7 +211,7 @@ class Call:
             kept_plans.add(comm, key, plan)
         return Operation(plan, (numbers.to_record(x),), None, conclude)
 
-    def reduced(self, x: Number, out: object, op: str, root: int | None = None) -> Operation[Any]:
+    def reduced(self, x: Number, out: object, op: str, root: int | None = None) -> Any:
         """(all)reduce of numbers: an allgather of records, reduced on each rank. With a root, the others keep ``x``."""
         if op not in OPS:  # a call less where all is well
             check_known_op(self.name, op)
@@ -250,7 +222,7 @@ class Call:
 
         return self.of_numbers(x, out, (op,) if root is None else (op, root), conclude)
 
-    def of_object(self, obj: object, *others: Any) -> Operation[Any]:
+    def of_object(self, obj: object, *others: Any) -> Any:
         """The operation on a Python object, which travels by pickle."""
         name = self.name
         served = selector.flavour_for(name, self.comm, _CPU, 0, symmetric=False, name=self.flavour)
