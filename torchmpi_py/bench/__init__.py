@@ -1,7 +1,7 @@
 """Measurements: ``torchmpirun -n 2 -m torchmpi_py.bench compare --verb allreduce --sizes 4:64M:8x``.
 
-docs/dev/bench.md describes what is measured, and how. A run ends early by one of two errors, raised on every rank alike,
-so that the job ends with one message instead of a hang.
+docs/dev/bench.md describes what is measured, and how. A run ends early by one of two errors, raised on every rank, so
+that the job ends with one message instead of a hang.
 """
 
 

@@ -1,11 +1,11 @@
-"""The autotuner: measures which flavour is the fastest here, per verb and size, and fills the selector with the result.
+"""The autotuner: measure which flavour is fastest for each collective and size, and fill the selector with the result.
 
-For each verb, and for ordinary and symmetric tensors, sizes grow by factors of 4, and at each size the flavours take
-turns (``timing.py``). On a GPU a call's time ends when the GPU has carried the call out.
+For each collective, and for ordinary and symmetric tensors, sizes grow by factors of 4. At each size the flavours are
+timed alternately (``timing.py``). On a GPU the time of a call ends when the GPU has carried the call out.
 
-From times to choices (``choose``): going up in size, another flavour is chosen where it beats the one before by more
-than 5 %, in the first half of the turns and in the second, so that noise does not make stripes. A choice ends at the
-geometric mean of the sizes on both sides of the change.
+From times to choices (``choose``): going up in size, another flavour is chosen where it is more than 5 % faster than
+the one before, in the first half of the measurements and in the second, so that noise does not make stripes. A choice
+ends at the geometric mean of the sizes on both sides of the change.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _check_ranks(world: Communicator, settings: _Settings) -> None:
 
 
 def _measure(world: Communicator, settings: _Settings) -> measured_cache.Rows:
-    """The rows for all verbs; each takes its share of the time that is left."""
+    """The rows for all collectives; each takes its share of the time that is left."""
     rows: measured_cache.Rows = {}
     buffers = _buffers(world, settings)
     series = [(verb, kind) for verb in settings.verbs for kind in buffers if not (kind and verb in _INDIFFERENT)]

@@ -114,7 +114,7 @@ def _published(form: Callable[P, Any], prepare: Callable[..., Any]) -> Callable[
 
 
 def _check_arguments(prepare: Callable[..., Any], call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """TypeError for arguments that the verb does not take, or that do not fit otherwise."""
+    """Raise TypeError for arguments that the collective does not take."""
     signature = inspect.signature(prepare)
     are = ", ".join(f"{x.name}=" if x.kind is x.KEYWORD_ONLY else x.name for x in signature.parameters.values())
     try:
@@ -135,15 +135,16 @@ class Call:
         self.name, self.comm, self.flavour = name, resolve(comm), flavour
 
     def rank(self, what: str, value: int) -> int:
-        """An argument as a rank of the communicator."""
+        """Check that an argument is a rank of the communicator, and return it."""
         return check_rank(self.name, what, value, self.comm.size)
 
     def of_tensors(
         self, x: Tensor, tensors: tuple[Tensor, ...], others: tuple[Any, ...], target: Tensor, copy_out: Finish | None
     ) -> Any:
-        """The operation whose result is ``target``, after ``copy_out``.
+        """Return the operation whose result is ``target``, after ``copy_out``.
 
-        Size, device and kind of memory are those of ``x``, the tensor that the user gave, which is equal on all ranks.
+        ``x`` is the tensor that the user passed, which is equal on all ranks: it determines size, device and kind of
+        memory.
         """
         device = _gpu(self.name, x) if x.is_cuda else None
         found = symmetric.find(x)
@@ -154,7 +155,7 @@ class Call:
     def _plan(
         self, x: Tensor, others: tuple[Any, ...], device: torch.device | None, *, symmetric: bool, kind: Any = None
     ) -> Plan:
-        """The plan for tensors like ``x``; ``kind``: what the ranks compare in place of size and dtype."""
+        """Return the plan for tensors like ``x``; ``kind`` is what the ranks compare instead of size and dtype."""
         name, comm, num_bytes = self.name, self.comm, x.nbytes
         key = (name, self.flavour, selector.generation, x.dtype, num_bytes, device, others, symmetric, kind)
         if (plan := comm.plans.get(key)) is None:
@@ -170,9 +171,10 @@ class Call:
     def of_rows(
         self, x: Tensor, buffer: Tensor | None, others: tuple[Any, ...], conclude: Callable[[Any], Any], out: Any
     ) -> Any:
-        """The (all)gather of tensors, whose flavour is chosen after the ranks exchange their sizes.
+        """Return the operation of a gather or allgather of tensors.
 
-        Whether ``x`` is symmetric does not count: a tensor of no rows, which one rank may bring, has no address.
+        Its flavour is chosen after the ranks exchange their sizes. It does not matter whether ``x`` is symmetric: a
+        tensor without rows, which one rank may bring, has no address.
         """
         name = self.name
         choices = selector.choices(name, self.comm, x.device, symmetric=False, name=self.flavour)  # equal on all ranks
@@ -184,7 +186,7 @@ class Call:
         return Operation(plan, (x, buffer), out, conclude)
 
     def of_number(self, x: Number, *others: int) -> Any:
-        """The operation on the record of a number; ``others`` are the other arguments. The result is a number."""
+        """Return the operation on the record of a number; ``others`` are the other arguments."""
         record = torch.frombuffer(bytearray(numbers.to_record(x)), dtype=torch.uint8)
         result = torch.empty_like(record) if self.name == "sendreceive" else record
         plan = self._plan(record, others, None, symmetric=False, kind="number")
@@ -194,7 +196,7 @@ class Call:
     def of_numbers(
         self, x: Number, out: object, others: tuple[Any, ...], conclude: Callable[[list[Number]], Any]
     ) -> Any:
-        """The exchange of numbers; ``conclude`` makes the result from the numbers of all ranks.
+        """Return the operation that exchanges numbers; ``conclude`` makes the result from the numbers of all ranks.
 
         ``others`` are the other arguments of the call, which are equal on all ranks.
         """
@@ -212,7 +214,10 @@ class Call:
         return Operation(plan, (numbers.to_record(x),), None, conclude)
 
     def reduced(self, x: Number, out: object, op: str, root: int | None = None) -> Any:
-        """(all)reduce of numbers: an allgather of records, reduced on each rank. With a root, the others keep ``x``."""
+        """Return the operation of a reduce or allreduce of numbers: an allgather of records, reduced on each rank.
+
+        With a root, the other ranks keep ``x``.
+        """
         if op not in OPS:  # a call less where all is well
             check_known_op(self.name, op)
 
@@ -223,7 +228,7 @@ class Call:
         return self.of_numbers(x, out, (op,) if root is None else (op, root), conclude)
 
     def of_object(self, obj: object, *others: Any) -> Any:
-        """The operation on a Python object, which travels by pickle."""
+        """Return the operation on a Python object, which travels by pickle."""
         name = self.name
         served = selector.flavour_for(name, self.comm, _CPU, 0, symmetric=False, name=self.flavour)
         plan = Plan(
@@ -266,14 +271,14 @@ def gathered(verb: str, given: object, out: object) -> tuple[Tensor, Tensor | No
 
 
 def _result(target: Tensor, copy_out: Finish | None, _: object) -> Tensor:
-    """``target``, after ``copy_out`` has filled it from the buffer that the flavour wrote."""
+    """Return ``target``, after ``copy_out`` has filled it from the buffer that the flavour wrote."""
     if copy_out is not None:
         copy_out()
     return target
 
 
 def _gpu(verb: str, x: Tensor) -> torch.device:
-    """The device of ``x``. RuntimeError while a CUDA graph is being captured."""
+    """Return the device of ``x``. RuntimeError while a CUDA graph is being captured."""
     if devices.of(x.device).is_capturing():
         raise RuntimeError(
             f"{verb}: a CUDA graph is being captured, and a collective cannot be part of one: the ranks meet on the "
