@@ -3,9 +3,9 @@
 For each collective, and for ordinary and symmetric tensors, sizes grow by factors of 4. At each size the flavours are
 timed alternately (``timing.py``). On a GPU the time of a call ends when the GPU has carried the call out.
 
-From times to choices (``choose``): going up in size, another flavour is chosen where it is more than 5 % faster than
-the one before, in the first half of the measurements and in the second, so that noise does not make stripes. A choice
-ends at the geometric mean of the sizes on both sides of the change.
+``choose`` turns times into choices. It goes up in size, and changes to another flavour where that flavour is more than
+5 % faster in both halves of the measurements, so that noise does not make stripes. A choice ends at the geometric mean
+of the sizes on both sides of the change.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Table(tuple[AvailabilityRow, ...]):
                 if row.device == device:
                     rows.setdefault(row.verb, [row.verb]).append(cells[row.status])
             blocks.append(text_tables.table([f"on {device}", *BY_NAME], list(rows.values())))
-        legend = ["yes: available; -: unimplemented by the flavour; no: unavailable, because"]
+        legend = ["yes: available, -: unimplemented by the flavour, no: unavailable because"]
         for status, cell in list(cells.items())[2:]:
             legend += textwrap.wrap(f"{cell}: {status.removeprefix('unavailable: ')}", 100, subsequent_indent="      ")
         return "\n\n".join([*blocks, "\n".join(legend)])

@@ -212,7 +212,7 @@ def _checked_key(key: str | tuple[object, ...]) -> Key:
     if wanted is None or wanted not in _KEYS or not isinstance(wanted.symmetric, bool):
         raise KeyError(
             f"selector[{key!r}]: the key is a collective ({', '.join(COLLECTIVES)}), then a scope (node or nodes), "
-            "then whether the tensors are symmetric (True or False), then the type of their device (cpu or cuda)"
+            "then True for symmetric tensors or False, then the type of their device (cpu or cuda)"
         )
     return wanted
 

@@ -61,7 +61,7 @@ def broadcast(x: T, root: int = 0, *, comm: Communicator | None = None, flavour:
     """Overwrite ``x`` on every rank with the ``x`` of ``root``.
 
     Every rank of ``comm`` must make this call. **Overwrites** ``x``; a number is not changed but returned. The call
-    returns when this rank's part is done; other ranks may still be at work.
+    returns when this rank's part is done. Other ranks may still be at work.
 
     Args:
         x (Tensor, numpy or cupy array, or number): value to send on ``root``, and memory to overwrite elsewhere; the
@@ -139,7 +139,7 @@ def allreduce(
     """Reduce the ``x`` of all ranks with ``op`` and give every rank the result.
 
     Every rank of ``comm`` must make this call. **Overwrites** ``x`` with the result, unless ``out`` is given; a number
-    is not changed but returned. The call returns when this rank's part is done; other ranks may still be at work.
+    is not changed but returned. The call returns when this rank's part is done. Other ranks may still be at work.
 
     All ranks get the same bits. Sums of 16-bit floats accumulate in float32.
 
@@ -229,7 +229,7 @@ def reduce(
     """Reduce the ``x`` of all ranks with ``op`` and give ``root`` the result.
 
     Every rank of ``comm`` must make this call. **Overwrites** ``x`` on ``root``, unless ``out`` is given; on the other
-    ranks nothing is written. The call returns when this rank's part is done; other ranks may still be at work.
+    ranks nothing is written. The call returns when this rank's part is done. Other ranks may still be at work.
 
     Args:
         x (Tensor, numpy or cupy array, or number): values to reduce, of the same shape and dtype on every rank.
@@ -298,7 +298,7 @@ def reduce_async(
 
     Returns:
         A handle whose ``wait()`` returns ``out`` if given, else ``x`` itself, with the result on ``root`` and unchanged
-            on other ranks; for a number, the reduced number on ``root`` and ``x`` on other ranks.
+            on other ranks. For a number it returns the reduced number on ``root`` and ``x`` on other ranks.
 
     Raises:
         TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
@@ -377,8 +377,8 @@ def allgather_async(
         flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
 
     Returns:
-        A handle whose ``wait()`` returns ``out`` if given, else a new tensor (for an array, a new array of its kind);
-            for a number, the list of all ranks' numbers.
+        A handle whose ``wait()`` returns ``out`` if given, else a new tensor (for an array, a new array of its kind).
+            For a number it returns the list of all ranks' numbers.
 
     Raises:
         TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
@@ -411,8 +411,8 @@ def gather(
         x (Tensor, numpy or cupy array, or number): this rank's rows; dim 0 may differ between ranks and may be 0, the
             other dims and the dtype are the same. A tensor without dimensions counts as one row.
         root (int): rank in ``comm`` that gets the result; default 0, the same on every rank.
-        out (Tensor or array): memory for the result, of the shape of the result, on ``root``; ignored on other ranks;
-            default None, a new tensor.
+        out (Tensor or array): memory for the result, of the shape of the result, on ``root``; default None, a new
+            tensor. Other ranks ignore it.
         comm (Communicator): communicator whose ranks make this call; default None, the current level.
         flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
 
@@ -458,14 +458,14 @@ def gather_async(
         x (Tensor, numpy or cupy array, or number): this rank's rows; dim 0 may differ between ranks and may be 0, the
             other dims and the dtype are the same. A tensor without dimensions counts as one row.
         root (int): rank in ``comm`` that gets the result; default 0, the same on every rank.
-        out (Tensor or array): memory for the result, of the shape of the result, on ``root``; ignored on other ranks;
-            default None, a new tensor.
+        out (Tensor or array): memory for the result, of the shape of the result, on ``root``; default None, a new
+            tensor. Other ranks ignore it.
         comm (Communicator): communicator whose ranks make this call; default None, the current level.
         flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
 
     Returns:
-        A handle whose ``wait()`` returns, on ``root``, ``out`` if given, else a new tensor (for an array, a new array
-            of its kind), or the list of all ranks' numbers; on other ranks, None.
+        A handle whose ``wait()`` returns, on ``root``, ``out`` if given, else a new tensor or array of the kind of
+            ``x``. For numbers it returns their list on ``root``. On other ranks it returns None.
 
     Raises:
         TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
@@ -491,7 +491,7 @@ def reduce_scatter(
     """Reduce the ``x`` of all ranks with ``op`` and give rank r slice r of the result.
 
     Every rank of ``comm`` must make this call. The result is cut into as many equal slices along dim 0 as ``comm`` has
-    ranks. ``x`` is not changed. The call returns when this rank's part is done; other ranks may still be at work.
+    ranks. ``x`` is not changed. The call returns when this rank's part is done. Other ranks may still be at work.
 
     Args:
         x (Tensor, numpy or cupy array): values to reduce, of the same shape and dtype on every rank; the size of dim 0
@@ -573,7 +573,7 @@ def scatter(
     """Give rank r slice r of the ``x`` of ``root``.
 
     Every rank of ``comm`` must make this call. ``x`` is cut into as many equal slices along dim 0 as ``comm`` has
-    ranks, and is not changed. The call returns when this rank's part is done; other ranks may still be at work.
+    ranks, and is not changed. The call returns when this rank's part is done. Other ranks may still be at work.
 
     Args:
         x (Tensor, numpy or cupy array): on ``root``, the values to distribute; on other ranks, a tensor of the same
@@ -654,7 +654,7 @@ def alltoall(x: A, *, out: Array | None = None, comm: Communicator | None = None
 
     Every rank of ``comm`` must make this call. ``x`` is cut into as many equal slices along dim 0 as ``comm`` has
     ranks; slice s of the result is from rank s. **Overwrites** ``x`` with the result, unless ``out`` is given. The call
-    returns when this rank's part is done; other ranks may still be at work.
+    returns when this rank's part is done. Other ranks may still be at work.
 
     Args:
         x (Tensor, numpy or cupy array): slices to send, of the same shape and dtype on every rank; the size of dim 0 is
@@ -735,7 +735,7 @@ def sendreceive(
     """Send ``x`` to ``destination`` and replace it with what ``source`` sends.
 
     Every rank that is a source or a destination must make this call. **Overwrites** ``x``; a number is not changed but
-    returned. The call returns when this rank's part is done; other ranks may still be at work.
+    returned. The call returns when this rank's part is done. Other ranks may still be at work.
 
     Args:
         x (Tensor, numpy or cupy array, or number): value to send, of the shape and dtype of the value to receive.
@@ -970,7 +970,7 @@ def broadcast_object(
     """Return the object of ``root`` on every rank.
 
     Every rank of ``comm`` must make this call. Objects travel by pickle, which can run code on arrival: use it among
-    ranks that you trust. The call returns when this rank's part is done; other ranks may still be at work.
+    ranks that you trust. The call returns when this rank's part is done. Other ranks may still be at work.
 
     Args:
         obj (object): object to send on ``root``; anything on other ranks.
@@ -1039,7 +1039,7 @@ def allgather_object(obj: object, *, comm: Communicator | None = None, flavour: 
     """Return the objects of all ranks as a list, in rank order.
 
     Every rank of ``comm`` must make this call. Objects travel by pickle, which can run code on arrival: use it among
-    ranks that you trust. The call returns when this rank's part is done; other ranks may still be at work.
+    ranks that you trust. The call returns when this rank's part is done. Other ranks may still be at work.
 
     Args:
         obj (object): this rank's object.

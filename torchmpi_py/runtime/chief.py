@@ -1,4 +1,4 @@
-"""The chief: the one rank that writes what must be written once. The word is distributed TensorFlow's."""
+"""Tell which rank writes what must be written once. The name ``is_chief`` is TensorFlow's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_chief() -> bool:
     """Return whether this rank is the one that writes logs, summaries and files: rank 0 of the current level.
 
     In an experiment (``mpi.experiments``) that is rank 0 of the group. Outside of experiments, under ``torchmpirun
-    --groups``, only the first group has a chief. No other rank needs to call this.
+    --groups``, only rank 0 of the first group counts. No other rank needs to call this.
 
     Returns:
         True or False.

@@ -45,14 +45,14 @@ def start(
 
     Args:
         with_cuda (bool): whether to give this rank a GPU, round robin by local rank; default False.
-        with_ipc_groups (bool): whether ranks whose GPUs reach each other map each other's GPU memory (flavour cudaipc);
-            the default level then has a group for each set of these ranks instead of each node. Default True.
-        custom_communicator_init (callable): function without arguments that pushes levels of your own and returns the
-            index of the deepest one, which becomes current; default None.
+        with_ipc_groups (bool): whether ranks whose GPUs reach each other map each other's GPU memory (flavour cudaipc).
+            The default level then has a group for each set of these ranks instead of each node. Default True.
+        custom_communicator_init (callable): function without arguments that pushes levels of your own. It returns
+            the index of the deepest one, which becomes current. Default None.
         with_cartesian_communicator (bool): whether every rank of a level is linked with its counterparts in the other
-            groups, where groups are equal in size; default False, only the first rank of each group.
+            groups, where groups are equal in size. Default False: only the first rank of each group is linked.
         collective_communicator (callable): function without arguments that pushes the levels for hierarchical
-            collectives, and returns the index of the level that ends the span, or None for no span below the current
+            collectives. It returns the index of the level that ends the span, or None for no span below the current
             level. Default None, a level with a group for each node.
         tuning (Tuning): sizes and timeouts, the same on every rank; default None, from the environment (TORCHMPI_*).
 
