@@ -175,7 +175,8 @@ STEPS = {
 @pytest.mark.parametrize("launcher", STEPS)
 def test_several_torchmpiruns_of_another_launcher_are_refused(launcher):
     with pytest.raises(
-        LaunchError, match=f"^{launcher} has started torchmpirun 4 times, and it starts all ranks; call it once"
+        LaunchError,
+        match=f"^{launcher} has started torchmpirun 4 times, but torchmpirun starts all ranks itself; call it once",
     ):
         allocation.check(STEPS[launcher])
     allocation.check(

@@ -176,7 +176,7 @@ def test_nothing_found_names_the_remedy_and_what_was_passed_over(nowhere):
     environment = {"PATH": str(nowhere / "path"), "MPI4PY_MPIABI": "openmpi"}
     with pytest.raises(LaunchError) as caught:
         mpirun.find("", environment)
-    assert f"{strange} (its --version names no MPI" in str(caught.value)
+    assert f"{strange} (its --version names no known MPI" in str(caught.value)
     assert f"{mpich} (it is mpich's, and MPI4PY_MPIABI is openmpi)" in str(caught.value)
     with pytest.raises(LaunchError, match=r"no intel .*mpiexec \(it is mpich's\)"):
         mpirun.find("intel", environment)
@@ -223,7 +223,7 @@ def test_everything_after_the_program_is_the_programs():
 def test_options_of_torchrun():
     assert launcher.parse(["--nproc_per_node=3", "a.py", "--nnodes"]).program == ["a.py", "--nnodes"]
     assert spec_of("--nproc-per-node", "3").num_ranks == 3
-    with pytest.raises(LaunchError, match="both number the ranks"):
+    with pytest.raises(LaunchError, match="both set the number of ranks"):
         spec_of("-n", "2", "--nproc-per-node", "3")
     with pytest.raises(LaunchError, match=r"there are several; write --hosts a:4,b:4"):
         spec_of("--hosts", "a:4,b:4", "--nproc-per-node", "4")
