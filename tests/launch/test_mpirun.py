@@ -86,9 +86,9 @@ def test_elastic_is_open_mpis_only(capfd):
         spec = spec_of("--mpi", "mpich", "--elastic", *words)
         assert (spec.elastic, spec.max_restarts) == (False, most)
         said = capfd.readouterr().err
-        assert "mpich has nothing for --elastic" in said
+        assert "mpich does not support --elastic" in said
         assert f"at most {most} time" in said
-    with pytest.raises(LaunchError, match="openmpi has nothing for --elastic"):
+    with pytest.raises(LaunchError, match="openmpi does not support --elastic"):
         command.starter_words(spec_of(vendor=OPENMPI_4, elastic=True))
 
 
@@ -241,7 +241,7 @@ def test_options_of_mpirun():
     ("words", "remedy"),
     [  # one of each kind; other starters' options are named as such, and torchmpirun's own may be wrong
         ("--nnodes=2 a.py", "--nnodes is an option of torchrun; .*--hosts a:4,b:4"),
-        ("--standalone a.py", "--standalone is an option of torchrun; leave it away"),
+        ("--standalone a.py", "--standalone is an option of torchrun; omit it"),
         ("-x PATH a.py", "-x is an option of mpirun; write --env NAME=VALUE"),
         ("-genv A 1 a.py", "-genv is an option of mpirun; write --env NAME=VALUE"),
         ("-ppn 4 a.py", "-ppn is an option of mpirun; .*--hosts a:4,b:4"),

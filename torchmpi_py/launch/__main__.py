@@ -84,9 +84,7 @@ def answer(options: argparse.Namespace, words: list[str]) -> int:
         print("\n".join(host_check.versions(here, no_starter)))
         return 0
     result = host_check.check(discovery.first(job_spec.read(options, words, os.environ), waits=False))
-    print(
-        notices.printable("\n".join([*result.problems, *result.warnings, *([] if result.problems else [result.text])]))
-    )
+    print(notices.printable("\n".join([*result.problems, *result.warnings, *[result.text][: not result.problems]])))
     return 2 if result.problems else 0
 
 

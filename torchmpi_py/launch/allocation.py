@@ -35,9 +35,9 @@ class Placement(NamedTuple):
 
     hosts: tuple[Host, ...]  # empty: this host, or the single host of the batch system's job
     num_ranks: int
-    system: str  # the batch system that named the hosts; "" if the user has named them
-    agent: str  # a program that replaces ssh; "" for ssh itself
-    notes: list[str]  # messages: how the number of ranks was found, or which hosts have no rank
+    system: str  # The batch system that named the hosts. "" if the user has named them.
+    agent: str  # A program that replaces ssh. "" for ssh itself.
+    notes: list[str]  # Messages: how the number of ranks was found, or which hosts have no rank.
 
 
 def place(num_ranks: int | None, text: str | None, hostfile: Path | None, environment: Environment) -> Placement:

@@ -14,7 +14,7 @@ if __name__ == "__main__":
     if not getattr(sys.flags, "safe_path", False):  # a safe path leaves out the file's folder
         del sys.path[0]
     sys.path.insert(0, __file__.rpartition("/torchmpi_py/")[0])
-    import torchmpi_py  # the package's other modules are found through it from now on
+    import torchmpi_py  # noqa: F401  # the package's other modules are found through it from now on
 
     del sys.path[0]
 

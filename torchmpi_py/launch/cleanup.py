@@ -6,13 +6,13 @@ Nothing of another job is ever touched. These rules decide what belongs to the j
   container (PID namespace). Root sees the processes of other users too. Children inherit the variable whatever they do.
   A rank that sets its title (setproctitle) overwrites the environment that others see, so the rank's mark names it. A
   process that becomes another program (exec) shows no environment for some milliseconds, so a look waits for it.
-- A *file in /dev/shm* belongs to the job if an MPI, torch or this package uses such names, and a process of the job has
-  the file open or mapped. MPIs remove their files in MPI_Finalize, which a killed or aborted rank does not reach. This
+- A *file in /dev/shm* belongs to the job if its name is one of an MPI, torch or this package, and a process of the job
+  has the file open or mapped. MPIs remove their files in MPI_Finalize, which a killed or aborted rank does not reach. This
   package removes its files when all ranks have mapped them. A file that a process outside the job also holds stays.
   Other files that a user keeps in /dev/shm, such as a data set, stay too.
 - MPICH's *files with random names* cannot always be assigned to a job. A rank may die before its maps are read, and a
-  killed hydra proxy leaves a topology file. They are removed if they appeared during the job and nobody can own them:
-  no process has the file open or mapped, and for a topology file no hydra proxy lives.
+  killed hydra proxy leaves a topology file. They are removed if they appeared during the job and nobody can own them.
+  That means that no process has the file open or mapped, and for a topology file that no hydra proxy lives.
 - Open MPI's *session folder* lies in the job's folder (`mpirun.Vendor`) and is removed with it. If the user has chosen
   another place, the folder there has mpirun's process number in its name.
 
@@ -51,12 +51,12 @@ from pathlib import Path
 from torchmpi_py import trusted_files
 from torchmpi_py.launch import exit_marks, proc
 
-FOLDER_PREFIX = "torchmpirun-"  # beginning of a job folder's name, in the place for temporary files
-GRACE_SECONDS = 5.0  # for mpirun to end after a signal
-KILL_SECONDS = 5.0  # for processes to end by SIGKILL
-EXEC_SECONDS = 1.0  # for processes in exec, which may wait for a core or for the program's file system
-_TRACKER_SECONDS = 1.0  # for Python's resource trackers to remove what killed processes have left
-_TRACKER = b".resource_tracker import main"  # on the command line of the trackers of multiprocessing and joblib
+FOLDER_PREFIX = "torchmpirun-"  # Beginning of a job folder's name, in the place for temporary files.
+GRACE_SECONDS = 5.0  # For mpirun to end after a signal.
+KILL_SECONDS = 5.0  # For processes to end by SIGKILL.
+EXEC_SECONDS = 1.0  # For processes in exec, which may wait for a core or for the program's file system.
+_TRACKER_SECONDS = 1.0  # For Python's resource trackers to remove what killed processes have left.
+_TRACKER = b".resource_tracker import main"  # On the command line of the trackers of multiprocessing and joblib.
 _SHARED_MEMORY = "/dev/shm/"
 _NAMES = (
     "sm_segment.",

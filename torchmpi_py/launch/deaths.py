@@ -5,8 +5,8 @@ A rank died if its process is gone and its mark is still there (`exit_marks`).
 The order matters because the MPI ends the other ranks some milliseconds after the first death. Polling would find all
 of them dead. Linux reports the end of a process at once, because a process descriptor (pidfd) becomes readable. But a
 large process takes milliseconds to end, as long as the MPI takes to end the others. So each rank also holds a pipe,
-which breaks as soon as the rank begins to end, before mpirun's connection to the rank breaks. epoll keeps the order in
-which the pipes break. A rank that fails writes into its pipe, and this write takes its place in the same order.
+which breaks as soon as the rank begins to end, before mpirun's connection to the rank breaks. The order in which the
+pipes break is kept by epoll. A rank that fails writes into its pipe, and this write takes its place in the same order.
 
 Messages about deaths follow from this order, not from the moment at which torchmpirun looks. A rank that has ended is
 kept here until every rank that began to end before it has ended too. Without pipes, the order in which the ends are
@@ -36,9 +36,9 @@ from torchmpi_py.launch import exit_marks, proc
 
 _GET_INFO = 0xC040FF0B  # PIDFD_GET_INFO of linux/pidfd.h; the next constant asks how the process ended
 _INFO_EXIT = 1 << 3
-_INFO = struct.Struct("=QQ11Ii")  # mask and cgroup; process, thread group, parent and eight user ids; status
-BY_STARTER = (None, signal.SIGKILL, signal.SIGTERM)  # statuses of ranks that mpirun may have ended
-ENDING_SECONDS = 2.0  # a rank that lives longer after its pipe broke has only closed the pipe
+_INFO = struct.Struct("=QQ11Ii")  # Mask and cgroup. Process, thread group, parent and eight user ids. Status.
+BY_STARTER = (None, signal.SIGKILL, signal.SIGTERM)  # Statuses of ranks that mpirun may have ended.
+ENDING_SECONDS = 2.0  # A rank that lives longer after its pipe broke has only closed the pipe.
 
 
 class Death(NamedTuple):
@@ -88,10 +88,10 @@ class Lookout:
         self.folder = folder
         self._num_ranks = num_ranks
         self._poll = select.epoll()
-        self._watched: dict[int, tuple[int, int | None]] = {}  # rank: process, and its descriptor if it has one
-        self._pipes: dict[int, int] = {}  # descriptor: rank
-        self._statuses: dict[int, int | None] = {}  # rank: status at the time when its pipe broke
-        self._began: dict[int, float] = {}  # ranks that failed or whose pipe broke, with the time
+        self._watched: dict[int, tuple[int, int | None]] = {}  # Rank: process, and its descriptor if it has one.
+        self._pipes: dict[int, int] = {}  # Descriptor: rank.
+        self._statuses: dict[int, int | None] = {}  # Rank: status at the time when its pipe broke.
+        self._began: dict[int, float] = {}  # Ranks that failed or whose pipe broke, with the time.
         # rank: process and status, until every earlier rank has ended
         self._ended: dict[int, tuple[int, int | None]] = {}
         self._num_ended = 0  # ranks that are no longer in `_ended`

@@ -10,8 +10,8 @@ they run, and how they failed (`exit_marks`).
 A signal that asks the job to end is sent to the ranks that have a handler for it. They have ``--grace`` seconds to end.
 A second Ctrl-C or the time limit cuts this time short (`signals`). Then mpirun gets the signal and has `GRACE_SECONDS`
 to end the ranks in its own way, also on other hosts; a second Ctrl-C cuts this time short too. Whatever is left on this
-host is then killed. srun needs signals of its own (`stop_signals`), each with its own grace period, because a killed
-srun would leave the ranks on other hosts running.
+host is then killed. Slurm's srun needs signals of its own (`stop_signals`), each with its own grace period, because a
+killed srun would leave the ranks on other hosts running.
 
 There are several detectors of a death, because each serves a case that the others miss:
 
@@ -97,14 +97,14 @@ class Job:
     reason: str = ""  # why the job failed
     verb: str = "failed"  # what happened to the job, for a message
     has_run: bool = False
-    may_lack_something: bool = False  # the start failed, and no rank of this host reported why
-    was_ended: bool = False  # by a signal or the time limit
-    has_lasted: bool = False  # the job ran for longer than a failing start takes
-    starts_again: bool = False  # ended because its hosts have changed
+    may_lack_something: bool = False  # The start failed, and no rank of this host reported why.
+    was_ended: bool = False  # By a signal or the time limit.
+    has_lasted: bool = False  # The job ran for longer than a failing start takes.
+    starts_again: bool = False  # Ended because its hosts have changed.
     signals: Signals = field(default_factory=Signals)
-    news: Callable[[], str] = lambda: ""  # why the job must end and start again; empty if it should go on
-    _deaths: list[Death] = field(default_factory=list)  # the first death; in an elastic job every death
-    _failed_since: float = 0.0  # when a failed or dead rank was first seen; 0 if there is none
+    news: Callable[[], str] = lambda: ""  # Why the job must end and start again. Empty if it should go on.
+    _deaths: list[Death] = field(default_factory=list)  # The first death. In an elastic job every death.
+    _failed_since: float = 0.0  # When a failed or dead rank was first seen; 0 if there is none.
     _is_ending: bool = False
     _was_explained: bool = False
 

@@ -10,11 +10,11 @@ stopped by a signal, and nothing has changed until the timeout in the marks. If 
 where it cannot be seen, one line names the waiting ranks, and the job goes on. A program that never calls
 ``mpi.stop()`` leaves no mark and has no timeout.
 
-Once all ranks have ended, only mpirun is left. It needs no more time than it takes to pass their output on. mpirun also
+Once all ranks have ended, only mpirun is left. It needs no more time than it takes to pass their output on. It also
 waits for processes that a rank has started and left behind, because they may write; then mpirun is not ended.
 
-The clock stops while torchmpirun's own output cannot be written, for example because a pager has paused. mpirun, or a
-rank that flushes its output as it ends, then waits for the reader.
+The clock stops while torchmpirun's own output cannot be written, for example because a pager has paused. Then
+mpirun, or a rank that flushes its output as it ends, waits for the reader.
 """
 
 import os

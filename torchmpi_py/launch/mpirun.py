@@ -14,7 +14,7 @@ options and its variables. Another MPI needs only another row. All rows follow t
   if a folder of that name was left by a killed mpirun, or belongs to another user.
 - The environment reaches other hosts. Open MPI gets the names of variables; the other MPIs pass everything on.
 
-Open MPI refuses to run as root unless two variables allow it. torchmpirun sets them, because root is the only user of
+Open MPI refuses to run as root unless two variables allow it. They are set here, because root is the only user of
 many containers, and torchmpirun changes nothing in the system. The daemons of Open MPI 5 (PRRTE) need two more.
 """
 
@@ -59,13 +59,13 @@ class Vendor:
     environment: Mapping[str, str] = field(default_factory=dict)
     busy_environment: Mapping[str, str] = field(default_factory=dict)
     root_environment: Mapping[str, str] = field(default_factory=dict)
-    ssh_environment: Mapping[str, str] = field(default_factory=dict)  # make ssh give up on a host that does not answer
-    killed_code: int = 0  # mpirun's code for signal 9, if it also kills the caller of MPI_Abort; see `deaths`
-    death_reports: Options = ()  # regular expressions of its report of the first death; see `starter_report`
-    shared_bytes: int = 0  # bytes in /dev/shm without which a rank cannot start
-    label: str = ""  # mpi4py's name of the library; "" if mpirun does not determine the ranks' MPI
-    library: str = ""  # the library file that mpi4py's wheel loads
-    linked: str = ""  # a program beside mpirun that is linked to the library
+    ssh_environment: Mapping[str, str] = field(default_factory=dict)  # Make ssh give up on a host that does not answer.
+    killed_code: int = 0  # `mpirun`'s code for signal 9, if it also kills the caller of MPI_Abort. See `deaths`.
+    death_reports: Options = ()  # Regular expressions of its report of the first death. See `starter_report`.
+    shared_bytes: int = 0  # Bytes in /dev/shm without which a rank cannot start.
+    label: str = ""  # `mpi4py`'s name of the library. "" if mpirun does not determine the ranks' MPI.
+    library: str = ""  # The library file that mpi4py's wheel loads.
+    linked: str = ""  # A program beside mpirun that is linked to the library.
 
 
 OPEN_MPI = Vendor(

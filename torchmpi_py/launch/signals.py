@@ -1,7 +1,7 @@
 """Signals that torchmpirun receives, and how they reach the ranks of this host.
 
 Ctrl-C, SIGTERM and SIGHUP end the job. So does the death of torchmpirun's parent (a batch script's shell, an ssh
-session), which counts as a SIGHUP. torchmpirun survives that death in three cases: SIGHUP is ignored (nohup), SIGINT is
+session), which counts as a SIGHUP. The job survives that death in three cases: SIGHUP is ignored (nohup), SIGINT is
 ignored (the background of a script), or torchmpirun leads a session (setsid). A second SIGINT or SIGTERM cuts the
 ranks' time short.
 
@@ -42,9 +42,9 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CUTTING_SHORT = (signal.SIGINT, signal.SIGTERM)  # signals that count while the job is already ending
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 _POLL_SECONDS = 0.05
-_DEADLOCK_SECONDS = 3.0  # limit for Ctrl-C to reach the first rank
-_DEAF_SECONDS = 0.5  # limit for a signal to reach a computing program, once another rank has left
-_IDLE_SECONDS = 10.0  # how long ranks may write nothing once another rank has left
+_DEADLOCK_SECONDS = 3.0  # Limit for Ctrl-C to reach the first rank.
+_DEAF_SECONDS = 0.5  # Limit for a signal to reach a computing program, once another rank has left.
+_IDLE_SECONDS = 10.0  # How long ranks may write nothing once another rank has left.
 
 
 class Signals:

@@ -29,9 +29,9 @@ from pathlib import Path
 from torchmpi_py import trusted_files
 from torchmpi_py.launch.notices import NoticeFilter, printable
 
-ENDED_SECONDS = 1.0  # after the end of the job, torchmpirun leaves if the reader pauses for this long
-_SOON_SECONDS = 0.2  # limit for a line to be read, so that it keeps its place among other output
-_LOOK_SECONDS = 0.05  # time between two looks for more output
+ENDED_SECONDS = 1.0  # After the end of the job, torchmpirun leaves if the reader pauses for this long.
+_SOON_SECONDS = 0.2  # Limit for a line to be read, so that it keeps its place among other output.
+_LOOK_SECONDS = 0.05  # Time between two looks for more output.
 _READ_BYTES = 1 << 16
 _PIECE_BYTES = 4096  # written at once; each piece that is written counts as progress of the reader
 _STDOUT, _STDERR = 1, 2

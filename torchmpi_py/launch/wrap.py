@@ -7,8 +7,9 @@ A rank that fails while the others wait for it in a collective would leave them 
 or sys.exit with a code that is not 0, the rank prints its traceback once and then ends the job with MPI_Abort. After a
 normal end nothing is done: the package's own stop() and MPI's finalize run at interpreter exit.
 
-In a job that is asked to end (Ctrl-C, SIGTERM), a rank that leaves by Ctrl-C or sys.exit waits until torchmpirun ends
-the job, because other ranks may still be saving. If all ranks have agreed to end (EndRequested), each ends as usual.
+In a job that is asked to end (Ctrl-C, SIGTERM) a rank that leaves by Ctrl-C or sys.exit waits for the end of
+the job, because other ranks may still be saving. Then torchmpirun kills it. If all ranks have agreed to end
+(EndRequested), each ends as usual.
 
 torchmpirun sets TORCHMPIRUN_JOB_DIR to a folder of the job. A failing rank records there when it failed, with which
 exit code, and which shared memory it holds. So the job can end with the code of the *first* failure, and what MPI_Abort
@@ -136,7 +137,7 @@ def run_program(program: list[str], *, as_module: bool) -> None:
     main.__dict__["__builtins__"] = builtins
     if as_module:
         sys.path[0] = os.getcwd()
-        runpy._run_module_as_main(program[0])  # the function that Python itself calls for -m
+        runpy._run_module_as_main(program[0])  # type: ignore[attr-defined]  # what Python itself calls for -m
     elif pkgutil.get_importer(path) is not None:  # the program is a folder or a zip file
         sys.path[0] = path
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
