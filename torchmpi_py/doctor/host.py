@@ -43,8 +43,8 @@ def memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Iterable[Path] | None
     """Report whether memory suffices for one rank per core. ``cgroups``: this process's folders, for tests."""
     free, limit = topology.free_memory(meminfo, cgroups)
     text = f"{free // _MIB} MiB free{limit}"
-    wanted = topology.num_usable_cores() * _BYTES_OF_A_RANK
-    if free >= wanted:
+    num_needed = topology.num_usable_cores() * _BYTES_OF_A_RANK
+    if free >= num_needed:
         yield Finding(OK, "memory", text)
     else:
         fit = max(1, free // _BYTES_OF_A_RANK)
@@ -91,9 +91,9 @@ def temporary_folder() -> Iterator[Finding]:
     except OSError as error:
         yield Finding(PROBLEM, "TMPDIR", str(error), "export TMPDIR=/tmp, or another writable folder")
         return
-    wanted, text = os.environ.get("TMPDIR") or folder, f"{folder}, {free // _MIB} MiB free"
-    if os.path.abspath(wanted) != folder:
-        yield Finding(WARNING, "TMPDIR", f"{wanted} is not writable", f"export TMPDIR={folder}")
+    setting, text = os.environ.get("TMPDIR") or folder, f"{folder}, {free // _MIB} MiB free"
+    if os.path.abspath(setting) != folder:
+        yield Finding(WARNING, "TMPDIR", f"{setting} is not writable", f"export TMPDIR={folder}")
     elif len(folder) > _LONGEST_FOLDER:
         text = f"{folder} is long: the paths of sockets in it may be too long for a launcher"
         yield Finding(WARNING, "TMPDIR", text, "export TMPDIR=/tmp, or another short path")

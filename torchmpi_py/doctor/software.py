@@ -62,8 +62,8 @@ def mpi() -> Iterator[Finding]:
     try:
         vendor, program = mpirun.find("", os.environ)
     except LaunchError as error:
-        what, _, remedy = str(error).rpartition("; ")
-        yield Finding(PROBLEM, "MPI", what, remedy)
+        problem, _, remedy = str(error).rpartition("; ")
+        yield Finding(PROBLEM, "MPI", problem, remedy)
         return
     reply = probe("mpi", mpirun.library_of(vendor, program) | dict(os.environ))
     answer = {"name": "", "error": reply} if isinstance(reply, str) else reply
@@ -148,10 +148,10 @@ def _judge(flavour: str, device: str, text: str) -> Finding:
     return Finding(OK, subject, text)
 
 
-def probe(what: str, environment: Mapping[str, str]) -> dict[str, Any] | str:
+def probe(library: str, environment: Mapping[str, str]) -> dict[str, Any] | str:
     """Return the answer of a program of ``probes``; else the last line of its errors."""
     try:
-        child = _run([sys.executable, probes.__file__, what], environment, _PROBE_SECONDS)
+        child = _run([sys.executable, probes.__file__, library], environment, _PROBE_SECONDS)
     except subprocess.TimeoutExpired:
         return f"no answer within {_PROBE_SECONDS} s"
     for answer in _marked(child.stdout):

@@ -31,7 +31,7 @@ _PBS_AGENT = Path(__file__).with_name("templates") / "pbs_agent.sh"
 
 
 class Placement(NamedTuple):
-    """Where the ranks of a job run."""
+    """The hosts and the number of ranks of a job."""
 
     hosts: tuple[Host, ...]  # empty: this host, or the single host of the batch system's job
     num_ranks: int
@@ -59,10 +59,10 @@ def place(num_ranks: int | None, text: str | None, hostfile: Path | None, enviro
 def _idle(own: tuple[Host, ...], num_ranks: int, allocated: tuple[Host, ...], system: str) -> list[str]:
     """Return a warning of hosts without a rank; every MPI fills a host's slots before it uses the next host."""
     firsts = accumulate((host.num_slots for host in own), initial=0)
-    used = {host.name for host, first in zip(own, firsts, strict=False) if first < num_ranks}
-    idle = [host.name for host in allocated if host.name not in used]
+    busy = {host.name for host, first in zip(own, firsts, strict=False) if first < num_ranks}
+    idle = [host.name for host in allocated if host.name not in busy]
     # the names of the user's hosts may differ from the batch system's
-    is_sure = own and len(idle) + len(used) == len(allocated)
+    is_sure = own and len(idle) + len(busy) == len(allocated)
     listed = ", ".join(idle[:4]) + ", ..." * (len(idle) > 4)
     remedy = "leave out -n and --hosts, or name each host with its number of ranks (--hosts a:2,b:2)"
     return [f"{system}'s job has hosts without a rank ({listed}); {remedy}"] if idle and is_sure else []
@@ -86,8 +86,8 @@ def check(environment: Environment) -> None:
     for variable, launcher in _STEPS.items():
         number = variables.number(environment.get(variable, "")) or 1
         if number > 1 and not any(name in environment for name in _INSIDE):
-            what = f"{launcher} has started torchmpirun {number} times"
-            raise LaunchError(f"{what}, but torchmpirun starts all ranks itself; call it once, without {launcher}")
+            problem = f"{launcher} has started torchmpirun {number} times"
+            raise LaunchError(f"{problem}, but torchmpirun starts all ranks itself; call it once, without {launcher}")
 
 
 def _allocated(environment: Environment, ignored: tuple[type[Exception], ...]) -> tuple[str, tuple[Host, ...], str]:

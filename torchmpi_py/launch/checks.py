@@ -46,8 +46,8 @@ def check_output_folder(option: str, folder: Path | None, replaced: str = "") ->
             trusted_files.refuse_others(folder / replaced)
             (folder / replaced).unlink(missing_ok=True)
     except OSError as error:
-        what = f"{option} {folder}: cannot write {files} there: {error.strerror}"
-        raise LaunchError(f"{what}; name a folder that can be written to, or make room") from None
+        problem = f"{option} {folder}: cannot write {files} there: {error.strerror}"
+        raise LaunchError(f"{problem}; name a folder that can be written to, or make room") from None
 
 
 def check_shared_memory(vendor: Vendor, num_ranks: int, folder: str = "/dev/shm") -> None:

@@ -6,10 +6,10 @@ Nothing of another job is ever touched. These rules decide what belongs to the j
   container (PID namespace). Root sees the processes of other users too. Children inherit the variable whatever they do.
   A rank that sets its title (setproctitle) overwrites the environment that others see, so the rank's mark names it. A
   process that becomes another program (exec) shows no environment for some milliseconds, so a look waits for it.
-- A *file in /dev/shm* belongs to the job if its name is one of an MPI, torch or this package, and a process of the job
-  has the file open or mapped. MPIs remove their files in MPI_Finalize, which a killed or aborted rank does not reach. This
-  package removes its files when all ranks have mapped them. A file that a process outside the job also holds stays.
-  Other files that a user keeps in /dev/shm, such as a data set, stay too.
+- A *file in /dev/shm* belongs to the job if an MPI, torch or this package has chosen its name. In addition a process of
+  the job must have it open or mapped. MPIs remove their files in MPI_Finalize, which a killed or aborted rank does not
+  reach. This package removes its files when all ranks have mapped them. A file that a process outside the job also
+  holds stays. Other files that a user keeps in /dev/shm, such as a data set, stay too.
 - MPICH's *files with random names* cannot always be assigned to a job. A rank may die before its maps are read, and a
   killed hydra proxy leaves a topology file. They are removed if they appeared during the job and nobody can own them.
   That means that no process has the file open or mapped, and for a topology file that no hydra proxy lives.
@@ -104,8 +104,8 @@ class Remains:
 
     def describe(self) -> None:
         """Store in the folder what must be cleared away if torchmpirun is killed."""
-        what = (self.starter, self.files_before, self.shared_memory, [int(each) for each in self.stop_signals])
-        exit_marks.leave(self.folder, "remains", ascii(what))
+        state = (self.starter, self.files_before, self.shared_memory, [int(each) for each in self.stop_signals])
+        exit_marks.leave(self.folder, "remains", ascii(state))
 
     @classmethod
     def described(cls, folder: Path) -> Remains:

@@ -166,9 +166,9 @@ class Lookout:
     def _drop_survivors(self) -> None:
         """Forget that a rank began to end if it lives on as another program or without its pipe."""
         limit = time.monotonic() - ENDING_SECONDS
-        begun = [(rank, began) for rank, began in self._began.items() if self._watched[rank][0]]
-        for rank, began in begun:
-            if exit_marks.release_replaced(self.folder, rank) or began < limit:
+        begun = [(rank, start) for rank, start in self._began.items() if self._watched[rank][0]]
+        for rank, start in begun:
+            if exit_marks.release_replaced(self.folder, rank) or start < limit:
                 del self._began[rank]
 
     def _deaths_in_turn(self) -> list[Death]:

@@ -93,8 +93,8 @@ def running(folder: str, rank: int) -> Iterator[None]:
     with contextlib.suppress(OSError):
         pipe = mark.with_name(f"alive-{rank}")
         os.mkfifo(pipe)
-        held = _moved_up(os.open(pipe, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
-        os.register_at_fork(after_in_child=lambda: os.close(held))
+        pipe_end = _moved_up(os.open(pipe, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
+        os.register_at_fork(after_in_child=lambda: os.close(pipe_end))
     record(folder, f"running-{rank}", process_id)
     atexit.register(end_in_order)  # the function that is registered first runs last
     try:
@@ -152,9 +152,9 @@ def _processes(folder: str | Path, kind: str) -> Iterator[tuple[str, int, bool]]
     """
     for path in Path(folder).glob(f"{kind}-*"):
         with contextlib.suppress(FileNotFoundError):
-            number, where, _, *began = path.read_text().split()
+            number, where, _, *start_time = path.read_text().split()
             process_id = int(number) if where == _numbering() != _UNKNOWN else 0
-            yield path.name.removeprefix(f"{kind}-"), process_id, began == [_beginning(process_id)] != [_UNKNOWN]
+            yield path.name.removeprefix(f"{kind}-"), process_id, start_time == [_beginning(process_id)] != [_UNKNOWN]
 
 
 def open_pipe(folder: Path, rank: int) -> int:
@@ -234,18 +234,18 @@ def record_failure(folder: str, rank: int, code: int, report: str = "") -> None:
         os.write(pipe, b"failed")
         os.close(pipe)
     with open("/proc/self/maps") as maps:
-        held = {line.split()[5] for line in maps if " /dev/shm/" in line and "(deleted)" not in line}
+        paths = {line.split()[5] for line in maps if " /dev/shm/" in line and "(deleted)" not in line}
     first = f"{time.time():.6f} {code} {' '.join(report.split())}"
-    leave(folder, f"failed-{rank}", "\n".join([first, *sorted(held)]))
+    leave(folder, f"failed-{rank}", "\n".join([first, *sorted(paths)]))
 
 
 def failures(folder: Path) -> list[Failure]:
     """Return the failures of the ranks, in order of time."""
     recorded = []
     for path in folder.glob("failed-*"):
-        first, *held = path.read_text().splitlines()
+        first, *paths = path.read_text().splitlines()
         when, code, report = first.split(" ", 2)
-        recorded.append(Failure(float(when), int(path.name.removeprefix("failed-")), int(code), report, held))
+        recorded.append(Failure(float(when), int(path.name.removeprefix("failed-")), int(code), report, paths))
     return sorted(recorded)
 
 
@@ -266,7 +266,7 @@ def _leave_of_rank(mark: str, text: str = "") -> None:
 
 
 class Stage(NamedTuple):
-    """Where a living rank is, and for how long all ranks may wait in such stages (0: without limit)."""
+    """The place of a living rank, and for how long all ranks may wait in such stages (0: without limit)."""
 
     call: str = ""  # call in which the rank waits for the others; "" while it runs its program
     seconds: float = 0.0

@@ -188,28 +188,28 @@ def _wait(jobs: list[_GroupJob], signals: Signals) -> int:
             num_sent = len(signals.ending)
             _send(running, signals.ending[-1])
         for job in list(running):
-            ended = job.code()
-            if ended is None:
+            exit_code = job.code()
+            if exit_code is None:
                 continue
             is_ending, name = bool(signals.ending or code), f"group {job.group.index}"
             # After a signal that was passed on, at the end of an allocation for example, groups may end and are not
             # restarted. But if other groups go on, a group is restarted, because they wait for its experiments.
-            signum = signals.cause(ended) if ended and not is_ending else 0
+            signum = signals.cause(exit_code) if exit_code and not is_ending else 0
             others = [other for other in running if other is not job and other.code() is None]
             if signum and others and time.monotonic() - job.ended < SOON_SECONDS:
                 continue
-            if ended and not is_ending and (others or not signum) and job.can_go_on(ended):
-                say(f"{name} failed with exit code {ended}; restarting it for the remaining experiments")
+            if exit_code and not is_ending and (others or not signum) and job.can_go_on(exit_code):
+                say(f"{name} failed with exit code {exit_code}; restarting it for the remaining experiments")
                 job.start()
                 continue
             running.remove(job)
-            if not ended or is_ending:
+            if not exit_code or is_ending:
                 continue
-            code = ended
+            code = exit_code
             if code == TIMEOUT_CODE:
                 continue  # the other groups end by their own limit, which is the same
             where = f"after signal {signum}, which was passed on" if signum else "outside of an experiment"
-            say(f"{name} failed {where}, with exit code {ended}{', which ends the others' if others else ''}")
+            say(f"{name} failed {where}, with exit code {exit_code}{', which ends the others' if others else ''}")
             _send(running, signal.SIGTERM)
     return 128 + signals.ending[0] if signals.ending else code
 

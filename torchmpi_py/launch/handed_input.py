@@ -26,7 +26,7 @@ def _address(folder: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def offer(folder: str | os.PathLike[str]) -> None:
-    """In torchmpirun: give descriptor 0 to the first process that asks for it."""
+    """Give descriptor 0 to the first process that asks for it; called in torchmpirun."""
     listener = socket.socket(socket.AF_UNIX)
     with _address(folder) as address:
         listener.bind(address)
@@ -40,7 +40,7 @@ def _give(listener: socket.socket) -> None:
 
 
 def take(folder: str) -> None:
-    """In rank 0: replace this process's descriptor 0 by torchmpirun's input, if torchmpirun offers it."""
+    """Replace this process's descriptor 0 by torchmpirun's input, if it is offered; called in rank 0."""
     if not os.path.exists(os.path.join(folder, _NAME)):
         return
     # If mpirun sets no rank variables, each process takes itself for rank 0. The first one gets the input.

@@ -56,7 +56,7 @@ _PASSED_ON = (
 _NAMES = {"python": "Python", "torch": "torch", "torchmpi_py": "torchmpi_py", "mpi4py": "mpi4py", "mpi": "the MPI"}
 
 
-def asking_command(spec: JobSpec, made: StarterCommand, host: str, doctor: str) -> list[str]:
+def asking_command(spec: JobSpec, plan: StarterCommand, host: str, doctor: str) -> list[str]:
     """Return the command that asks a host of a job for its facts."""
     # Send the program as one word without line breaks, so that any shell passes it on.
     text = base64.b64encode(zlib.compress(Path(host_facts.__file__).read_bytes())).decode()
@@ -67,27 +67,27 @@ def asking_command(spec: JobSpec, made: StarterCommand, host: str, doctor: str) 
     python = [sys.executable, "-c", source, str(_PACKAGE), doctor, *files]
     if is_this_host(host):
         return python
-    srun = shutil.which("srun", path=made.environment.get("PATH"))
+    srun = shutil.which("srun", path=plan.environment.get("PATH"))
     if not spec.launch_agent and srun and spec.has_srun:
         return [srun, *_SRUN_OPTIONS, f"--nodelist={host}", *python]
     # Every user can read a command line, so leave out the key of a notebook.
-    names = [name for name in made.forwarded if name.startswith(_PASSED_ON) and name != variables.NOTEBOOK]
-    there = shlex.join(["env", *(f"{name}={made.environment[name]}" for name in names), *python])
-    options = [word for name in spec.vendor.ssh_environment for word in shlex.split(made.environment.get(name, ""))]
+    names = [name for name in plan.forwarded if name.startswith(_PASSED_ON) and name != variables.NOTEBOOK]
+    there = shlex.join(["env", *(f"{name}={plan.environment[name]}" for name in names), *python])
+    options = [word for name in spec.vendor.ssh_environment for word in shlex.split(plan.environment.get(name, ""))]
     ssh = [spec.launch_agent] if spec.launch_agent else ["ssh", "-o", "BatchMode=yes", *options]
     return [*ssh, host, there]
 
 
-def ask(spec: JobSpec, made: StarterCommand, host: str, doctor: str = WITHOUT_DOCTOR) -> dict[str, Any] | str:
+def ask(spec: JobSpec, plan: StarterCommand, host: str, doctor: str = WITHOUT_DOCTOR) -> dict[str, Any] | str:
     """Return the facts of a host (`host_facts.facts` and `findings`), or why it does not answer, with the remedy.
 
-    ``made``: the command of the job, whose environment the host gets.
+    ``plan``: the command of the job, whose environment the host gets.
     """
     code, errors = 0, ""
     try:
-        asked = subprocess.run(
-            asking_command(spec, made, host, doctor),
-            env=made.environment,
+        process = subprocess.run(
+            asking_command(spec, plan, host, doctor),
+            env=plan.environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -95,7 +95,7 @@ def ask(spec: JobSpec, made: StarterCommand, host: str, doctor: str = WITHOUT_DO
             timeout=_ANSWER_SECONDS,
             check=False,
         )
-        output, code, errors = asked.stdout, asked.returncode, asked.stderr
+        output, code, errors = process.stdout, process.returncode, process.stderr
     except subprocess.TimeoutExpired as error:  # perhaps only the doctor has not ended
         output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
         if host_facts.MARK not in output:
@@ -126,7 +126,7 @@ def _why_silent(host: str, code: int, errors: list[str]) -> str:
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
     """Return what a host lacks or has in another version than this one, with the remedy; "" if nothing."""
-    problems, wanted, remedies = [], [], []
+    problems, packages, remedies = [], [], []
     for key, name in _NAMES.items():
         own, other = here[key], there[key]
         if key == "mpi" and there["mpi_error"]:
@@ -141,7 +141,7 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
         else:
             continue
         of_pip, by_hand = _ways(key, here)
-        wanted += of_pip
+        packages += of_pip
         remedies += by_hand
     if there["blocked"]:
         problems.append(f"it cannot connect to this host ({there['blocked']})")
@@ -149,8 +149,8 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
     if there["missing"]:
         problems.append(f"no {', '.join(there['missing'])}")
         remedies.append("copy it to the same path there, or use a shared file system")
-    if wanted:
-        remedies.insert(0, f"run there: {sys.executable} -m pip install {' '.join(wanted)}")
+    if packages:
+        remedies.insert(0, f"run there: {sys.executable} -m pip install {' '.join(packages)}")
     return f"{', '.join(problems)}; {'; '.join(dict.fromkeys(remedies))}" if problems else ""
 
 
@@ -168,7 +168,7 @@ def _ways(key: str, here: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 
 class Outcome(NamedTuple):
-    """What prevents the job, what makes it slower, and the text that is printed if the job can run."""
+    """The problems that prevent a job, the warnings, and the text that is printed if the job can run."""
 
     problems: list[str]
     warnings: list[str]
@@ -177,17 +177,17 @@ class Outcome(NamedTuple):
 
 def check(spec: JobSpec, doctor: str = WITH_DOCTOR) -> Outcome:
     """Ask this host and all others, and compare their answers."""
-    made = command.build(spec, Path(os.devnull))
-    here = ask(spec, made, "localhost", doctor)
+    plan = command.build(spec, Path(os.devnull))
+    here = ask(spec, plan, "localhost", doctor)
     if isinstance(here, str):
         return Outcome([f"this host: {here}"], [], "")
     hosts = spec.host_names
     others = [host for host in hosts if not is_this_host(host)]
     with socket.create_server(("", 0), backlog=len(others) + 1) as probe, ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
         if not spec.launch_agent:  # an agent that passes this host's environment on would name the user's own machine
-            variables_there = {**made.environment, host_facts.PROBE: str(probe.getsockname()[1])}
-            made = replace(made, environment=variables_there, forwarded=(*made.forwarded, host_facts.PROBE))
-        answers = dict(zip(others, pool.map(lambda host: ask(spec, made, host, doctor), others), strict=True))
+            variables_there = {**plan.environment, host_facts.PROBE: str(probe.getsockname()[1])}
+            plan = replace(plan, environment=variables_there, forwarded=(*plan.forwarded, host_facts.PROBE))
+        answers = dict(zip(others, pool.map(lambda host: ask(spec, plan, host, doctor), others), strict=True))
     own_name, has_ranks_here = f"{here['host']} (this host)", not hosts or len(others) < len(hosts)
     answers = {own_name: here, **answers}
     summary = f"{len(answers)} hosts answer, and have the same" if others else "this host can run a job"

@@ -72,12 +72,12 @@ def die_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def refusing(what: str, remedy: str) -> Iterator[None]:
+def refusing(subject: str, remedy: str) -> Iterator[None]:
     """Turn an OSError within the block into a LaunchError, because the job cannot start."""
     try:
         yield
     except OSError as error:
-        raise LaunchError(f"{what}: {error.strerror or error}; {remedy}") from None
+        raise LaunchError(f"{subject}: {error.strerror or error}; {remedy}") from None
 
 
 def new_folder() -> tempfile.TemporaryDirectory[str]:
@@ -289,16 +289,16 @@ class Job:
                 return
             if is_quiet and seconds > _QUIET_SECONDS:
                 is_quiet = False
-                left = self.spec.grace - seconds
-                say(f"signal {signum} was passed on; the ranks have {left:.0f} s more to end, or until the next signal")
+                rest = self.spec.grace - seconds
+                say(f"signal {signum} was passed on; the ranks have {rest:.0f} s more to end, or until the next signal")
 
     def _end(self, signum: int, grace_seconds: float | None = None) -> None:
         """Send mpirun the signal, wait, then kill what is left of the job on this host."""
         self._is_ending = True  # a rank that dies from now on was ended with the job
         self._remains.look()
-        for wanted in self.spec.vendor.stop_signals or (signum,):
+        for stop_signal in self.spec.vendor.stop_signals or (signum,):
             num_signals = len(self.signals.ending)
-            self.process.send_signal(wanted)
+            self.process.send_signal(stop_signal)
             until = time.monotonic() + (GRACE_SECONDS if grace_seconds is None else grace_seconds)
             while self._running() and time.monotonic() < until and len(self.signals.ending) == num_signals:
                 pass
@@ -325,10 +325,10 @@ class Job:
         own = max(self._lookout.codes_in_order, default=0) if self._is_ending else self.process.returncode
         code = 128 - own if own < 0 else int(own)
         failures = exit_marks.failures(self.folder)
-        if not failures and (wanted := exit_marks.code_of_end(self.folder)):
+        if not failures and (agreed_code := exit_marks.code_of_end(self.folder)):
             # The ranks were asked to end, and torchmpirun was not: a host may be about to leave.
             self.verb, self.was_ended = "ended, as its ranks were asked to", not self.spec.discover
-            return wanted
+            return agreed_code
         report = self._starter_report(code)
         if report and not self._lookout.has(report.rank) and all(each.report for each in failures):
             self.reason = report.text
@@ -340,7 +340,7 @@ class Job:
             return code
         if self.spec.elastic and self._deaths and self._lookout.is_deserted and not self._lookout.codes_in_order:
             code = code or self._deaths[-1].code()
-        if not (left := self._left()) and self.spec.elastic and code == 0 and not failures:
+        if not (unfinished := self._left()) and self.spec.elastic and code == 0 and not failures:
             return 0
         among = "" if self._sees_all or report else ", unless a rank of another host failed before"
         reasons = [f"{death.name} {death.explain(0 if self.spec.elastic else code)}{among}" for death in self._deaths]
@@ -349,9 +349,9 @@ class Job:
         elif failures:
             code = failures[0].code
             reasons.append(self._explain_failure(failures[0], is_first=not reasons))
-        elif left and code == 0:
+        elif unfinished and code == 0:
             code = 1
-            ranks = f"rank{'s' * (len(left) > 1)} {', '.join(map(str, left))}"
+            ranks = f"rank{'s' * (len(unfinished) > 1)} {', '.join(map(str, unfinished))}"
             lost = "a lost host" if len(self.spec.hosts) > 1 else "mpirun has left them"
             why = lost if self.spec.elastic else "os._exit on a rank"
             reasons.append(f"{ranks} did not reach the end of the program, though the MPI reports success ({why}?)")
@@ -390,5 +390,5 @@ class Job:
         if self.spec.elastic:
             dead = {death.rank for death in self._deaths}
             running = {rank: number for rank, number in running.items() if number and rank not in dead}
-        left = (rank for rank in running if rank in died or not exit_marks.is_left(self.folder, f"through-{rank}"))
-        return sorted(left)
+        ranks = (rank for rank in running if rank in died or not exit_marks.is_left(self.folder, f"through-{rank}"))
+        return sorted(ranks)

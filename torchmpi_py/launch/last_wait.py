@@ -83,8 +83,8 @@ class LastWait:
             f"rank {rank} (process {processes[rank]}) is in {stages[rank].call or 'the program'}" for rank in ranks
         ]
         where = f"on host {os.uname().nodename}, of {len(stages)} ranks, {', '.join(names)}"
-        what = f"nothing has changed for {self._seconds:.0f} s after mpi.stop(): {where}"
+        message = f"nothing has changed for {self._seconds:.0f} s after mpi.stop(): {where}"
         if self._lookout.sees_all and all(stage.call and stage.ends for stage in stages.values()):
-            return f"{what}; see what the first one leaves open, a request of mpi4py for instance ({_LIMIT})"
-        say(f"{what}; the job goes on, for a rank may be at work, in a thread or at exit (--timeout limits it)")
+            return f"{message}; see what the first one leaves open, a request of mpi4py for instance ({_LIMIT})"
+        say(f"{message}; the job goes on, for a rank may be at work, in a thread or at exit (--timeout limits it)")
         return ""

@@ -63,8 +63,8 @@ def numbers_of_ranks(num_cores: int) -> list[int]:
     """Return the numbers of ranks that fill so many cores; of many numbers, a few in equal ratios."""
     numbers = range(1, num_cores + 1)
     full = [each for each in numbers if num_cores // each * each >= _LEAST_FULL * num_cores]
-    wanted = [num_cores ** (step / (_MOST_LAYOUTS - 1)) for step in range(_MOST_LAYOUTS)]
-    nearest = {min(full, key=lambda number: max(number / each, each / number)) for each in wanted}
+    targets = [num_cores ** (step / (_MOST_LAYOUTS - 1)) for step in range(_MOST_LAYOUTS)]
+    nearest = {min(full, key=lambda number: max(number / each, each / number)) for each in targets}
     return full if len(full) <= _MOST_LAYOUTS else sorted(nearest)
 
 

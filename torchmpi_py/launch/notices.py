@@ -80,9 +80,9 @@ class NoticeFilter:
         """Return the held output if its notice was not completed in time, or cannot be (``at_end``)."""
         if not self._held or (time.monotonic() - self._since < _HOLD_SECONDS and not at_end):
             return b""
-        held, self._held = self._held, b""
-        self._is_line_start = held.endswith(b"\n")
-        return held
+        notice, self._held = self._held, b""
+        self._is_line_start = notice.endswith(b"\n")
+        return notice
 
 
 def traceback_text(error: BaseException) -> str:

@@ -99,8 +99,8 @@ class _Parser(argparse.ArgumentParser):
         super().error(message if self.source is None else f"{self.source}: {message}")
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        found: list[Any] = super()._get_option_tuples(option_string)
-        return [each for each in found if each[1] == option_string[:2]]  # as in -n4
+        matches: list[Any] = super()._get_option_tuples(option_string)
+        return [each for each in matches if each[1] == option_string[:2]]  # as in -n4
 
 
 class _Refused(argparse.Action):

@@ -142,24 +142,24 @@ class ForwardedSignal:
 
     def unfinished(self) -> set[int]:
         """Return the ranks that got the signal, live, and have not left their program."""
-        left = {failure.rank for failure in exit_marks.failures(self._remains.folder)}
+        ranks_gone = {failure.rank for failure in exit_marks.failures(self._remains.folder)}
         here = exit_marks.ranks_running(self._remains.folder)
-        return {rank for rank in self.ranks.keys() - left if rank in here and self._lives(here[rank])}
+        return {rank for rank in self.ranks.keys() - ranks_gone if rank in here and self._lives(here[rank])}
 
     def is_over(self) -> bool:
         """Return whether the job can be ended: no rank is at work, and some rank must be ended."""
-        left = exit_marks.failures(self._remains.folder)
+        failures = exit_marks.failures(self._remains.folder)
         at_work = self.unfinished()
         # All ranks have left their programs. mpirun ends the job, unless a rank waits to be killed or never got the
         # signal.
         if not at_work:
-            return bool(left) or any(self._lives(process_id) for process_id in self._others)
+            return bool(failures) or any(self._lives(process_id) for process_id in self._others)
         has_heard = {rank for rank in self.ranks if exit_marks.is_left(self._remains.folder, f"heard-{rank}")}
         # Every rank at work runs Python code, in ``finally`` for example, and keeps its time.
         if at_work <= has_heard:
             return False
         # Some ranks may be waiting in MPI for a rank that has left, or for each other.
-        times = [failure.when for failure in left if failure.rank in has_heard]
+        times = [failure.when for failure in failures if failure.rank in has_heard]
         if self._is_idle(at_work):
             ranks = ", ".join(map(str, sorted(at_work)))
             since = f"for {_IDLE_SECONDS:g} s after another rank left"

@@ -126,13 +126,13 @@ class _Outlet:
         if self._thread is None:
             return True
         self._asked += 1
-        asked, num_written, until = self._asked, self._num_written, time.monotonic() + seconds
+        request, num_written, until = self._asked, self._num_written, time.monotonic() + seconds
         self._news.set()
-        while self._answered < asked and time.monotonic() < until and not is_over():
+        while self._answered < request and time.monotonic() < until and not is_over():
             if self._num_written > num_written:
                 num_written, until = self._num_written, time.monotonic() + seconds
             time.sleep(0.005)
-        return self._answered >= asked
+        return self._answered >= request
 
     def _next_output(self) -> bytes:
         """Return what must be written next; empty if there is nothing for now."""
@@ -146,12 +146,12 @@ class _Outlet:
     def _run(self) -> None:
         """Write all output, and answer the waiting callers whenever everything is written; runs in the thread."""
         while True:
-            asked = self._asked
+            request = self._asked
             output = self._next_output()
             for begin in range(0, len(output), _PIECE_BYTES):
                 self._write(output[begin : begin + _PIECE_BYTES])
             if not output:
-                self._answered = asked
+                self._answered = request
                 self._wait_for_more()
 
     def _write(self, piece: bytes) -> None:
@@ -200,10 +200,10 @@ class _Speech(_Outlet):
                     return notices.feed(data.replace(b"\0", b"")) or self._next_output()
                 os.close(pipe)
                 del self._pipes[pipe]
-                if held := notices.overdue(at_end=True):
-                    return held
-            if held := notices.overdue():
-                return held
+                if notice := notices.overdue(at_end=True):
+                    return notice
+            if notice := notices.overdue():
+                return notice
         return b"" if self._lines.empty() else self._lines.get().encode(errors="backslashreplace")
 
     def _wait_for_more(self) -> None:

@@ -40,12 +40,12 @@ class TimelinePage:
         """Make the page of a job that has ended with this exit code, in this restart; report why it fails."""
         if self.path is None:
             return
-        ended = {"exit_code": code, "reason": reason, "restart": restart, "ended_ns": time.time_ns()}
+        facts = {"exit_code": code, "reason": reason, "restart": restart, "ended_ns": time.time_ns()}
         words = child_python.command("torchmpi_py.bench", "timeline", self.folder, "-o", str(self.path))
         try:
             done = subprocess.run(
                 [*words, "--about", "/dev/stdin"],  # the text may be longer than a command line allows
-                input=json.dumps({"command": self.command, **ended}),
+                input=json.dumps({"command": self.command, **facts}),
                 env=variables.without_outer(os.environ),  # the process is not a rank
                 capture_output=True,
                 text=True,

@@ -136,9 +136,9 @@ def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Iterable[Path] |
     lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     free, limit = int(lines.get("MemAvailable", lines["MemFree"]).split()[0]) << 10, ""
     for folder in cgroup_folders("memory") if cgroups is None else cgroups:
-        left = _left_in(folder)
-        if left is not None and left < free:
-            free, limit = left, " by a cgroup's limit"
+        rest = _left_in(folder)
+        if rest is not None and rest < free:
+            free, limit = rest, " by a cgroup's limit"
     return free, limit
 
 
@@ -147,9 +147,9 @@ def _left_in(folder: Path) -> int | None:
 
     Cached files count as free, because the system can drop them.
     """
-    for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+    for most, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         try:
-            limit, num_used = (folder / most).read_text().strip(), int((folder / used).read_text())
+            limit, num_used = (folder / most).read_text().strip(), int((folder / usage).read_text())
             cached = re.search(r"^(?:total_)?inactive_file (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
         except (OSError, ValueError):
             continue

@@ -251,8 +251,8 @@ def _hydra_job() -> str:
     process_id = os.getpid()
     for _ in range(_MOST_ANCESTORS):
         process_id = int(proc.field(process_id, "status", "PPid"))
-        if found := re.search(rb"\0--control-port\0([^\0]+)", proc.read(process_id, "cmdline")):
-            return os.fsdecode(found[1])
+        if match := re.search(rb"\0--control-port\0([^\0]+)", proc.read(process_id, "cmdline")):
+            return os.fsdecode(match[1])
     return ""
 
 

@@ -7,9 +7,8 @@ A rank that fails while the others wait for it in a collective would leave them 
 or sys.exit with a code that is not 0, the rank prints its traceback once and then ends the job with MPI_Abort. After a
 normal end nothing is done: the package's own stop() and MPI's finalize run at interpreter exit.
 
-In a job that is asked to end (Ctrl-C, SIGTERM) a rank that leaves by Ctrl-C or sys.exit waits for the end of
-the job, because other ranks may still be saving. Then torchmpirun kills it. If all ranks have agreed to end
-(EndRequested), each ends as usual.
+Ctrl-C and SIGTERM ask the job to end. Then a rank that leaves by Ctrl-C or sys.exit waits until torchmpirun kills it,
+because other ranks may still be saving. If all ranks have agreed to end (EndRequested), each ends as usual.
 
 torchmpirun sets TORCHMPIRUN_JOB_DIR to a folder of the job. A failing rank records there when it failed, with which
 exit code, and which shared memory it holds. So the job can end with the code of the *first* failure, and what MPI_Abort
