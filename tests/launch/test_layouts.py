@@ -76,4 +76,4 @@ def test_refused(monkeypatch, capfd, words, other):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert launcher.main(["--layouts", *words.split(), "-m", "this"]) == 2
     expected = [other, *re.findall(r"(?<!\S)-\S+", words.partition(" --env")[0])]
-    assert sorted(capfd.readouterr().err.partition("leave out ")[2].strip().split(", ")) == sorted(expected)
+    assert sorted(capfd.readouterr().err.partition("omit ")[2].strip().split(", ")) == sorted(expected)

@@ -64,7 +64,7 @@ def _idle(own: tuple[Host, ...], num_ranks: int, allocated: tuple[Host, ...], sy
     # the names of the user's hosts may differ from the batch system's
     is_sure = own and len(idle) + len(busy) == len(allocated)
     listed = ", ".join(idle[:4]) + ", ..." * (len(idle) > 4)
-    remedy = "leave out -n and --hosts, or name each host with its number of ranks (--hosts a:2,b:2)"
+    remedy = "omit -n and --hosts, or name each host with its number of ranks (--hosts a:2,b:2)"
     return [f"{system}'s job has hosts without a rank ({listed}); {remedy}"] if idle and is_sure else []
 
 

@@ -47,7 +47,7 @@ def check_output_folder(option: str, folder: Path | None, replaced: str = "") ->
             (folder / replaced).unlink(missing_ok=True)
     except OSError as error:
         problem = f"{option} {folder}: cannot write {files} there: {error.strerror}"
-        raise LaunchError(f"{problem}; name a folder that can be written to, or make room") from None
+        raise LaunchError(f"{problem}; choose a writable folder, or free space there") from None
 
 
 def check_shared_memory(vendor: Vendor, num_ranks: int, folder: str = "/dev/shm") -> None:

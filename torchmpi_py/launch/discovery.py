@@ -116,7 +116,7 @@ class Discovery:
                 self._has_failed = False
             except (LaunchError, OSError) as error:
                 if not self._has_failed:
-                    say(f"{error}; until then its last answer holds")
+                    say(f"{error}; using its last answer until it works again")
                 self._has_failed = True
 
     def _answering(self, present_hosts: tuple[Host, ...]) -> tuple[Host, ...]:
@@ -169,7 +169,7 @@ class Discovery:
             signals.wait(limit, lambda: chosen(self.spec, self._found).num_ranks >= least)
             now = chosen(self.spec, self._found)
         if now.num_ranks < least and not signals.ending:
-            say(f"not enough hosts after {limit:.0f} s: {_shortage(now)}; start the job again when they are there")
+            say(f"not enough hosts after {limit:.0f} s: {_shortage(now)}; start the job again when more are there")
             return False
         if now.hosts != self.spec.hosts and (text := self._change_to(now)) != self._said:
             say(text)

@@ -55,7 +55,7 @@ from torchmpi_py.launch.terminal import say
 FAILURE_GRACE_SECONDS = 3.5  # seconds for the MPI to end the other ranks after a rank has failed
 TRACE_SECONDS = 30.0  # seconds for the failed rank to write its trace before that
 TIMEOUT_CODE = 124  # the code that timeout(1) uses
-ROOM_REMEDY = "make room there, or name another folder with TMPDIR"
+ROOM_REMEDY = "free space there, or set TMPDIR to another folder"
 STARTING_SECONDS = 60.0  # a job that fails within this time may not have started on all hosts
 _POLL_SECONDS = 0.05
 _OUTPUT_SECONDS = 0.2  # mpirun may still have to read what the ranks have written

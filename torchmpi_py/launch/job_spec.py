@@ -81,7 +81,7 @@ def read(options: argparse.Namespace, words: list[str], environment: Mapping[str
         num_ranks = _num_ranks_within(options, num_ranks)
     if num_ranks > surroundings.MOST_RANKS:
         raise LaunchError(
-            f"{num_ranks} ranks are too many: write -n, or fewer slots (at most {surroundings.MOST_RANKS})"
+            f"{num_ranks} ranks are too many: set -n, or name fewer slots (at most {surroundings.MOST_RANKS})"
         )
     if options.groups and (options.elastic or options.max_restarts is not None or options.dry_run):
         option = "--elastic" if options.elastic else "--dry-run" if options.dry_run else "--max-restarts"

@@ -33,7 +33,7 @@ from torchmpi_py.launch.terminal import say
 LATER_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
 _MOST_NAMED = 8
-_LIMIT = "TORCHMPI_DEADLINE sets the limit, 0: none"
+_LIMIT = "TORCHMPI_DEADLINE sets the limit, 0: no limit"
 
 
 class LastWait:
@@ -85,6 +85,6 @@ class LastWait:
         where = f"on host {os.uname().nodename}, of {len(stages)} ranks, {', '.join(names)}"
         message = f"nothing has changed for {self._seconds:.0f} s after mpi.stop(): {where}"
         if self._lookout.sees_all and all(stage.call and stage.ends for stage in stages.values()):
-            return f"{message}; see what the first one leaves open, a request of mpi4py for instance ({_LIMIT})"
-        say(f"{message}; the job goes on, for a rank may be at work, in a thread or at exit (--timeout limits it)")
+            return f"{message}; check what the first rank leaves open, such as a request of mpi4py ({_LIMIT})"
+        say(f"{message}; the job goes on, because a rank may be at work in a thread or at exit (--timeout ends it)")
         return ""
