@@ -151,7 +151,7 @@ def test_a_line_for_each_host_that_differs(agent, tmp_path):
         "mute": "no answer (exit code 0); try it by hand: ssh mute true",
         "bare": f"no torchmpi_py at {PACKAGE} ({torchmpi_py.__version__} here); ",
         "changed": f"torchmpi_py {torchmpi_py.__version__} has different files there; copy ",
-        "empty": f"no Python at {sys.executable}; make the environment there",
+        "empty": f"no Python at {sys.executable}; create the environment there",
         "old": "torch is 1.2.3 (",
         "lacks": f"no {tmp_path}/another.py; copy it",
     }

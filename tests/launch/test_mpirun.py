@@ -177,8 +177,8 @@ def test_nothing_found_names_the_remedy_and_what_was_passed_over(nowhere):
     with pytest.raises(LaunchError) as caught:
         mpirun.find("", environment)
     assert f"{strange} (its --version names no known MPI" in str(caught.value)
-    assert f"{mpich} (it is mpich's, and MPI4PY_MPIABI is openmpi)" in str(caught.value)
-    with pytest.raises(LaunchError, match=r"no intel .*mpiexec \(it is mpich's\)"):
+    assert f"{mpich} (it belongs to mpich, but MPI4PY_MPIABI is openmpi)" in str(caught.value)
+    with pytest.raises(LaunchError, match=r"no intel .*mpiexec \(it belongs to mpich\)"):
         mpirun.find("intel", environment)
 
 
