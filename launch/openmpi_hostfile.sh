@@ -2,11 +2,11 @@
 # Start a program on several hosts with Open MPI:   HOSTFILE=hosts launch/openmpi_hostfile.sh train.py --epochs 5
 #   HOSTFILE=hosts  lines of `host slots=4`              NP=8   ranks (default: the sum of the slots)
 #   BIND, LOG_DIR, PROFILE, PYTHON, MPIRUN, MPIRUN_OPTIONS: as in openmpi.sh
-# Program and Python are at the same path on every host (a shared file system), and ssh needs no password.
-# PYTHONPATH, the thread counts and all TORCHMPI and MPI4PY variables reach the other hosts.
+# The program and Python must be at the same path on every host (a shared file system), and ssh must need no password.
+# PYTHONPATH, the thread counts and all variables TORCHMPI* and MPI4PY_* are passed on to the other hosts.
 set -euo pipefail
 
-hostfile=${HOSTFILE:?names no file; write one host per line, such as alpha slots=4}
+hostfile=${HOSTFILE:?is not set; write one host per line, such as alpha slots=4}
 slots=$(awk '{ sub(/#.*/, "") } NF { n = 1; if (match($0, /slots *= *[0-9]+/)) { n = substr($0, RSTART, RLENGTH);
              sub(/.*= */, "", n) } total += n } END { print total + 0 }' "$hostfile")
 
@@ -18,5 +18,5 @@ while IFS='=' read -r name _; do
 done < <(env)
 
 NP=${NP:-$slots}
-export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-true} # ranks wait for other hosts
+export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-true} # ranks often wait for other hosts
 source "$(dirname "${BASH_SOURCE[0]}")/openmpi.sh" "$@"

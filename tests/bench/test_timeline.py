@@ -298,6 +298,6 @@ def test_a_job_without_records_says_that_there_is_no_page(tmp_path):
     jobs.write(tmp_path, "print('nothing')", "b.py")
     done = jobs.torchmpirun("-n", 1, "--timeline", "t.html", "b.py", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "nothing\n")
-    assert "no page for --timeline" in done.stderr
+    assert "cannot write the page for --timeline" in done.stderr
     assert "no rank has called mpi.start()" in done.stderr
     assert sorted(each.name for each in tmp_path.iterdir()) == ["b.py"]

@@ -157,7 +157,7 @@ def test_little_memory(tmp_path, names):
 
 def test_cores(monkeypatch):
     monkeypatch.setattr(topology, "_smallest_quota", lambda: 1.0)
-    only(host.cores(), OK, "1 to use")
+    only(host.cores(), OK, "1 usable")
 
 
 def test_refused_by_the_kernel(monkeypatch):
@@ -178,11 +178,11 @@ def test_refused_by_the_kernel(monkeypatch):
 @pytest.mark.parametrize(
     ("check", "answer", "subject", "level", "text", "remedy"),
     [
-        (software.torch, "No module named 'torch'", "torch", PROBLEM, "is not installed", "with the line"),
+        (software.torch, "No module named 'torch'", "torch", PROBLEM, "is not installed", "with the command"),
         (software.torch, "exit code -4", "torch", PROBLEM, "does not load: exit code -4", "again"),
         (software.torch, TORCH | {"version": "2.1.2"}, "torch", PROBLEM, "2.1.2 is too old", "'torch>=2.4'"),
-        (software.torch, TORCH, "GPU", WARNING, "built for the CPU alone", "with CUDA"),
-        (software.torch, TORCH | {"cuda": "12.8"}, "GPU", WARNING, "finds no GPU", "CUDA_VISIBLE_DEVICES"),
+        (software.torch, TORCH, "GPU", WARNING, "built for the CPU only", "with CUDA"),
+        (software.torch, TORCH | {"cuda": "12.8"}, "GPU", WARNING, "finds no usable", "CUDA_VISIBLE_DEVICES"),
         (software.torch, TORCH | {"gpus": ["NVIDIA H100"]}, "GPU", OK, "NVIDIA H100", ""),
         (software.mpi, "No module named 'mpi4py'", "mpi4py", PROBLEM, "is not installed", "'mpi4py>=4.1'"),
         (software.mpi, "cannot load", "MPI", PROBLEM, "mpi4py loads no MPI (cannot load), but", "pip install"),
@@ -268,4 +268,4 @@ def test_other_people_on_the_host(monkeypatch, tmp_path):
     only(host.users(tmp_path), WARNING, "u1001, u1002 also use", "unshare --user")
     for number in (1001, 1002):
         (tmp_path / str(number)).rmdir()
-    only(host.users(tmp_path), OK, "none")
+    only(host.users(tmp_path), OK, "no other user")

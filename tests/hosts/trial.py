@@ -98,7 +98,7 @@ class Trial:
             # These end the job before a report, and torchmpirun sees its own host alone.
             is_elsewhere = self.way.launcher == "ssh" and self.host != next(iter(self.layout))
             if is_elsewhere and self.way.mpi == "mpich":
-                return "torchmpirun: which rank ended the job is not known" in text
+                return "torchmpirun: cannot tell which rank failed first" in text
             if is_elsewhere and "An error occurred in Socket closed" in text:  # Open MPI, sometimes
                 return "a rank of another host failed before" in text
             return harness.names_the_dead(text, self.victim) or bool(killed and killed[1] == str(self.victim))

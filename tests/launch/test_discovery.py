@@ -95,10 +95,10 @@ def test_waiting_for_hosts(tmp_path, capfd, monkeypatch):
     ("words", "error"),
     [
         ("--discover s", "add --elastic-restart MIN:MAX"),
-        ("--elastic-restart 1:2 -n 2", "leave out -n"),
-        ("--elastic-restart 1:2 --groups 2", "leave out --groups"),
-        ("--elastic-restart 1:2 --elastic", "leave out --elastic"),
-        ("--elastic-restart 1:2 --discover s --hosts a", "leave out --hosts"),
+        ("--elastic-restart 1:2 -n 2", "omit -n"),
+        ("--elastic-restart 1:2 --groups 2", "omit --groups"),
+        ("--elastic-restart 1:2 --elastic", "omit --elastic"),
+        ("--elastic-restart 1:2 --discover s --hosts a", "omit --hosts"),
         ("--elastic-restart 3:4 --hosts a:2", "there is room for 2 ranks"),
     ],
 )

@@ -184,10 +184,10 @@ ERROR = "[rank 3] Traceback (most recent call last):\n"
     ("output", "code", "said"),
     [
         (ABORT.format(1) + KILLED.format(3), 137, "rank 3 on nodeb was killed by signal 9"),
-        (KILLED.format(0), 255, "torchmpirun: which rank ended the job is not known"),  # a rank of this host
+        (KILLED.format(0), 255, "torchmpirun: cannot tell which rank failed first"),  # a rank of this host
         (LEFT, 5, "rank 3 on another host ended with exit code 5"),
         (ABORT.format(7), 7, "rank 3 on another host ended with exit code 7"),
-        (ABORT.format(1), 255, "torchmpirun: which rank ended the job is not known"),  # which may report another one
+        (ABORT.format(1), 255, "torchmpirun: cannot tell which rank failed first"),  # which may report another one
         (ERROR + ABORT.format(1), 255, "rank 3 on another host raised an error"),
     ],
 )

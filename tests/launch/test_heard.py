@@ -39,7 +39,7 @@ def test_the_time_limit_ends_the_grace(no_leftovers):
         assert job.stdout.readline() == "up\n"
         job.send_signal(signal.SIGTERM)
         _, said = job.communicate(timeout=200)
-    late = "torchmpirun: not ended when the limit of 7 s passed (--timeout), so killed: rank 0\n"
+    late = "torchmpirun: killed rank 0: not ended when the limit of 7 s passed (--timeout)\n"
     assert (job.returncode, said) == (143, late)
 
 
@@ -120,7 +120,7 @@ def test_who_waits_for_a_rank_that_has_left(tmp_path, monkeypatch):
         assert (forwarded.is_over(), forwarded.reason) == (False, "")
         now[0] = 122.0
         assert forwarded.is_over()
-        assert "so killed: rank 1" in forwarded.reason
+        assert "killed rank 1: " in forwarded.reason
         forwarded.reason = ""
         exit_marks.leave(tmp_path, "ended-0", "143")  # the ranks have agreed
         assert not forwarded.is_over()

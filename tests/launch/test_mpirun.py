@@ -86,9 +86,9 @@ def test_elastic_is_open_mpis_only(capfd):
         spec = spec_of("--mpi", "mpich", "--elastic", *words)
         assert (spec.elastic, spec.max_restarts) == (False, most)
         said = capfd.readouterr().err
-        assert "mpich has nothing for --elastic" in said
+        assert "mpich does not support --elastic" in said
         assert f"at most {most} time" in said
-    with pytest.raises(LaunchError, match="openmpi has nothing for --elastic"):
+    with pytest.raises(LaunchError, match="openmpi does not support --elastic"):
         command.starter_words(spec_of(vendor=OPENMPI_4, elastic=True))
 
 
@@ -176,9 +176,9 @@ def test_nothing_found_names_the_remedy_and_what_was_passed_over(nowhere):
     environment = {"PATH": str(nowhere / "path"), "MPI4PY_MPIABI": "openmpi"}
     with pytest.raises(LaunchError) as caught:
         mpirun.find("", environment)
-    assert f"{strange} (its --version names no MPI" in str(caught.value)
-    assert f"{mpich} (it is mpich's, and MPI4PY_MPIABI is openmpi)" in str(caught.value)
-    with pytest.raises(LaunchError, match=r"no intel .*mpiexec \(it is mpich's\)"):
+    assert f"{strange} (its --version names no known MPI" in str(caught.value)
+    assert f"{mpich} (it belongs to mpich, but MPI4PY_MPIABI is openmpi)" in str(caught.value)
+    with pytest.raises(LaunchError, match=r"no intel .*mpiexec \(it belongs to mpich\)"):
         mpirun.find("intel", environment)
 
 
@@ -223,7 +223,7 @@ def test_everything_after_the_program_is_the_programs():
 def test_options_of_torchrun():
     assert launcher.parse(["--nproc_per_node=3", "a.py", "--nnodes"]).program == ["a.py", "--nnodes"]
     assert spec_of("--nproc-per-node", "3").num_ranks == 3
-    with pytest.raises(LaunchError, match="both number the ranks"):
+    with pytest.raises(LaunchError, match="both set the number of ranks"):
         spec_of("-n", "2", "--nproc-per-node", "3")
     with pytest.raises(LaunchError, match=r"there are several; write --hosts a:4,b:4"):
         spec_of("--hosts", "a:4,b:4", "--nproc-per-node", "4")
@@ -241,7 +241,7 @@ def test_options_of_mpirun():
     ("words", "remedy"),
     [  # one of each kind; other starters' options are named as such, and torchmpirun's own may be wrong
         ("--nnodes=2 a.py", "--nnodes is an option of torchrun; .*--hosts a:4,b:4"),
-        ("--standalone a.py", "--standalone is an option of torchrun; leave it away"),
+        ("--standalone a.py", "--standalone is an option of torchrun; omit it"),
         ("-x PATH a.py", "-x is an option of mpirun; write --env NAME=VALUE"),
         ("-genv A 1 a.py", "-genv is an option of mpirun; write --env NAME=VALUE"),
         ("-ppn 4 a.py", "-ppn is an option of mpirun; .*--hosts a:4,b:4"),

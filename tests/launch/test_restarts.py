@@ -71,7 +71,7 @@ def test_elastic(program, no_leftovers):
         return
     job = jobs.torchmpirun("-n", 2, "--elastic", program(MEET), DIE, 2)
     assert job.returncode == 0
-    assert f"{jobs.VENDOR} has nothing for --elastic" in job.stderr
+    assert f"{jobs.VENDOR} does not support --elastic" in job.stderr
     assert "attempt 2 of 4 failed" in job.stderr
 
 

@@ -149,7 +149,7 @@ def test_slurms_script_without_the_package_and_ended_by_a_signal(tmp_path):
     job = start(["bash", script, "program.py"], tmp_path, **bare)
     assert job.returncode == 1
     assert job.stderr.endswith(
-        " has no torchmpi_py; install it there, or name another Python: PYTHON=.venv/bin/python sbatch ...\n"
+        " has no torchmpi_py; install it there, or use another Python: PYTHON=.venv/bin/python sbatch ...\n"
     )
     jobs.script(tmp_path, "#!/bin/sh\nls $TMPDIR/tmp.*\nkill $PPID\n", "srun")
     job = start(["bash", script, "program.py"], tmp_path, TMPDIR=str(tmp_path))
@@ -169,7 +169,7 @@ def test_pbs(tmp_path):
         assert (tmp_path / "logs" / f"rank-{rank}.log").read_text() == "3 ['a', '--b'] None\n"
     job = start(["bash", printed("pbs", tmp_path)], tmp_path)
     assert job.returncode != 0
-    assert "PROGRAM: names no program; write qsub -v PROGRAM=" in job.stderr
+    assert "PROGRAM: is not set; write qsub -v PROGRAM=" in job.stderr
 
 
 @needs_mpi

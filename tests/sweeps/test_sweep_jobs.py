@@ -74,7 +74,7 @@ if mpi.is_chief():"""
     assert found[3][3] == "ValueError: a bad configuration"
     assert "was killed by signal 9" in found[5][3]
     assert found[5][5] > 0
-    assert done.stderr.count("it is started again for what is left") == 2
+    assert done.stderr.count("restarting it for the remaining experiments") == 2
     assert "a bad configuration" in (folder / "0003.log").read_text()
     assert "on rank 0" not in done.stdout  # what experiments print is in their logs
     assert "experiment 4 on rank 0 of 1\n" in (folder / "0004.log").read_text()

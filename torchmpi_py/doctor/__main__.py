@@ -1,6 +1,6 @@
 """Examine this machine: ``python -m torchmpi_py.doctor [--json] [--no-job] [--host-only]``.
 
-A line for each finding; below each warning and problem the remedy. Exit code 1 if there is a problem, else 0.
+Prints one line per finding, and the remedy below each warning and problem. Exit code 1 if there is a problem, else 0.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torchmpi_py.launch import surroundings
 
 
 def main(words: list[str] | None = None) -> int:
-    """Print what is found; the exit code."""
+    """Print the findings; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m torchmpi_py.doctor", description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print a list of objects instead")
-    parser.add_argument("--no-job", action="store_true", help="leave out the job of two ranks")
-    parser.add_argument("--host-only", action="store_true", help="leave out what is installed, and the job")
+    parser.add_argument("--no-job", action="store_true", help="omit the job of two ranks")
+    parser.add_argument("--host-only", action="store_true", help="omit the checks of installed software, and the job")
     options = parser.parse_args(words)
-    found = []
+    all_findings = []
     with_software = not options.host_only
     for finding in examine(with_software=with_software, with_job=with_software and not options.no_job):
-        found.append(finding)
+        all_findings.append(finding)
         if not options.json:
             print(f"{finding.level:8} {finding.subject:17} {finding.text}", flush=True)
             if finding.remedy:
                 print(f"{'':26} -> {finding.remedy}", flush=True)
-    numbers = collections.Counter(finding.level for finding in found)
+    numbers = collections.Counter(finding.level for finding in all_findings)
     if options.json:
-        print(json.dumps([dataclasses.asdict(finding) for finding in found], indent=1))
+        print(json.dumps([dataclasses.asdict(finding) for finding in all_findings], indent=1))
     else:
         counts = [f"{numbers[level]} {level}{'s' * (numbers[level] != 1)}" for level in (PROBLEM, WARNING)]
         print(f"== {', '.join(counts)}")
@@ -41,19 +41,17 @@ def main(words: list[str] | None = None) -> int:
 
 
 def examine(*, with_software: bool = True, with_job: bool = True) -> Iterator[Finding]:
-    """Findings, one after the other; the job of two ranks runs last, unless there are problems already."""
+    """Yield findings one by one; the job of two ranks runs last, unless there are problems already."""
     has_problem = False
-    surroundings.set_home()  # as torchmpirun and mpi.start() do
+    surroundings.set_home()  # torchmpirun and mpi.start() set it too
     for check in (*(software.CHECKS if with_software else ()), *host.CHECKS):
         try:
             for finding in check():
                 has_problem |= finding.level == PROBLEM
                 yield finding
-        except Exception as error:  # an odd machine is what a doctor is asked about
+        except Exception as error:  # unusual machines are a doctor's purpose, so no check may stop the others
             name = check.__name__.replace("_", " ")
-            yield Finding(
-                WARNING, name, f"could not be examined: {error!r}", "look at it by hand, and report this line"
-            )
+            yield Finding(WARNING, name, f"could not be examined: {error!r}", "check it by hand, and report this line")
     if with_job and not has_problem:
         yield from software.trial()
 

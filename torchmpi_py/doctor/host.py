@@ -19,36 +19,36 @@ from torchmpi_py.launch import topology
 
 _MIB = 1 << 20
 _ENOUGH_SHARED_BYTES, _LEAST_SHARED_BYTES = 512 * _MIB, 32 * _MIB
-_BYTES_OF_A_RANK = 400 * _MIB  # with torch and its optimizers imported
-_ENOUGH_FILES = 1024  # a rank has tens, torchmpirun a few for each rank
+_BYTES_OF_A_RANK = 400 * _MIB  # memory of a rank with torch and its optimizers imported
+_ENOUGH_FILES = 1024  # a rank opens tens of files, torchmpirun a few per rank
 _ENOUGH_TEMPORARY_BYTES = 64 * _MIB
-_LONGEST_FOLDER = 60  # a socket's path has 107 characters at most, and Open MPI and PMIx add to the folder's
-_FIRST_PERSON = 1000  # users with lower numbers are the system's
+_LONGEST_FOLDER = 60  # a socket's path has at most 107 characters, and Open MPI and PMIx append to TMPDIR
+_FIRST_PERSON = 1000  # users with lower numbers belong to the system
 _PR_SET_PTRACER = 0x59616D61
-_MORE_SHARED = "give the container more: docker run --shm-size=1g, or --ipc=host"
+_MORE_SHARED = "give the container more shared memory: docker run --shm-size=1g, or --ipc=host"
 
 
 def cores() -> Iterator[Finding]:
-    """Physical cores that this process may use, by affinity and by the quota of a cgroup."""
+    """Report the physical cores that this process may use, by affinity and by the quota of a cgroup."""
     cpus, there = os.sched_getaffinity(0), os.cpu_count() or 1
     num_cores = len(topology.cores(cpus))
     usable = topology.num_usable_cores(num_cores)
     limits = [f"of {len(cpus)} hardware threads"] if num_cores < len(cpus) else []
     limits += [f"{len(cpus)} of {there} CPUs by affinity"] if len(cpus) < there else []
     limits += [f"{usable} by a cgroup's quota"] if usable < num_cores else []
-    yield Finding(OK, "cores", ", ".join([f"{usable} to use", *limits]))
+    yield Finding(OK, "cores", ", ".join([f"{usable} usable", *limits]))
 
 
 def memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Iterable[Path] | None = None) -> Iterator[Finding]:
-    """Memory for one rank for each core. ``cgroups``: the folders of this process's, for tests."""
+    """Report whether memory suffices for one rank per core. ``cgroups``: this process's folders, for tests."""
     free, limit = topology.free_memory(meminfo, cgroups)
     text = f"{free // _MIB} MiB free{limit}"
-    wanted = topology.num_usable_cores() * _BYTES_OF_A_RANK
-    if free >= wanted:
+    num_needed = topology.num_usable_cores() * _BYTES_OF_A_RANK
+    if free >= num_needed:
         yield Finding(OK, "memory", text)
     else:
         fit = max(1, free // _BYTES_OF_A_RANK)
-        yield Finding(WARNING, "memory", f"{text}, and a rank takes some {_BYTES_OF_A_RANK // _MIB}", _fewer(fit))
+        yield Finding(WARNING, "memory", f"{text}, but a rank needs about {_BYTES_OF_A_RANK // _MIB}", _fewer(fit))
 
 
 def _fewer(fit: int) -> str:
@@ -56,11 +56,9 @@ def _fewer(fit: int) -> str:
 
 
 def shared_memory(folder: str = "/dev/shm") -> Iterator[Finding]:
-    """The folder in which MPIs meet; the package itself prefers files without a name."""
+    """Check the folder in which MPIs create shared memory; the package itself prefers files without a name."""
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        yield Finding(
-            PROBLEM, folder, "is missing, or cannot be written to", "mount a tmpfs there, or ask the administrator"
-        )
+        yield Finding(PROBLEM, folder, "is missing or not writable", "mount a tmpfs there, or ask the administrator")
         return
     status = os.statvfs(folder)
     free, size = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
@@ -74,7 +72,7 @@ def shared_memory(folder: str = "/dev/shm") -> Iterator[Finding]:
 
 
 def files() -> Iterator[Finding]:
-    """The limit of open files."""
+    """Check the limit of open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= _ENOUGH_FILES:
         yield Finding(OK, "open files", f"up to {soft}")
@@ -82,31 +80,31 @@ def files() -> Iterator[Finding]:
         most = hard if hard != resource.RLIM_INFINITY else _ENOUGH_FILES
         can_raise = most >= _ENOUGH_FILES
         remedy = f"ulimit -n {_ENOUGH_FILES}" if can_raise else "ask the administrator for more (limits.conf: nofile)"
-        yield Finding(WARNING, "open files", f"up to {soft}, which many ranks use up", remedy)
+        yield Finding(WARNING, "open files", f"up to {soft}, too few for many ranks", remedy)
 
 
 def temporary_folder() -> Iterator[Finding]:
-    """The folder for temporary files, in which launchers put sockets."""
+    """Check the folder for temporary files, in which launchers create sockets."""
     try:
         folder = tempfile.gettempdir()
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        yield Finding(PROBLEM, "TMPDIR", str(error), "export TMPDIR=/tmp, or another folder that can be written to")
+        yield Finding(PROBLEM, "TMPDIR", str(error), "export TMPDIR=/tmp, or another writable folder")
         return
-    wanted, text = os.environ.get("TMPDIR") or folder, f"{folder}, {free // _MIB} MiB free"
-    if os.path.abspath(wanted) != folder:
-        yield Finding(WARNING, "TMPDIR", f"{wanted} cannot be written to", f"export TMPDIR={folder}")
+    setting, text = os.environ.get("TMPDIR") or folder, f"{folder}, {free // _MIB} MiB free"
+    if os.path.abspath(setting) != folder:
+        yield Finding(WARNING, "TMPDIR", f"{setting} is not writable", f"export TMPDIR={folder}")
     elif len(folder) > _LONGEST_FOLDER:
         text = f"{folder} is long: the paths of sockets in it may be too long for a launcher"
-        yield Finding(WARNING, "TMPDIR", text, "export TMPDIR=/tmp, or another short one")
+        yield Finding(WARNING, "TMPDIR", text, "export TMPDIR=/tmp, or another short path")
     elif free < _ENOUGH_TEMPORARY_BYTES:
-        yield Finding(PROBLEM, "TMPDIR", text, "make room there, or export TMPDIR=... to a folder with room")
+        yield Finding(PROBLEM, "TMPDIR", text, "free space there, or set TMPDIR to a folder with more space")
     else:
         yield Finding(OK, "TMPDIR", text)
 
 
 def names() -> Iterator[Finding]:
-    """The name of this host, and the loopback."""
+    """Check this host's name and the loopback interface."""
     name = socket.gethostname()
     try:
         with socket.socket() as listener:
@@ -120,16 +118,19 @@ def names() -> Iterator[Finding]:
     try:
         socket.getaddrinfo(name, 0)
         yield Finding(OK, "network", f"127.0.0.1 answers, {name} has an address")
-    except (OSError, UnicodeError):  # the latter of a part with more than 63 characters
+    except (OSError, UnicodeError):  # a part of the name with more than 63 characters raises UnicodeError
         remedy = f"add it to /etc/hosts: 127.0.1.1 {name}"
         yield Finding(WARNING, "network", f"the name of this host, {name}, has no address", remedy)
 
 
 def users(processes: Path = Path("/proc")) -> Iterator[Finding]:
-    """Other people with processes on this host, as far as the system shows them: they can reach a job's ports."""
+    """Report other people with processes on this host, who can reach a job's ports.
+
+    Only processes that the system shows are seen.
+    """
     owners = set[int]()
     for process in processes.glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             owners.add(process.stat().st_uid)
     others = []
     for owner in sorted(owners - {os.getuid()}):
@@ -139,35 +140,35 @@ def users(processes: Path = Path("/proc")) -> Iterator[Finding]:
             others += [account.pw_name] * is_person
     if others:
         shown = ", ".join(others[:5]) + ", ..." * (len(others) > 5)
-        text = f"{shown} also use this host: they can connect to the MPI's starter, and keep a job from ending"
+        text = f"{shown} also use this host: they can connect to mpirun, and keep a job from ending"
         yield Finding(
             WARNING,
             "other users",
             text,
-            "for jobs of one host: "
+            "for jobs on one host: "
             "unshare --user --map-current-user --net sh -c 'ip link set lo up && exec torchmpirun -n 4 train.py'",
         )
     else:
-        yield Finding(OK, "other users", "none have processes here")
+        yield Finding(OK, "other users", "no other user has processes here")
 
 
 def permissions() -> Iterator[Finding]:
-    """What the kernel lets ranks do with each other's memory: files without a name, and reads of another process."""
+    """Check what the kernel allows ranks: shared memory without a name, and reads of another rank's memory."""
     if why := _attempt(_open_nameless):
-        text = f"files without a name (memfd) are refused ({why}): shared memory takes /dev/shm, which may be small"
+        text = f"files without a name (memfd) are refused ({why}): shared memory uses /dev/shm, which may be small"
         yield Finding(WARNING, "memfd", text, "let the container's seccomp profile allow memfd_create")
     else:
-        yield Finding(OK, "memfd", "shared memory without names")
+        yield Finding(OK, "memfd", "shared memory needs no file name")
     if why := _attempt(_read_other_process):
         text = f"a process may not read another's memory ({why}): large tensors are copied twice, by the MPI too"
-        remedy = "in a container: docker run --cap-add SYS_PTRACE; symmetric memory does without"
+        remedy = "in a container: docker run --cap-add SYS_PTRACE; symmetric memory does not need it"
         yield Finding(WARNING, "ptrace", text, remedy)
     else:
         yield Finding(OK, "ptrace", "processes of one user read each other's memory")
 
 
 def _attempt(work: Callable[[], None]) -> str:
-    """Why something failed; "" if it did not."""
+    """Return why the work failed; "" if it did not."""
     try:
         work()
     except (OSError, AttributeError) as error:
@@ -185,15 +186,16 @@ def _open_nameless() -> None:
 
 
 def _read_other_process() -> None:
-    """Let a child read its parent's memory, as ranks of one starter read each other's. OSError if it may not."""
-    given, read_end, write_end = ctypes.create_string_buffer(b"memory"), *os.pipe()
+    """Let a child read its parent's memory, as ranks read each other's. OSError if that is not allowed."""
+    source, read_end, write_end = ctypes.create_string_buffer(b"memory"), *os.pipe()
     libc, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
-    libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1 & (1 << 64) - 1), 0, 0, 0)  # under yama, as Open MPI does
+    # Open MPI also does this, for the security module yama
+    libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1 & (1 << 64) - 1), 0, 0, 0)
     child = os.fork()
     if not child:
         try:
-            taken = ctypes.create_string_buffer(len(given))
-            process_memory.read(parent, ctypes.addressof(given), ctypes.addressof(taken), len(given))
+            copy = ctypes.create_string_buffer(len(source))
+            process_memory.read(parent, ctypes.addressof(source), ctypes.addressof(copy), len(source))
             os.write(write_end, b"\0")
         except OSError as error:
             os.write(write_end, bytes([(error.errno or 1) & 0xFF]))

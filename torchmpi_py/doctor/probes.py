@@ -1,17 +1,17 @@
-"""A program that says, as JSON, what torch or MPI are here: ``python probes.py torch|mpi``.
+"""Print, as JSON, which torch or MPI is installed here: ``python probes.py torch|mpi``.
 
-It is a process of its own, for a library that does not load may end the process. It imports nothing of the package.
+This is a separate process, because a library that fails to load may end the process. It imports nothing of the package.
 """
 
 import json
 import sys
 from typing import Any
 
-MARK = "torchmpi_py.doctor:"  # libraries may print too
+MARK = "torchmpi_py.doctor:"  # marks our line, because libraries may print too
 
 
 def ask_torch() -> dict[str, Any]:
-    """Version, the CUDA that torch was built for, and the GPUs that it can use."""
+    """Return torch's version, the CUDA version of its build, and the GPUs that it can use."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -20,7 +20,7 @@ def ask_torch() -> dict[str, Any]:
 
 
 def ask_mpi() -> dict[str, Any]:
-    """Name and version, the level of threads that it grants, and whether it has ULFM. Starts MPI."""
+    """Return the MPI's name and version, its level of thread support, and whether it has ULFM. Starts MPI."""
     import mpi4py
 
     mpi4py.rc.initialize = False
@@ -29,8 +29,8 @@ def ask_mpi() -> dict[str, Any]:
     name, version = MPI.get_vendor()
     granted = MPI.Init_thread(MPI.THREAD_MULTIPLE)
     try:
-        MPI.COMM_SELF.Dup().Revoke()  # for other functions that an MPI lacks mpi4py has substitutes
-        has_ulfm = name == "Open MPI"  # MPICH has a part of it
+        MPI.COMM_SELF.Dup().Revoke()  # Revoke, because mpi4py substitutes other functions that an MPI lacks
+        has_ulfm = name == "Open MPI"  # MPICH has only a part of ULFM
     except (NotImplementedError, AttributeError, MPI.Exception):
         has_ulfm = False
     answer = {

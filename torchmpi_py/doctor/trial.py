@@ -1,8 +1,8 @@
-"""A job that sums a tensor by every flavour on every device, and says, as JSON, which flavours gave the right values.
+"""Sum a tensor by every flavour on every device, and print, as JSON, which flavours gave the right values.
 
     torchmpirun -n 2 trial.py
 
-Flavours are asked one after the other, each before it works: where the job ends early, the last one asked is to blame.
+Each flavour is named before it works, so if the job ends early, the flavour that was named last is to blame.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torchmpi_py as mpi
 from torchmpi_py.collectives.registry import AvailabilityRow
 from torchmpi_py.doctor.probes import MARK
 
-NUM_ELEMENTS = 1 << 18  # 1 MiB: large messages go another way than small ones
+NUM_ELEMENTS = 1 << 18  # 1 MiB, because large messages use another protocol than small ones
 TRYING, RIGHT, WRONG = "trying", "right", "gives wrong values"
 
 
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def outcome(row: AvailabilityRow) -> str:
-    """How the sum by a flavour went; the same on every rank. Collective."""
+    """Return the result of the sum by a flavour, the same on every rank. Collective."""
     if row.status != "available":
         return row.status
     place = mpi.device() if row.device == "cuda" else torch.device("cpu")

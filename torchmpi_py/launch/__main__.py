@@ -2,11 +2,12 @@
 
     torchmpirun -n 4 train.py --epochs 5
 
-torchmpirun finds the MPI, builds its argument list, starts every rank inside `wrap`, and ends with the exit code of the
-first rank that failed. On success it prints nothing of its own, unless ranks never met each other.
+torchmpirun finds the MPI, builds the arguments of its mpirun, and starts every rank inside `wrap`. It ends with the
+exit code of the first rank that failed. On success it prints nothing of its own, unless ranks ran without contacting
+each other.
 
-Without a job, --check asks the hosts whether they can run one, --version says what is installed, and --template prints
-a script for a batch system.
+Three options run no job: --check asks the hosts whether they can run one, --version prints what is installed, and
+--template prints a script for a batch system.
 """
 
 import argparse
@@ -43,17 +44,17 @@ from torchmpi_py.launch.terminal import Tail, say
 
 
 def run(spec: JobSpec) -> int:
-    """Start the job, and again if it fails; its exit code."""
+    """Run the job, and restart it if it fails; return its exit code."""
     checks.check_output_folder("--log-dir", spec.log_dir, replaced="" if spec.restart else "rank-0.log")
     checks.check_output_folder("--profile", spec.profile)
-    with timeline_file.kept(spec) as (spec_of_page, page), discovery.Discovery(spec_of_page) as found:
+    with timeline_file.kept(spec) as (spec_of_page, page), discovery.Discovery(spec_of_page) as current:
 
-        def make(folder: Path, attempt: int, begin: float) -> Job:
-            return Job(command.build(found.spec, folder, attempt), found.spec, folder, begin, news=found.news)
+        def make(folder: Path, attempt: int, start: float) -> Job:
+            return Job(command.build(current.spec, folder, attempt), current.spec, folder, start, news=current.news)
 
-        code, made = attempts.run(make, spec.max_restarts, Tail(spec.log_dir), found.wait)
-        last = made[-1]
-        page.write(code, last.reason, restart=spec.restart + sum(each.has_run for each in made) - 1)
+        code, jobs = attempts.run(make, spec.max_restarts, Tail(spec.log_dir), current.wait)
+        last = jobs[-1]
+        page.write(code, last.reason, restart=spec.restart + sum(each.has_run for each in jobs) - 1)
     if code and spec.group is not None:
         spec.group.record_end(last.reason)
     if code and last.may_lack_something:
@@ -62,14 +63,14 @@ def run(spec: JobSpec) -> int:
 
 
 def explain_start(spec: JobSpec) -> None:
-    """Say which hosts of a job on several could not run the job that has failed."""
+    """After a failed start on several hosts, print which hosts cannot run the job."""
     if len(spec.host_names) > 1:
         for line in host_check.check(spec, host_facts.WITHOUT_DOCTOR).problems:
             say(line)
 
 
 def answer(options: argparse.Namespace, words: list[str]) -> int:
-    """Print what --template, --version or --check asks for; the exit code."""
+    """Print the answer to --template, --version or --check; return the exit code."""
     if options.template:
         print(ready_scripts.text(options.template), end="")
         return 0
@@ -82,35 +83,35 @@ def answer(options: argparse.Namespace, words: list[str]) -> int:
         here = JobSpec(vendor=vendor, starter=starter, environment=os.environ)
         print("\n".join(host_check.versions(here, no_starter)))
         return 0
-    found = host_check.check(discovery.first(job_spec.read(options, words, os.environ), waits=False))
-    print(notices.printable("\n".join([*found.problems, *found.warnings, *([] if found.problems else [found.text])])))
-    return 2 if found.problems else 0
+    result = host_check.check(discovery.first(job_spec.read(options, words, os.environ), waits=False))
+    print(notices.printable("\n".join([*result.problems, *result.warnings, *[result.text][: not result.problems]])))
+    return 2 if result.problems else 0
 
 
 def show(spec: JobSpec, settings: Mapping[str, Path]) -> int:
-    """Print the variables and the command of a job, and the ``settings`` by file; the exit code."""
+    """Print a job's variables and command, and the file of each of the ``settings``; return the exit code."""
     for name, file in settings.items():
         print(f"# {name}: from {file}")
     with job.new_folder() as folder:
-        made = command.build(spec, Path(folder))
-    for name, value in made.added.items():
+        starter_command = command.build(spec, Path(folder))
+    for name, value in starter_command.added.items():
         print(f"{name}={shlex.quote(value)} \\")
-    print(shlex.join(made.words))
+    print(shlex.join(starter_command.words))
     return 0
 
 
 def start(words: list[str]) -> int:
-    """Do what the command line asks for; the exit code. LaunchError where that cannot be."""
+    """Do what the command line asks for; return the exit code. LaunchError if it cannot be done."""
     if words[:1] == [group_jobs.OPTION]:
         try:
             spec = pickle.loads(Path(*words[1:]).read_bytes())
         except Exception:
-            raise LaunchError(f"{shlex.join(words)}: torchmpirun alone writes this option; leave it out") from None
+            raise LaunchError(f"{shlex.join(words)}: only torchmpirun itself uses this option; omit it") from None
         return run(spec)
     surroundings.set_home()
     options = parse(words)
     if not hasattr(os, "sched_getaffinity"):
-        raise LaunchError("this system is not Linux, and torchmpirun works on Linux only")
+        raise LaunchError("torchmpirun works only on Linux, and this system is not Linux")
     surroundings.open_standard_streams()
     checks.check_working_folder()
     if options.check or options.version or options.template:
@@ -125,7 +126,7 @@ def start(words: list[str]) -> int:
 
 
 def launch(spec: JobSpec, options: argparse.Namespace) -> int:
-    """Run the job in the way that the options ask for; the exit code."""
+    """Run the job in the form that the options ask for; return the exit code."""
     if not spec.as_module:
         checks.check_program(spec.program[0])
     host_check.refuse_misfit(spec)
@@ -135,7 +136,8 @@ def launch(spec: JobSpec, options: argparse.Namespace) -> int:
         return layouts.run(spec, options.layout_seconds)
     if not options.groups:
         return run(spec)
-    checks.check_output_folder("--log-dir", spec.log_dir)  # here too, for one line, and not one for each group
+    # check here too, so that there is one error and not one per group
+    checks.check_output_folder("--log-dir", spec.log_dir)
     checks.check_output_folder("--profile", spec.profile)
     timeline_file.check(spec)
     return group_jobs.run(spec, options.groups)

@@ -1,9 +1,9 @@
-"""The job of a batch system: its hosts, the number of ranks on each, and starts of torchmpirun that are mistakes.
+"""The job of a batch system: its hosts, the number of ranks on each, and wrong ways to start torchmpirun.
 
-`_SYSTEMS` has a function for each batch system, which reads the hosts from the environment; another system is another
-row. Without ``-n`` the number of ranks is the number of tasks or slots that the user has asked the batch system for.
-Where the user has asked Slurm or Flux for hosts alone, each host gets a rank for each of its GPUs, or else for each
-core. SLURM_TASKS_PER_NODE is no answer then: it counts hardware threads (seen with Slurm 22.05).
+`_SYSTEMS` has one function per batch system, which reads the hosts from the environment. Another system needs only
+another row. Without ``-n`` the number of ranks is the number of tasks or slots in the user's request to the batch
+system. If the user has asked Slurm or Flux only for hosts, each host gets one rank per GPU, or without GPUs one rank
+per core. SLURM_TASKS_PER_NODE cannot be used then, because it counts hardware threads (seen with Slurm 22.05).
 """
 
 import contextlib
@@ -20,33 +20,35 @@ from torchmpi_py.launch import hosts, topology, variables
 from torchmpi_py.launch.hosts import Host
 
 Environment = Mapping[str, str]
-Found = tuple[Iterable[Host], str]  # hosts, and what a slot is: a "slot" or "task" of the user's, a "GPU" or a "core"
+# hosts, and what each slot is: a "slot" or "task" from the user, a "GPU" or a "core"
+Allocated = tuple[Iterable[Host], str]
 _ASKED_FOR_TASKS = ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_GPU", "SLURM_GPUS_PER_TASK")
-_STEPS = {"SLURM_STEP_NUM_TASKS": "srun", "JSM_NAMESPACE_SIZE": "jsrun"}  # how many processes a launcher has started
-# Inside of a rank, an instance of Flux or `srun --pty`, the variables of a step say nothing of torchmpirun.
+# number of processes that the launcher has started
+_STEPS = {"SLURM_STEP_NUM_TASKS": "srun", "JSM_NAMESPACE_SIZE": "jsrun"}
+# Inside a rank, a Flux instance or `srun --pty`, these step variables do not describe torchmpirun.
 _INSIDE = ("TORCHMPIRUN_JOB_DIR", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "FLUX_URI", "SLURM_PTY_PORT", "SLURM_PTY_WIN_COL")
 _PBS_AGENT = Path(__file__).with_name("templates") / "pbs_agent.sh"
 
 
 class Placement(NamedTuple):
-    """Where the ranks of a job run."""
+    """The hosts and the number of ranks of a job."""
 
-    hosts: tuple[Host, ...]  # none: this host, or the only one of the batch system's job
+    hosts: tuple[Host, ...]  # empty: this host, or the single host of the batch system's job
     num_ranks: int
-    system: str  # the batch system that the hosts are from; "": the user has named them
-    agent: str  # a program to use in place of ssh; "": ssh
-    notes: list[str]  # what the ranks were counted from, or which hosts of the batch system's job have no rank
+    system: str  # The batch system that named the hosts. "" if the user has named them.
+    agent: str  # A program that replaces ssh. "" for ssh itself.
+    notes: list[str]  # Messages: how the number of ranks was found, or which hosts have no rank.
 
 
 def place(num_ranks: int | None, text: str | None, hostfile: Path | None, environment: Environment) -> Placement:
-    """Return the hosts in the ``text`` of --hosts or in the ``hostfile``, else the batch system's, and the ranks."""
+    """Return the ranks, and the hosts from --hosts (``text``), the ``hostfile`` or the batch system."""
     if text and hostfile:
         raise LaunchError("--hosts and --hostfile both name the hosts; give one of them")
     named = hosts.parse_hosts(text) if text else hosts.read_hostfile(hostfile) if hostfile else ()
-    system, found, unit = _allocated(environment, (LaunchError,) if named else ())
-    own = named or (found if len(found) > 1 else ())  # a single host is this one, which needs no ssh
-    number = num_ranks or sum(host.num_slots for host in own or found) or _counted_here(environment)[0]
-    notes = _idle(own, number, found, system)
+    system, allocated, unit = _allocated(environment, (LaunchError,) if named else ())
+    own = named or (allocated if len(allocated) > 1 else ())  # a single host is this host, which needs no ssh
+    number = num_ranks or sum(host.num_slots for host in own or allocated) or _counted_here(environment)[0]
+    notes = _idle(own, number, allocated, system)
     if own and not (named or num_ranks) and unit in ("GPU", "core"):
         notes = [f"{number} ranks: one for each {unit} of the {len(own)} hosts of {system}'s job"]
     system = "" if named or not own else system
@@ -54,21 +56,22 @@ def place(num_ranks: int | None, text: str | None, hostfile: Path | None, enviro
     return Placement(own, number, system, str(_PBS_AGENT) if has_tmrsh else "", notes)
 
 
-def _idle(own: tuple[Host, ...], num_ranks: int, found: tuple[Host, ...], system: str) -> list[str]:
-    """Warn of hosts without a rank. Every MPI fills the slots of a host before it places ranks on the next one."""
+def _idle(own: tuple[Host, ...], num_ranks: int, allocated: tuple[Host, ...], system: str) -> list[str]:
+    """Return a warning of hosts without a rank; every MPI fills a host's slots before it uses the next host."""
     firsts = accumulate((host.num_slots for host in own), initial=0)
-    used = {host.name for host, first in zip(own, firsts, strict=False) if first < num_ranks}
-    idle = [host.name for host in found if host.name not in used]
-    is_sure = own and len(idle) + len(used) == len(found)  # the user may have other names for the hosts
+    busy = {host.name for host, first in zip(own, firsts, strict=False) if first < num_ranks}
+    idle = [host.name for host in allocated if host.name not in busy]
+    # the names of the user's hosts may differ from the batch system's
+    is_sure = own and len(idle) + len(busy) == len(allocated)
     listed = ", ".join(idle[:4]) + ", ..." * (len(idle) > 4)
-    remedy = "leave out -n and --hosts, or name each host with its number of ranks (--hosts a:2,b:2)"
+    remedy = "omit -n and --hosts, or name each host with its number of ranks (--hosts a:2,b:2)"
     return [f"{system}'s job has hosts without a rank ({listed}); {remedy}"] if idle and is_sure else []
 
 
 def num_ranks_as_torchrun(number: int, num_ranks: int | None, placed: Placement) -> int:
     """Return the number of ranks by ``--nproc-per-node``. LaunchError with ``-n``, or with several hosts."""
     if num_ranks:
-        raise LaunchError(f"-n {num_ranks} and --nproc-per-node {number} both number the ranks; give -n alone")
+        raise LaunchError(f"-n {num_ranks} and --nproc-per-node {number} both set the number of ranks; give only -n")
     if len(placed.hosts) > 1:
         raise LaunchError(
             f"--nproc-per-node is for one host, and there are several; write --hosts a:{number},b:{number}"
@@ -77,45 +80,45 @@ def num_ranks_as_torchrun(number: int, num_ranks: int | None, placed: Placement)
 
 
 def check(environment: Environment) -> None:
-    """Refuse a job whose hosts no MPI finds, and a torchmpirun that another launcher has started several times."""
+    """Refuse a job whose hosts no MPI can use, and a torchmpirun that a launcher has started several times."""
     if "SLURM_JOB_ID_HET_GROUP_1" in environment or "SLURM_JOB_ID_PACK_GROUP_1" in environment:
         raise LaunchError("no MPI starts ranks in a heterogeneous job of Slurm; ask for a job without ` : `")
     for variable, launcher in _STEPS.items():
         number = variables.number(environment.get(variable, "")) or 1
         if number > 1 and not any(name in environment for name in _INSIDE):
-            what = f"{launcher} has started torchmpirun {number} times"
-            raise LaunchError(f"{what}, and it starts all ranks; call it once")
+            problem = f"{launcher} has started torchmpirun {number} times"
+            raise LaunchError(f"{problem}, but torchmpirun starts all ranks itself; call it once, without {launcher}")
 
 
 def _allocated(environment: Environment, ignored: tuple[type[Exception], ...]) -> tuple[str, tuple[Host, ...], str]:
-    """The first batch system that has given hosts to this job, the hosts, and what a slot is."""
+    """Return the batch system that has given hosts to this job, the hosts, and what a slot is."""
     for system, read in _SYSTEMS:
         with contextlib.suppress(*ignored):
             named, unit = read(environment)
-            if found := hosts.merge(named):
-                # One line for one host says that the host is ours, and nothing of ranks.
-                return system, () if unit == "slot" and sum(host.num_slots for host in found) == 1 else found, unit
+            if slots := hosts.merge(named):
+                # A single line with this host says nothing about the number of ranks.
+                return system, () if unit == "slot" and sum(host.num_slots for host in slots) == 1 else slots, unit
     return "", (), ""
 
 
-def _in_file(name: str, environment: Environment) -> Found:
+def _in_file(name: str, environment: Environment) -> Allocated:
     remedy = f"; unset {name}, or name the hosts with --hosts or --hostfile"
     return hosts.read_hostfile(Path(environment[name]), name, remedy) if environment.get(name) else (), "slot"
 
 
-def _lsf(environment: Environment) -> Found:
+def _lsf(environment: Environment) -> Allocated:
     pairs = re.findall(r"(\S+)\s*(\S*)", environment.get("LSB_MCPU_HOSTS", ""))
     return [hosts.parse_host(":".join(pair), "LSB_MCPU_HOSTS") for pair in pairs], "slot"
 
 
-def _slurm(environment: Environment) -> Found:
+def _slurm(environment: Environment) -> Allocated:
     names, unit, divisor = slurm_nodes(environment), "task", 1
     layout = environment.get("SLURM_TASKS_PER_NODE", "")
     if not any(name in environment for name in _ASKED_FOR_TASKS):
         _, _, gpus = environment.get("SLURM_GPUS_PER_NODE", "").rpartition(":")  # of a100:4
         if number := variables.number(gpus) or hosts.num_gpus(environment):
             return [Host(name, number) for name in names], "GPU"
-        # Slurm does not say how many hardware threads a core has: as many as here.
+        # Slurm does not report how many hardware threads a core has. Assume as many as on this host.
         layout, unit = environment.get("SLURM_JOB_CPUS_PER_NODE", ""), "core"
         per_task = variables.number(environment.get("SLURM_CPUS_PER_TASK", "")) or 1
         divisor = max(per_task, *(len(core.cpus) for core in topology.cores()))
@@ -124,20 +127,20 @@ def _slurm(environment: Environment) -> Found:
 
 
 def slurm_nodes(environment: Environment) -> tuple[str, ...]:
-    """Hosts of Slurm's allocation; none outside."""
-    found = variables.nodes(names := environment.get("SLURM_JOB_NODELIST", ""))
-    return tuple(found or (names and hosts.output_of(environment, "scontrol", "show", "hostnames", names)).split())
+    """Return the hosts of Slurm's allocation; none outside of one."""
+    node_names = variables.nodes(names := environment.get("SLURM_JOB_NODELIST", ""))
+    return tuple(node_names or (names and hosts.output_of(environment, "scontrol", "show", "hostnames", names)).split())
 
 
 def slurm_layout(named: Iterable[Host], environment: Environment) -> dict[str, str]:
-    """The variable in which Open MPI looks for the slots of hosts in a job of Slurm, also where it has a hostfile."""
+    """Return the variable from which Open MPI reads the hosts' slots in a Slurm job, even with a hostfile."""
     slots = {host.name: str(host.num_slots) for host in named}
     layout = ",".join(slots.get(node, "1") for node in slurm_nodes(environment)) if slots else ""
     return {"SLURM_TASKS_PER_NODE": layout} if layout else {}
 
 
-def _flux(environment: Environment) -> Found:
-    """Ask the Flux instance whose initial program this is, as the script of ``flux batch``."""
+def _flux(environment: Environment) -> Allocated:
+    """Return the hosts of the Flux instance whose initial program this is, such as a script of ``flux batch``."""
     is_initial = "FLUX_URI" in environment and "FLUX_TASK_RANK" not in environment
     names = variables.nodes(hosts.output_of(environment, "flux", "getattr", "hostlist").strip()) if is_initial else []
     number, unit = _counted_here(environment) if names else (0, "")
@@ -149,7 +152,7 @@ def _counted_here(environment: Environment) -> tuple[int, str]:
 
 
 _FILES = {"PBS": "PBS_NODEFILE", "LSF": "LSB_DJOB_HOSTFILE", "Grid Engine": "PE_HOSTFILE"}
-_SYSTEMS: list[tuple[str, Callable[[Environment], Found]]] = [
+_SYSTEMS: list[tuple[str, Callable[[Environment], Allocated]]] = [
     *((system, partial(_in_file, name)) for system, name in _FILES.items()),
     *(("LSF", _lsf), ("Slurm", _slurm), ("Flux", _flux)),
 ]

@@ -1,9 +1,10 @@
-"""Attempts to run a job: after a failure, and when its hosts have changed.
+"""Attempts to run a job: repeated after a failure, or when its hosts have changed.
 
-A job that failed may be started again. Each attempt is a new job, with a folder of its own, and nothing left of the
-former. The program goes on from its last checkpoint; to it a restart is a start (TORCHMPIRUN_RESTART counts them). What
-was ended from outside, by a signal or by the time limit, is not started again. The limit is for all attempts together.
-Where a script names the hosts (`discovery`), an attempt is ended and another one started when the hosts change.
+A failed job may be started again. Each attempt is a new job with its own folder, and nothing of the earlier attempt
+remains. The program continues from its last checkpoint. To the program a restart looks like a start
+(TORCHMPIRUN_RESTART counts them). A job that was ended from outside, by a signal or by the time limit, is not started
+again. The time limit covers all attempts together. If a script names the hosts (`discovery`), a change of the hosts
+ends an attempt and starts the next one.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ Waiter = Callable[[float, Signals], bool]
 
 
 def run(make: Maker, most: int, tail: Tail, wait: Waiter = lambda begin, signals: True) -> tuple[int, list[Job]]:
-    """Run the job that ``make(folder, attempt, begin)`` gives, up to ``most`` times more; the exit code, all attempts.
+    """Run the job of ``make(folder, attempt, begin)``, at most ``most`` times more; return the code and all attempts.
 
-    After an attempt of a minute or more, failures on other hosts are counted anew. ``wait(begin, signals)`` is called
-    before each attempt; if it returns False there is none, and the exit code is that of a timeout. Returns when the
-    reader of ``tail`` has all, or the job was ended from outside.
+    If an attempt of a minute or more is followed by one on other hosts, the count of failures starts again.
+    ``wait(begin, signals)`` is called before each attempt. If it returns False, the attempt is not made, and the exit
+    code is that of a timeout. Returns when the reader of ``tail`` has read everything, or when the job was ended from
+    outside.
     """
     cleanup.clear_abandoned()
     with Signals() as signals:
@@ -48,7 +50,7 @@ def _run_attempts(make: Maker, most: int, signals: Signals, tail: Tail, wait: Wa
         if attempts:
             terminal.rewind_input(place)
         is_ready, folder = wait(begin, signals), new_folder()
-        with Guardian(folder.name), folder:  # the guardian outlives the folder
+        with Guardian(folder.name), folder:  # the guardian must outlive the folder
             job = make(Path(folder.name), len(attempts), begin)
             if attempts and attempts[-1].has_lasted and job.spec.hosts != attempts[-1].spec.hosts:
                 num_failures = 0
@@ -65,17 +67,17 @@ def _run_attempts(make: Maker, most: int, signals: Signals, tail: Tail, wait: Wa
         if code == 0 or job.was_ended or not _goes_on(job, code, num_failures, most, signals.cause(code)):
             return code, attempts
         num_failures += 1
-        if job.spec.discover:  # the hosts may need a moment
+        if job.spec.discover:  # give the hosts time to recover
             signals.wait(2.0 ** min(num_failures - 1, 6))
 
 
 def _goes_on(job: Job, code: int, attempt: int, most: int, signum: int) -> bool:
-    """Say why an attempt failed; return whether there is another."""
+    """Report why an attempt failed; return whether there is another attempt."""
     if most:
         is_again = attempt < most and not signum
-        what = f"; not started again after signal {signum}, which was passed on" if signum and attempt < most else ""
-        what = "; starting again" if is_again else what
-        say(f"attempt {attempt + 1} of {most + 1} {job.verb} ({job.reason or f'exit code {code}'}){what}")
+        outcome = f"; not started again after signal {signum}, which was passed on" if signum and attempt < most else ""
+        outcome = "; starting again" if is_again else outcome
+        say(f"attempt {attempt + 1} of {most + 1} {job.verb} ({job.reason or f'exit code {code}'}){outcome}")
         return is_again
     if job.reason:
         say(job.reason)

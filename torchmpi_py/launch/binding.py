@@ -1,15 +1,15 @@
-"""Which cores a rank gets: arithmetic on the cores that ``topology`` reads.
+"""Which cores a rank gets, computed from the cores that ``topology`` reads.
 
-Rank i of k on a host gets the i-th of k contiguous parts of the physical cores, whose sizes differ by at most one. The
-cores are ordered by NUMA node and socket, because neighbours share a cache and a memory controller, and each
-core comes with its hardware threads. A hybrid processor has fast and small cores: both kinds are divided, because ranks
-that synchronize in every step should be equally fast. With more ranks than physical cores the hardware threads are
-divided. With more ranks than hardware threads no rank is bound: two ranks pinned to one core would wait for each other
-while another core idles.
+Rank i of k on a host gets the i-th of k contiguous parts of the physical cores. The sizes of the parts differ by at
+most one. The cores are ordered by NUMA node and socket, because neighbours share a cache and a memory controller, and
+each core includes its hardware threads. A hybrid processor has fast and small cores. Both kinds are divided, because
+ranks that synchronize in every step should be equally fast. With more ranks than physical cores the hardware threads
+are divided. With more ranks than hardware threads no rank is bound: two ranks pinned to one core would wait for each
+other while another core idles.
 
-Where the machine says which cores are *near* each GPU (on the same socket, or part of one), the ranks of a GPU share
-those instead. Rank i computes on GPU i modulo their number, in the order of PCI addresses. Wherever something is
-unclear, the rule above holds for all ranks of the host.
+If the machine reports which cores are *near* each GPU (on the same socket, or part of one), the ranks of a GPU share
+those cores instead. Rank i computes on GPU i modulo the number of GPUs, in the order of PCI addresses. If anything is
+unclear, the first rule holds for all ranks of the host.
 """
 
 import os
@@ -22,12 +22,13 @@ from torchmpi_py.launch.topology import Core, read_cpus
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
-_DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")  # a folder per GPU, named by its PCI address; in a container, its own
+# a folder per GPU, named by its PCI address; a container lists only its own
+_DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def bound_cores(how: str, cores: Sequence[Core], local_rank: int, local_size: int) -> tuple[tuple[Core, ...], int]:
-    """What ``--bind core``, ``numa`` or ``socket`` gives a rank, and how many threads fill its share of that."""
+    """Return a rank's cores by ``--bind core``, ``numa`` or ``socket``, and the number of threads for its share."""
     if how == "core":
         part = cores_of_rank(cores, local_rank, local_size, cores_near_gpus(os.environ))
         return part, len(part)
@@ -38,9 +39,9 @@ def bound_cores(how: str, cores: Sequence[Core], local_rank: int, local_size: in
 def cores_of_rank(
     cores: Sequence[Core], local_rank: int, local_size: int, near: Sequence[frozenset[int]] = ()
 ) -> tuple[Core, ...]:
-    """Part number `local_rank` of `local_size` parts of the cores; all of them when there is not one for each rank.
+    """Return part `local_rank` of `local_size` parts of the cores; all cores if ranks outnumber threads.
 
-    `near` holds for every GPU the CPUs near it. Then the ranks of a GPU share those, unless a rank would get less than
+    `near` holds the CPUs near each GPU. Then the ranks of a GPU share these CPUs, unless a rank would get less than
     half of its part.
     """
     if not 0 <= local_rank < local_size:
@@ -54,7 +55,10 @@ def cores_of_rank(
 
 
 def domain_of_rank(cores: Sequence[Core], local_rank: int, local_size: int, kind: str) -> tuple[tuple[Core, ...], int]:
-    """All cores of the sockets or NUMA nodes ("socket" or "node") of a rank, and how many ranks share these."""
+    """Return all cores of a rank's sockets or NUMA nodes, and how many ranks share them.
+
+    ``kind`` is "socket" or "node".
+    """
     of_kind = attrgetter(kind)
     domains = [tuple(group) for _, group in groupby(sorted(cores, key=of_kind), of_kind)]
     firsts = [len(domains) * rank // local_size for rank in range(local_size + 1)]
@@ -64,7 +68,10 @@ def domain_of_rank(cores: Sequence[Core], local_rank: int, local_size: int, kind
 
 
 def _part(cores: Sequence[Core], index: int, num_parts: int) -> tuple[Core, ...]:
-    """A part of the cores of both kinds; the rarer kind is divided first, and the other one makes the parts equal."""
+    """Return a part of the cores of both kinds.
+
+    The rarer kind is divided first, and the other kind makes the parts equal.
+    """
     few, many = sorted(([core for core in cores if core.is_small == small] for small in (False, True)), key=len)
     ends = [len(few) * number // num_parts for number in (index, index + 1)]
     rest = [len(cores) * number // num_parts - end for number, end in zip((index, index + 1), ends, strict=True)]
@@ -72,14 +79,14 @@ def _part(cores: Sequence[Core], index: int, num_parts: int) -> tuple[Core, ...]
 
 
 def _parts_near(cores: Sequence[Core], num_ranks: int, near: Sequence[frozenset[int]]) -> list[tuple[Core, ...]]:
-    """The part of every rank, near its GPU; empty if that cannot be done well for all of them."""
+    """Return the part of every rank near its GPU; empty if not all ranks can get a good part."""
     if num_ranks == 1 or not near:
         return []
     of_gpus = [tuple(core for core in cores if some.issuperset(core.cpus)) for some in near]
     shares = [of_gpus[rank % len(near)] for rank in range(num_ranks)]
     distinct = set(shares)
     if not all(distinct) or sum(map(len, distinct)) != len({core for share in distinct for core in share}):
-        return []  # where some overlap, two ranks could get the same core
+        return []  # if groups of cores overlap, two ranks could get the same core
     parts = []
     for rank, share in enumerate(shares):
         sharers = [other for other in range(num_ranks) if shares[other] == share]
@@ -91,12 +98,12 @@ def _parts_near(cores: Sequence[Core], num_ranks: int, near: Sequence[frozenset[
 def cores_near_gpus(
     environment: Mapping[str, str], driver: Path = _DRIVER_GPUS, devices: Path = _PCI_DEVICES
 ) -> list[frozenset[int]]:
-    """For every GPU that CUDA shows to a rank, in its order, the CPUs near it; empty if that is not known for sure."""
+    """Return the CPUs near each GPU that CUDA shows to a rank, in CUDA's order; empty if unsure."""
     try:
         addresses = sorted((path.name for path in driver.iterdir()), key=lambda name: (len(name), name))
         models = {(devices / address / "device").read_text() for address in addresses}
         if len(models) > 1 and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-            return []  # CUDA puts the fastest first
+            return []  # by default CUDA puts the fastest GPU first, an order unknown here
         near = [read_cpus((devices / address / "local_cpulist").read_text()) for address in addresses]
     except (OSError, ValueError):
         return []
@@ -104,21 +111,22 @@ def cores_near_gpus(
 
 
 def _visible(environment: Mapping[str, str], num_gpus: int) -> Sequence[int]:
-    """The GPUs that CUDA_VISIBLE_DEVICES shows, by their place in the order of all; empty if that is not clear."""
+    """Return the indices of the GPUs that CUDA_VISIBLE_DEVICES shows; empty if unclear."""
     text = environment.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return range(num_gpus)
     names = [name.strip() for name in text.split(",")]
     if not all(name.isascii() and name.isdigit() for name in names):
-        return ()  # UUIDs, MIG instances, or none
+        return ()  # the entries are UUIDs or MIG instances, or empty
     indices = [int(name) for name in names]
     if len(set(indices)) < len(indices) or max(indices) >= num_gpus:
         return ()
-    # Of several GPUs one alone: all ranks share it, or each has another. Slurm may count from the first it has granted.
+    # If one of several GPUs is visible, all ranks may share it, or each rank may see another one. Slurm may count from
+    # the first GPU that it has granted.
     is_cut = len(indices) < num_gpus
     return () if is_cut and (len(indices) == 1 or "SLURM_JOB_ID" in environment) else indices
 
 
 def threads_per_rank(num_cores: int, local_size: int) -> int:
-    """Threads a rank may start so that all ranks of a host together fill its cores; at least one."""
+    """Return how many threads a rank may start so that the ranks of a host fill its cores; at least 1."""
     return max(1, num_cores // local_size)

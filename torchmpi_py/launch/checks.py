@@ -1,4 +1,4 @@
-"""What is refused before any part of a job starts: a program, a folder or a host with which the job would fail."""
+"""Checks before a job starts: refuse a program, a folder or a host with which the job would fail."""
 
 import os
 import re
@@ -15,7 +15,7 @@ _TRIED_BYTES = 4096  # one block of a disk
 
 
 def check_working_folder() -> None:
-    """LaunchError where the working folder has been removed, or cannot be entered: no MPI starts there."""
+    """Raise LaunchError if the working folder was removed or cannot be entered: no MPI starts there."""
     try:
         os.getcwd()
     except OSError as error:
@@ -23,9 +23,9 @@ def check_working_folder() -> None:
 
 
 def check_program(program: str) -> None:
-    """Refuse what no rank could run, before any of them tries."""
+    """Refuse a program that no rank could run, before any rank tries."""
     if re.fullmatch(r"python[\d.]*", os.path.basename(program)):
-        raise LaunchError(f"leave out {program}: torchmpirun runs the ranks under {sys.executable}")
+        raise LaunchError(f"omit {program}: torchmpirun runs the ranks under {sys.executable}")
     if not os.path.exists(program):
         raise LaunchError(f"{program}: there is no such program here")
     if not (os.path.isfile(program) or os.path.isdir(program)):
@@ -33,7 +33,7 @@ def check_program(program: str) -> None:
 
 
 def check_output_folder(option: str, folder: Path | None, replaced: str = "") -> None:
-    """Refuse a folder for the ranks' output where no file can be written; remove one that is to be ``replaced``."""
+    """Refuse an output folder that cannot be written to; remove a file that will be ``replaced``."""
     if folder is None:
         return
     files = "files"
@@ -46,17 +46,17 @@ def check_output_folder(option: str, folder: Path | None, replaced: str = "") ->
             trusted_files.refuse_others(folder / replaced)
             (folder / replaced).unlink(missing_ok=True)
     except OSError as error:
-        what = f"{option} {folder}: cannot write {files} there: {error.strerror}"
-        raise LaunchError(f"{what}; name a folder that can be written to, or make room") from None
+        problem = f"{option} {folder}: cannot write {files} there: {error.strerror}"
+        raise LaunchError(f"{problem}; choose a writable folder, or free space there") from None
 
 
 def check_shared_memory(vendor: Vendor, num_ranks: int, folder: str = "/dev/shm") -> None:
-    """Refuse where this MPI cannot start; warn where it may crash."""
+    """Refuse a host where this MPI cannot start; warn if the MPI may crash."""
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        raise LaunchError(f"{vendor.name} cannot work without a {folder} to write to; mount one, or use --mpi openmpi")
+        raise LaunchError(f"{vendor.name} needs a writable {folder}; mount a tmpfs there, or use --mpi openmpi")
     needed, free = vendor.shared_bytes * num_ranks, os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
     if free < needed:
         say(
-            f"{folder} has {free >> 20} MiB free, and {num_ranks} ranks of {vendor.name} want {needed >> 20}: they may "
-            "crash (signal 7); give it more (docker run --shm-size=1g), or use --mpi openmpi"
+            f"{folder} has {free >> 20} MiB free, but {num_ranks} ranks of {vendor.name} need {needed >> 20}: they may "
+            "crash (signal 7); enlarge it (docker run --shm-size=1g), or use --mpi openmpi"
         )

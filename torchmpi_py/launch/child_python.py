@@ -1,20 +1,20 @@
-"""Run a module of the package in a child Python, whatever lies in the current folder.
+"""Run a module of the package in a child Python, independent of the files in the current folder.
 
     python .../launch/child_python.py MODULE ARGUMENTS...
 
-``python -m`` and ``python -c`` look for modules in the current folder first. There a user may have a ``zlib.py`` or a
-``platform.py``, which would run in place of the standard library's. The child starts in the current folder, because
-paths in its arguments are relative to it, but it starts by a file, and without the file's folder on sys.path. It gets
-the package that its parent has, also where another one is installed.
+``python -m`` and ``python -c`` look for modules in the current folder first. A user's ``zlib.py`` or ``platform.py``
+there would replace the standard library's. The child starts in the current folder, because its arguments may be
+relative paths. But it runs this file by path, and removes the file's folder from sys.path. It uses its parent's copy of
+the package, even if another copy is installed.
 """
 
 import sys
 
 if __name__ == "__main__":
-    if not getattr(sys.flags, "safe_path", False):  # then the file's folder is not on sys.path
+    if not getattr(sys.flags, "safe_path", False):  # a safe path leaves out the file's folder
         del sys.path[0]
     sys.path.insert(0, __file__.rpartition("/torchmpi_py/")[0])
-    import torchmpi_py  # noqa: F401  # its other modules are found beside it from now on
+    import torchmpi_py  # noqa: F401  # the package's other modules are found through it from now on
 
     del sys.path[0]
 
@@ -22,7 +22,7 @@ import runpy
 
 
 def command(module: str, *words: str) -> list[str]:
-    """The command of a child Python that runs a module of the package as ``python -m`` would."""
+    """Return the command of a child Python that runs a module of the package as ``python -m`` would."""
     return [sys.executable, __file__, module, *words]
 
 

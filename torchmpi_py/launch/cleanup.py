@@ -1,29 +1,31 @@
-"""What a job may leave on this host: processes, shared memory, session folders. Only this job's are ever touched.
+"""Clear away what a job may leave on this host: processes, shared memory, session folders.
 
-- A *process* is the job's when its environment names the job's folder, and it has this user and is in this container
-  (PID namespace): root sees the processes of others, too. Children inherit the variable whatever they do. A rank that
-  sets its title (setproctitle) overwrites the environment that others see: the rank's mark names it. A process that
-  becomes another program (exec) has for some milliseconds no environment that others see: a look at it waits for that.
-- A *file in /dev/shm* is the job's when it has a name that an MPI, torch or this package gives and one of the job's
-  processes has it open or mapped. MPIs unlink theirs in MPI_Finalize, which a killed or aborted rank does not reach;
-  this package does when all ranks have mapped a file. A file that a process outside the job holds as well stays, and so
-  does what a user keeps in /dev/shm, a data set for instance.
-- MPICH's *files with random names* cannot always be tied to a job: a rank may die before anyone has looked at what it
-  maps, and a hydra proxy that was cut short leaves a topology file. They go when they appeared during the job and
-  nobody can own them: no process has the file open or mapped, and for a topology file, no hydra proxy lives.
-- Open MPI's *session folder* lies in the job's folder (`mpirun.Vendor`), and goes with it; or where the user wants it,
-  with the process id of its mpirun in its name.
+Nothing of another job is ever touched. These rules decide what belongs to the job:
 
-`Remains` is all of this for one job, and a file in the job's folder describes it. torchmpirun clears it away when the
-job has ended. Where torchmpirun was killed with signal 9 a *guardian* does: a program (`guardian`) that torchmpirun
-starts before the first rank, with the job's folder as argument and a pipe as input. When all is in order torchmpirun
-kills the guardian. When the pipe breaks before that, torchmpirun is gone: the kernel has sent SIGTERM to the MPI's
-starter (`job`), which gets the usual time to end the ranks, also on other hosts; then the guardian kills what is left
-here, and removes the job's files and folder.
+- A *process* belongs to the job if its environment names the job's folder, and it runs under this user and in this
+  container (PID namespace). Root sees the processes of other users too. Children inherit the variable whatever they do.
+  A rank that sets its title (setproctitle) overwrites the environment that others see, so the rank's mark names it. A
+  process that becomes another program (exec) shows no environment for some milliseconds, so a look waits for it.
+- A *file in /dev/shm* belongs to the job if an MPI, torch or this package has chosen its name. In addition a process of
+  the job must have it open or mapped. MPIs remove their files in MPI_Finalize, which a killed or aborted rank does not
+  reach. This package removes its files when all ranks have mapped them. A file that a process outside the job also
+  holds stays. Other files that a user keeps in /dev/shm, such as a data set, stay too.
+- MPICH's *files with random names* cannot always be assigned to a job. A rank may die before its maps are read, and a
+  killed hydra proxy leaves a topology file. They are removed if they appeared during the job and nobody can own them.
+  That means that no process has the file open or mapped, and for a topology file that no hydra proxy lives.
+- Open MPI's *session folder* lies in the job's folder (`mpirun.Vendor`) and is removed with it. If the user has chosen
+  another place, the folder there has mpirun's process number in its name.
 
-torchmpirun and the guardian leave a mark each in the folder (`exit_marks`). If both were killed, the next torchmpirun
-of the user starts another guardian for the folder, with a pipe that is broken, and goes on (`clear_abandoned`).
-The folders of ``--groups`` and ``--timeline``, which last longer than a job, have each a guardian of their own.
+`Remains` describes all of this for one job, and a file in the job's folder stores it. torchmpirun clears it away when
+the job has ended. If torchmpirun was killed with signal 9, a *guardian* does. This program (`guardian`) is started by
+torchmpirun before the first rank, with the job's folder as argument and a pipe as input. If all goes well, torchmpirun
+kills the guardian. If the pipe breaks before that, torchmpirun is gone. The kernel has then sent SIGTERM to mpirun
+(`job`), which gets the usual time to end the ranks, also on other hosts. Then the guardian kills what is left here, and
+removes the job's files and folder. An exit handler of torchmpirun would not do, because signal 9 runs none.
+
+torchmpirun and the guardian each leave a mark in the folder (`exit_marks`). If both were killed, the user's next
+torchmpirun starts a new guardian for the folder with a broken pipe, and does not wait for it (`clear_abandoned`). The
+folders of ``--groups`` and ``--timeline`` last longer than a job, and each has a guardian of its own.
 
 The guardian leads a session of its own, which no terminal ends, and its environment does not name the job's folder.
 """
@@ -49,12 +51,12 @@ from pathlib import Path
 from torchmpi_py import trusted_files
 from torchmpi_py.launch import exit_marks, proc
 
-FOLDER_PREFIX = "torchmpirun-"  # of a job's folder, in the place for temporary files
-GRACE_SECONDS = 5.0  # for a starter that was asked to end
-KILL_SECONDS = 5.0  # for processes to end by SIGKILL
-EXEC_SECONDS = 1.0  # for the processes in exec, which may wait for a core, or for a file system that has the program
-_TRACKER_SECONDS = 1.0  # for Python's resource trackers to remove what the killed have left
-_TRACKER = b".resource_tracker import main"  # on the command line of multiprocessing's, and of joblib's
+FOLDER_PREFIX = "torchmpirun-"  # Beginning of a job folder's name, in the place for temporary files.
+GRACE_SECONDS = 5.0  # For mpirun to end after a signal.
+KILL_SECONDS = 5.0  # For processes to end by SIGKILL.
+EXEC_SECONDS = 1.0  # For processes in exec, which may wait for a core or for the program's file system.
+_TRACKER_SECONDS = 1.0  # For Python's resource trackers to remove what killed processes have left.
+_TRACKER = b".resource_tracker import main"  # On the command line of the trackers of multiprocessing and joblib.
 _SHARED_MEMORY = "/dev/shm/"
 _NAMES = (
     "sm_segment.",
@@ -72,42 +74,42 @@ _RANDOM_NAMES = ("/dev/shm/mpich_shm_*", "/dev/shm/mpich_vci_*", f"{_TOPOLOGY}*"
 
 
 def randomly_named() -> set[str]:
-    """MPICH's files on this host, whichever job they are of."""
+    """Return MPICH's files on this host, of any job."""
     return {name for pattern in _RANDOM_NAMES for name in glob.glob(pattern)}
 
 
 @dataclass
 class Remains:
-    """What one job has on this host, as far as is known."""
+    """The known processes and files of one job on this host."""
 
     folder: Path
-    starter: int = 0  # the process of the MPI's starter
-    files_before: set[str] = field(default_factory=randomly_named)  # MPICH's, of former jobs
+    starter: int = 0  # mpirun's process
+    files_before: set[str] = field(default_factory=randomly_named)  # MPICH's files of earlier jobs
     shared_memory: set[str] = field(default_factory=set)
-    stop_signals: Sequence[int] = ()  # what ends the starter, where SIGTERM does not
+    stop_signals: Sequence[int] = ()  # signals that end mpirun, if SIGTERM does not
 
     @property
     def variable(self) -> str:
-        """The entry that the environment of each of the job's processes has."""
+        """The environment entry that each process of the job has."""
         return f"TORCHMPIRUN_JOB_DIR={self.folder}"
 
     def processes(self) -> list[int]:
-        """The job's processes, this one excepted."""
+        """Return the job's processes except this one."""
         ranks = exit_marks.processes_of_ranks(self.folder) - {os.getpid()}
         return sorted(ranks.union(processes_with(self.variable)))
 
     def has(self, process_id: int) -> bool:
-        """Whether this process lives and is the job's."""
+        """Return whether this process lives and belongs to the job."""
         return lives_with(process_id, self.variable) or process_id in exit_marks.processes_of_ranks(self.folder)
 
     def describe(self) -> None:
-        """Leave in the folder what is to be cleared away if torchmpirun is killed."""
-        what = (self.starter, self.files_before, self.shared_memory, [int(each) for each in self.stop_signals])
-        exit_marks.leave(self.folder, "remains", ascii(what))
+        """Store in the folder what must be cleared away if torchmpirun is killed."""
+        state = (self.starter, self.files_before, self.shared_memory, [int(each) for each in self.stop_signals])
+        exit_marks.leave(self.folder, "remains", ascii(state))
 
     @classmethod
     def described(cls, folder: Path) -> Remains:
-        """What `describe` has left; nothing but the processes where it could not."""
+        """Return what `describe` has stored; only the processes if it could not store anything."""
         try:
             return cls(folder, *ast.literal_eval((folder / "remains").read_text()))
         except OSError:
@@ -120,10 +122,10 @@ class Remains:
             self.describe()
 
     def kill(self, reap: Callable[[], object] = lambda: None) -> None:
-        """Kill the job's processes; ``reap`` waits for the starter, where that is a child.
+        """Kill the job's processes; ``reap`` waits for mpirun if mpirun is a child of this process.
 
-        Python's resource trackers end when the processes that use them have, and remove the shared memory of those:
-        they are killed only if they have not ended soon after the others.
+        Python's resource trackers end after the processes that use them, and remove the shared memory of these
+        processes. So the trackers are killed only if they have not ended soon after the other processes.
         """
         now = time.monotonic()
         until, others_until = now + KILL_SECONDS, now
@@ -132,13 +134,14 @@ class Remains:
             if others:
                 others_until = now
             for process_id in alive if now - others_until > _TRACKER_SECONDS else others:
-                send_signal(process_id, signal.SIGKILL)  # again, for a process may start another before it dies
+                # repeat, because a process may start another one before it dies
+                send_signal(process_id, signal.SIGKILL)
             reap()
             time.sleep(0.02)
 
     def clear(self, reap: Callable[[], object] = lambda: None) -> None:
-        """Kill what lives, and remove what it leaves; the job's folder stays."""
-        self.look()  # what is held by processes that live; then by ranks that failed, which said so
+        """Kill the living processes and remove the files that they leave; the job's folder stays."""
+        self.look()  # first what living processes hold; below what failed ranks recorded
         self.kill(reap)
         for failure in exit_marks.failures(self.folder):
             self.shared_memory.update(failure.held)
@@ -149,31 +152,31 @@ class Remains:
 
 
 def processes_with(variable: str) -> list[int]:
-    """Processes, this one excepted, that have ``variable`` (``NAME=value``) in their environment."""
+    """Return the processes except this one that have ``variable`` (``NAME=value``) in their environment."""
     until = time.monotonic() + EXEC_SECONDS
     return [process_id for process_id in proc.others() if lives_with(process_id, variable, until)]
 
 
 def lives_with(process_id: int, variable: str, until: float | None = None) -> bool:
-    """Whether this process lives and has ``variable`` in its environment.
+    """Return whether this process lives and has ``variable`` in its environment.
 
-    A process in the middle of exec is waited for, ``until`` some time of the monotonic clock.
+    Waits for a process in the middle of exec, at most ``until`` this time of the monotonic clock.
     """
     if not _is_ours(process_id):
         return False
     until = time.monotonic() + EXEC_SECONDS if until is None else until
-    found = proc.read(process_id, "environ")  # nothing when it has ended
-    while not found and proc.has_memory(process_id) and time.monotonic() < until:
-        is_in_exec = not proc.read(process_id, "cmdline")  # arguments and environment come together
-        found = proc.read(process_id, "environ")
+    content = proc.read(process_id, "environ")  # empty if the process has ended
+    while not content and proc.has_memory(process_id) and time.monotonic() < until:
+        is_in_exec = not proc.read(process_id, "cmdline")  # exec sets arguments and environment together
+        content = proc.read(process_id, "environ")
         if not is_in_exec:
             break
         time.sleep(0.001)
-    return os.fsencode(variable) + b"\0" in found
+    return os.fsencode(variable) + b"\0" in content
 
 
 def _is_ours(process_id: int) -> bool:
-    """Whether a process belongs to this user and to this PID namespace."""
+    """Return whether a process belongs to this user and to this PID namespace."""
     with contextlib.suppress(OSError):
         is_same_user = os.stat(f"/proc/{process_id}").st_uid == os.geteuid()
         return is_same_user and os.path.samefile(f"/proc/{process_id}/ns/pid", "/proc/self/ns/pid")
@@ -185,18 +188,22 @@ def _is_tracker(process_id: int) -> bool:
 
 
 def send_signal(process_id: int, signum: int) -> None:
-    """Send a signal to a process that may have ended."""
+    """Send a signal to a process, which may have ended."""
     with contextlib.suppress(OSError):
         os.kill(process_id, signum)
 
 
 def shared_memory(process_ids: Iterable[int]) -> set[str]:
-    """Files in /dev/shm with such names that these processes have open or mapped and that still have a name."""
-    held: list[str] = []
+    """Return the files in /dev/shm that these processes have open or mapped and that still have a name.
+
+    Only names that an MPI, torch or this package uses count.
+    """
+    paths: list[str] = []
     for process_id in process_ids:
-        held += proc.open_files(process_id)  # first, for a process that creates a file maps it before closing it
-        held += map(os.fsdecode, re.findall(rb" (/dev/shm/.*)", proc.read(process_id, "maps")))
-    return set(filter(_may_be_a_jobs, held))
+        # read this first, because a process that creates a file maps it before closing it
+        paths += proc.open_files(process_id)
+        paths += map(os.fsdecode, re.findall(rb" (/dev/shm/.*)", proc.read(process_id, "maps")))
+    return set(filter(_may_be_a_jobs, paths))
 
 
 def _may_be_a_jobs(path: str) -> bool:
@@ -205,7 +212,7 @@ def _may_be_a_jobs(path: str) -> bool:
 
 
 def remove_shared_memory(names: set[str]) -> None:
-    """Remove those of this user's files that exist and that no living process has open or mapped."""
+    """Remove the files of this user that no living process has open or mapped."""
     names = {name for name in names if _may_be_a_jobs(name) and trusted_files.is_own(name)}
     if names:
         names -= shared_memory(proc.others())
@@ -215,7 +222,10 @@ def remove_shared_memory(names: set[str]) -> None:
 
 
 def _is_held(name: str) -> bool:
-    """Whether a process has a file open or mapped, also one of another container: Linux grants no lease then."""
+    """Return whether any process has a file open or mapped: Linux grants no lease then.
+
+    Unlike a look at /proc this also sees processes of other containers.
+    """
     try:
         with open(name, "rb") as file:
             fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
@@ -225,7 +235,7 @@ def _is_held(name: str) -> bool:
 
 
 def remove_topology(names: set[str]) -> None:
-    """Remove those of these files that hold a topology and are this user's, unless a proxy lives that may read them."""
+    """Remove this user's files with a topology, unless a living hydra proxy may read them."""
     names = {name for name in names if name.startswith(_TOPOLOGY) and trusted_files.is_own(name)}
     if names and not any(b"hydra_pmi_proxy\0" in proc.read(number, "cmdline") for number in proc.others()):
         for name in names:
@@ -233,14 +243,17 @@ def remove_topology(names: set[str]) -> None:
 
 
 def remove_session_folder(starter: int) -> None:
-    """Remove the folder of the mpirun with this process id from the place that the user has named for it."""
+    """Remove this mpirun's folder from the place that the user has chosen for it."""
     for name in ("PRTE_MCA_prte_tmpdir_base", "PRTE_MCA_prte_local_tmpdir_base"):
         if place := os.environ.get(name):
             shutil.rmtree(os.path.join(place, f"ompi.{starter}"), ignore_errors=True)
 
 
 class Guardian:
-    """torchmpirun's end of the guardian of a folder, which waits for torchmpirun's end, or begins at once."""
+    """The guardian process of a folder, as torchmpirun sees it.
+
+    The guardian waits for torchmpirun's end, or without ``waits`` begins at once.
+    """
 
     def __init__(self, folder: str, *, waits: bool = True) -> None:
         self.folder, self.waits = folder, waits
@@ -252,7 +265,8 @@ class Guardian:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd="/",
-            env={name: value for name, value in os.environ.items() if name != "TORCHMPIRUN_JOB_DIR"},  # an outer job's
+            # the variable of an outer job
+            env={name: value for name, value in os.environ.items() if name != "TORCHMPIRUN_JOB_DIR"},
             start_new_session=True,
         )
         for process_id in (os.getpid(), self.process.pid):
@@ -265,9 +279,9 @@ class Guardian:
 
 
 def clear_abandoned() -> list[Guardian]:
-    """Start guardians that clear away what killed jobs of this user left on this host; do not wait for them."""
+    """Start guardians that clear away what this user's killed jobs left on this host; do not wait."""
     guardians = []
-    with contextlib.suppress(OSError):  # the job's own folder needs that place, too, and the error is told there
+    with contextlib.suppress(OSError):  # the job's own folder needs this place too, and its creation reports the error
         for entry in [entry for entry in os.scandir(tempfile.gettempdir()) if entry.name.startswith(FOLDER_PREFIX)]:
             is_own = entry.is_dir(follow_symlinks=False) and trusted_files.is_own(entry.path)
             if is_own and exit_marks.is_abandoned(entry.path):
@@ -276,9 +290,9 @@ def clear_abandoned() -> list[Guardian]:
 
 
 def clean_up(folder: str) -> None:
-    """Wait for the end of a job, then clear its remains and its folder away."""
+    """Wait for the end of a job, then remove its remains and its folder."""
     remains = Remains.described(Path(folder))
-    for signum in [0, *remains.stop_signals[1:]]:  # the first one, or SIGTERM, came from the kernel
+    for signum in [0, *remains.stop_signals[1:]]:  # the kernel has sent the first signal, or SIGTERM
         if signum and lives_with(remains.starter, remains.variable):
             send_signal(remains.starter, signum)
         until = time.monotonic() + GRACE_SECONDS
@@ -289,6 +303,6 @@ def clean_up(folder: str) -> None:
         remains.clear()
     finally:
         until = time.monotonic() + KILL_SECONDS
-        while remains.folder.exists() and time.monotonic() < until:  # what ends may still write there
+        while remains.folder.exists() and time.monotonic() < until:  # processes that are ending may still write there
             shutil.rmtree(remains.folder, ignore_errors=True)
             time.sleep(0.02)

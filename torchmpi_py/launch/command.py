@@ -1,4 +1,4 @@
-"""The command of an attempt to run a job, and the environment of its starter and its ranks."""
+"""The command of an attempt to run a job, and the environment of mpirun and the ranks."""
 
 import os
 import sys
@@ -24,8 +24,8 @@ from torchmpi_py.launch import (
 from torchmpi_py.launch.job_spec import NETWORKS, JobSpec
 from torchmpi_py.launch.mpirun import Options
 
-# What the ranks must not inherit: the place of this process in another job, and the variable by which a started process
-# forbids MPI to its children.
+# The ranks must not inherit the rank of this process in another job, nor the variable by which a rank forbids its child
+# processes to start MPI.
 _DROPPED = ("PMIX_", "PMI_", "OMPI_COMM_", "OMPI_ARGV", "OMPI_COMMAND", "PRTE_LAUNCHED", "HYDI_", "MPI_LOCAL")
 _DROPPED_WHOLE = ("TORCHMPI_STARTED_PID", group_of_ranks.VARIABLE, timeline_file.VARIABLE, variables.LAYOUT)
 _KEPT = ("PMIX_MCA_",)
@@ -46,18 +46,18 @@ FORWARDED = (
 
 @dataclass(frozen=True)
 class StarterCommand:
-    """What is executed for an attempt; --dry-run prints it."""
+    """The command of an attempt, and its environment; --dry-run prints them."""
 
     words: list[str]
     environment: Mapping[str, str]
-    added: Mapping[str, str]  # the part of the environment that torchmpirun has not inherited
-    hostfile: str = ""  # content of the file ``hostfile`` in the job's folder
-    forwarded: tuple[str, ...] = ()  # names of variables that reach other hosts
-    hands_input: bool = False  # rank 0 gets the standard input from torchmpirun, and not from the starter
+    added: Mapping[str, str]  # The part of the environment that torchmpirun adds.
+    hostfile: str = ""  # Content of the file ``hostfile`` in the job's folder.
+    forwarded: tuple[str, ...] = ()  # Names of variables that are passed on to other hosts.
+    hands_input: bool = False  # Rank 0 gets the standard input from torchmpirun, not from mpirun.
 
 
 def build(spec: JobSpec, folder: Path, attempt: int = 0) -> StarterCommand:
-    """The command of an attempt, whose files go to the ``folder``. Writes nothing."""
+    """Return the command of an attempt, whose files belong in the ``folder``. Writes nothing."""
     hostfile = folder / "hostfile" if spec.hosts and spec.system != "Slurm" else None
     num_here = hosts.num_ranks_on_busiest(spec.hosts, spec.num_ranks)
     surroundings.raise_open_files(num_here)
@@ -65,7 +65,8 @@ def build(spec: JobSpec, folder: Path, attempt: int = 0) -> StarterCommand:
     settings = _settings(
         spec, folder, inherited, is_busy=len(spec.hosts) > 1 or num_here >= topology.num_usable_cores()
     )
-    settings = {name: value for name, value in settings.items() if name not in inherited}  # the user's own wins
+    # the user's own value takes precedence
+    settings = {name: value for name, value in settings.items() if name not in inherited}
     if hostfile is not None and spec.vendor.hostfile_variable:
         settings[spec.vendor.hostfile_variable] = str(hostfile)
     settings |= allocation.slurm_layout(spec.hosts, spec.environment)
@@ -76,7 +77,8 @@ def build(spec: JobSpec, folder: Path, attempt: int = 0) -> StarterCommand:
     }
     added = settings | {name: value for name, value in spec.variables.items() if inherited.get(name) != value}
     reaching = sorted({*spec.variables, *(name for name in inherited | added if name.startswith(FORWARDED))})
-    # No option and no batch system can place rank 0 on another host. Open MPI loses the end of input with a hostfile.
+    # Hand the input to rank 0 only if neither an option nor a batch system can place rank 0 on another host. With a
+    # hostfile, Open MPI loses the end of the input.
     hands_input = terminal.has_input() and not (spec.mpi_args or spec.has_srun)
     hands_input = hands_input and all(map(hosts.is_this_host, spec.host_names))
     words = starter_words(spec, hostfile, reaching, no_input=hands_input or not terminal.has_input())
@@ -91,7 +93,7 @@ def build(spec: JobSpec, folder: Path, attempt: int = 0) -> StarterCommand:
 
 
 def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment without what would confuse the ranks."""
+    """Return this process's environment without variables that would confuse the ranks."""
     return {
         name: value
         for name, value in transports.without_ours(variables.without_outer(environment)).items()
@@ -100,7 +102,7 @@ def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _settings(spec: JobSpec, folder: Path, inherited: Mapping[str, str], *, is_busy: bool) -> dict[str, str]:
-    """The variables that the MPI wants, where the user has not set them.
+    """Return the variables that the MPI needs.
 
     ``is_busy``: ranks fill the cores of a host, or there are several hosts.
     """
@@ -121,7 +123,7 @@ def _settings(spec: JobSpec, folder: Path, inherited: Mapping[str, str], *, is_b
 
 
 def _ucx_device(interface: str) -> str:
-    """UCX's name of an interface: of the RDMA device behind it, where there is one."""
+    """Return UCX's name of a network interface: the RDMA device behind it, if there is one."""
     place = NETWORKS / interface
     device, port = next((place / "device" / "infiniband").glob("*"), None), place / "dev_port"
     return f"{device.name}:{int(port.read_text()) + 1}" if device is not None and port.exists() else interface
@@ -130,7 +132,7 @@ def _ucx_device(interface: str) -> str:
 def starter_words(
     spec: JobSpec, hostfile: Path | None = None, forwarded: list[str] | None = None, *, no_input: bool = False
 ) -> list[str]:
-    """The options of the MPI's starter, without its program and without what it is to start."""
+    """Return mpirun's options, without its program and without the command of the ranks."""
     vendor = spec.vendor
     options = vendor.start
     if hostfile is not None:
@@ -150,12 +152,12 @@ def starter_words(
 
 def _offered(spec: JobSpec, options: Options, flag: str) -> Options:
     if not options:
-        raise LaunchError(f"{spec.vendor.name} has nothing for {flag}; use another --mpi, or leave it out")
+        raise LaunchError(f"{spec.vendor.name} does not support {flag}; use another --mpi, or omit {flag}")
     return options
 
 
 def rank_words(spec: JobSpec) -> list[str]:
-    """The command of one rank, as this starter is to get it."""
+    """Return the command of one rank, in the form that this mpirun needs."""
     words = [sys.executable, wrap.__file__, "--bind", spec.bind]
     for option, folder in (("--log-dir", spec.log_dir), ("--profile", spec.profile)):
         words += [option, str(folder.absolute())] if folder is not None else []

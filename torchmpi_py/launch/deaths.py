@@ -1,21 +1,24 @@
-"""Which ranks died, in which order, as torchmpirun sees it: the process is gone, and its mark is not (`exit_marks`).
+"""Which ranks of this host died, and in which order.
 
-An MPI ends the other ranks some milliseconds after the first death, so a look now and then would find all of them dead.
-Linux reports an end at once: a descriptor of a process (pidfd) becomes readable. But a large process takes milliseconds
-to end, as long as the MPI takes to end the others. So each rank also holds a pipe, which breaks when the rank begins to
-end, before the connection does by which the MPI's starter learns of the end (`exit_marks`), and epoll keeps the order
-of these breaks. A rank that fails writes into its pipe, which takes its place in the same order. What is said of a
-death follows from this order, not from the moment at which torchmpirun looks: a rank that has ended is kept here until
-all that began to end before it have ended too. Where there are no pipes, the order in which the ends are seen must do.
-Ranks that have all died before the first look at them are all named.
+A rank died if its process is gone and its mark is still there (`exit_marks`).
+
+The order matters because the MPI ends the other ranks some milliseconds after the first death. Polling would find all
+of them dead. Linux reports the end of a process at once, because a process descriptor (pidfd) becomes readable. But a
+large process takes milliseconds to end, as long as the MPI takes to end the others. So each rank also holds a pipe,
+which breaks as soon as the rank begins to end, before mpirun's connection to the rank breaks. The order in which the
+pipes break is kept by epoll. A rank that fails writes into its pipe, and this write takes its place in the same order.
+
+Messages about deaths follow from this order, not from the moment at which torchmpirun looks. A rank that has ended is
+kept here until every rank that began to end before it has ended too. Without pipes, the order in which the ends are
+seen is used. If all ranks died before the first look at them, all of them are named.
 
 A pipe also breaks when the rank becomes another program (exec). Then the process lives on with another command line,
-and its mark is removed: the end of that program is the MPI's affair. A program that ends within milliseconds may be
-gone before the look; then it counts as a rank that did not reach its end.
+and its mark is removed, because the end of that program concerns the MPI alone. A program that ends within milliseconds
+may be gone before the look. Then it counts as a rank that did not reach its end.
 
-How a process ended is known to its parent, the MPI's starter. Linux 6.15 tells it to the holder of a descriptor of the
-process, too. On an older Linux it is read from the process as soon as its pipe breaks, and again when the process is a
-zombie; a starter that reaps the process before that leaves no more than its own exit code.
+Only the parent, mpirun, learns how a process ended. Linux 6.15 and later also report it through a pidfd. On an older
+Linux the status is read from the process as soon as its pipe breaks, and again when the process is a zombie. If mpirun
+reaps the process before that, only mpirun's own exit code is known.
 """
 
 import contextlib
@@ -31,36 +34,36 @@ from typing import NamedTuple
 
 from torchmpi_py.launch import exit_marks, proc
 
-_GET_INFO = 0xC040FF0B  # PIDFD_GET_INFO of linux/pidfd.h, and the bit that asks how the process ended
+_GET_INFO = 0xC040FF0B  # PIDFD_GET_INFO of linux/pidfd.h; the next constant asks how the process ended
 _INFO_EXIT = 1 << 3
-_INFO = struct.Struct("=QQ11Ii")  # mask and cgroup; process, thread group, parent and eight user ids; status
-BY_STARTER = (None, signal.SIGKILL, signal.SIGTERM)  # statuses of ranks that a starter may have ended
-ENDING_SECONDS = 2.0  # a rank that lives longer after its pipe broke has only closed it, by os.closerange for instance
+_INFO = struct.Struct("=QQ11Ii")  # Mask and cgroup. Process, thread group, parent and eight user ids. Status.
+BY_STARTER = (None, signal.SIGKILL, signal.SIGTERM)  # Statuses of ranks that mpirun may have ended.
+ENDING_SECONDS = 2.0  # A rank that lives longer after its pipe broke has only closed the pipe.
 
 
 class Death(NamedTuple):
-    """A rank that ended in the middle of its program; ``status`` as os.waitpid gives it, None where it is not known."""
+    """A rank that ended in the middle of its program; ``status`` is as from os.waitpid, None if unknown."""
 
     rank: int
     process_id: int
     status: int | None = None
-    began: float = math.inf  # when it was seen to begin to end, in order among the ranks; inf where that is not known
-    num_left: int = 0  # ranks that had not begun to end when this one did
+    began: float = math.inf  # when its end was first seen, in order among the ranks; inf if unknown
+    num_left: int = 0  # number of ranks that had not begun to end at that time
 
     @property
     def name(self) -> str:
-        """The rank and its process, for a message."""
+        """Return the rank and its process, for a message."""
         return f"rank {self.rank} (process {self.process_id})"
 
     def code(self, starter_code: int = 1) -> int:
-        """An exit code for the death, never 0; ``starter_code`` where the status of the process is not known."""
+        """Return an exit code for the death, never 0; ``starter_code`` if the status is unknown."""
         if self.status is None:
             return starter_code or 1
         code = os.waitstatus_to_exitcode(self.status)
         return 128 - code if code < 0 else code or 1
 
     def explain(self, starter_code: int = 1) -> str:
-        """The end of the rank, for a message."""
+        """Return how the rank ended, for a message."""
         if self.status is not None and not os.WIFSIGNALED(self.status):
             return f"ended in the middle of the program, with exit code {os.waitstatus_to_exitcode(self.status)}"
         if self.status is not None or 128 < starter_code < 128 + signal.NSIG:  # Intel MPI's code is always 255
@@ -69,34 +72,35 @@ class Death(NamedTuple):
 
 
 def are_by_starter(deaths: list[Death], code: int, killed_code: int) -> bool:
-    """Whether the starter has ended the ranks that died here because of another one, as its exit code shows.
+    """Return whether mpirun ended these ranks because of another rank, judging by mpirun's exit code.
 
-    All starters do where a rank of another host has died. MPICH's and Intel MPI's also kill the caller of MPI_Abort.
-    A code of 255 says no more than that something went wrong, a connection of MPICH's starter for instance.
+    Every mpirun ends the ranks here when a rank of another host dies. Those of MPICH and Intel MPI also kill the caller
+    of MPI_Abort. Exit code 255 only means that something went wrong, for example a connection of MPICH's mpirun.
     """
     is_other = code not in (0, 255, killed_code, *(death.code() for death in deaths))
     return bool(deaths) and is_other and all(death.status in BY_STARTER[1:] for death in deaths)
 
 
 class Lookout:
-    """Watches the ranks of a job on this host, and its starter; ``num_ranks`` is 0 where it is not known."""
+    """Watch the ranks of a job on this host, and mpirun; ``num_ranks`` is 0 if the number is unknown."""
 
     def __init__(self, folder: Path, starter: int, num_ranks: int = 0) -> None:
         self.folder = folder
         self._num_ranks = num_ranks
         self._poll = select.epoll()
-        self._watched: dict[int, tuple[int, int | None]] = {}  # rank: process, and its descriptor if there is one
-        self._pipes: dict[int, int] = {}  # descriptor: rank
-        self._statuses: dict[int, int | None] = {}  # rank: status, as its pipe broke
-        self._began: dict[int, float] = {}  # ranks that failed, or whose pipes broke, in order: when that was seen
-        self._ended: dict[int, tuple[int, int | None]] = {}  # rank: process and status, until its turn comes
-        self._num_ended = 0  # ranks whose turn has come
+        self._watched: dict[int, tuple[int, int | None]] = {}  # Rank: process, and its descriptor if it has one.
+        self._pipes: dict[int, int] = {}  # Descriptor: rank.
+        self._statuses: dict[int, int | None] = {}  # Rank: status at the time when its pipe broke.
+        self._began: dict[int, float] = {}  # Ranks that failed or whose pipe broke, with the time.
+        # rank: process and status, until every earlier rank has ended
+        self._ended: dict[int, tuple[int, int | None]] = {}
+        self._num_ended = 0  # ranks that are no longer in `_ended`
         self._starter = self._open_descriptor(starter)
-        self.codes_in_order: list[int] = []  # exit codes of those of them that did not die
+        self.codes_in_order: list[int] = []  # exit codes of the ranks that ended without dying
 
     @property
     def is_deserted(self) -> bool:
-        """Whether all ranks have been here, and have ended."""
+        """Return whether every rank of the job ran on this host and has ended."""
         return len(self._watched) == self._num_ranks > 0 and not self.living
 
     @property
@@ -106,20 +110,20 @@ class Lookout:
 
     @property
     def sees_all(self) -> bool:
-        """Whether all ranks of the job have been on this host."""
+        """Return whether every rank of the job has been on this host."""
         return len(self._watched) >= self._num_ranks
 
     def has(self, rank: int) -> bool:
-        """Whether this rank has been on this host."""
+        """Return whether this rank has been on this host."""
         return rank in self._watched
 
     @property
     def is_holding(self) -> bool:
-        """Whether a rank has begun to end that is still there, or has ended and its turn has not come."""
+        """Return whether a rank has begun to end but still exists, or has ended and is not yet reported."""
         return bool(self._ended) or any(self._watched[rank][0] for rank in self._began)
 
     def close(self) -> None:
-        """Give the descriptors back."""
+        """Close the descriptors."""
         self._poll.close()
         for descriptor in (self._starter, *self._pipes, *(descriptor for _, descriptor in self._watched.values())):
             if descriptor is not None:
@@ -127,12 +131,15 @@ class Lookout:
         self._watched, self._pipes, self._starter = {}, {}, None
 
     def wait(self, seconds: float) -> list[Death]:
-        """Ranks that have died since the last call, in order. Waits ``seconds`` for a death or the starter's end."""
+        """Return the ranks that died since the last call, in order.
+
+        Waits at most ``seconds`` for a death or for mpirun's end.
+        """
         self._watch_new_ranks()
-        # The pipes first: what has broken them is the order of the ends.
+        # Read the pipes first, because they show the order of the ends.
         ready = self._record_beginnings([descriptor for descriptor, _ in self._poll.poll(seconds)])
-        late = self._watch_new_ranks() if ready else set()  # ranks that came, and may have died, meanwhile
-        # Then the processes: by their descriptors, and by a look at those that have none, or came just now.
+        late = self._watch_new_ranks() if ready else set()  # ranks that started, and may have died, meanwhile
+        # Then look at the processes: by their descriptors, or directly if a process has no descriptor or is new.
         for rank, (process_id, descriptor) in self._watched.items():
             is_looked_at = descriptor is None or rank in late
             if process_id and (descriptor in ready or (is_looked_at and proc.is_gone(process_id))):
@@ -143,11 +150,11 @@ class Lookout:
         return self._deaths_in_turn()
 
     def began(self, rank: int) -> float:
-        """The time at which this rank was seen to begin to end, or to fail; inf where the time is not known."""
+        """Return when this rank was seen to begin to end or to fail; inf if the time is unknown."""
         return self._began.get(rank, math.inf)
 
     def _record_beginnings(self, ready: list[int]) -> list[int]:
-        """Record which ranks have begun to end, in order; return the descriptors that are no pipes."""
+        """Record which ranks have begun to end, in order; return the descriptors that are not pipes."""
         broken = [descriptor for descriptor in ready if descriptor in self._pipes]
         for descriptor in broken:
             rank = self._pipes.pop(descriptor)
@@ -157,27 +164,27 @@ class Lookout:
         return [descriptor for descriptor in ready if descriptor not in broken]
 
     def _drop_survivors(self) -> None:
-        """Forget the beginnings of ranks that live on: as another program, or without their pipe."""
+        """Forget that a rank began to end if it lives on as another program or without its pipe."""
         limit = time.monotonic() - ENDING_SECONDS
-        begun = [(rank, began) for rank, began in self._began.items() if self._watched[rank][0]]
-        for rank, began in begun:
-            if exit_marks.release_replaced(self.folder, rank) or began < limit:
+        begun = [(rank, start) for rank, start in self._began.items() if self._watched[rank][0]]
+        for rank, start in begun:
+            if exit_marks.release_replaced(self.folder, rank) or start < limit:
                 del self._began[rank]
 
     def _deaths_in_turn(self) -> list[Death]:
-        """Ranks that have ended and died, in order, as far as no other rank may precede them."""
+        """Return the deaths that no other rank can precede, in order."""
         deaths = []
-        # A rank that has begun to end, and whose process is still there, holds back all that began after it.
+        # A rank whose process still exists although it has begun to end holds back all ranks that began after it.
         earliest = min((self.began(rank) for rank in self._began if self._watched[rank][0]), default=math.inf)
         for rank in sorted(self._ended, key=self.began):
             if self.began(rank) > earliest:
                 break
             process_id, status = self._ended.pop(rank)
             self._num_ended += 1
-            # A program that has returned may call os._exit(0) at exit. A status that was not read counts as 0 then:
-            # the starter reports any other.
+            # A program that has returned may call os._exit(0) at exit. An unknown status counts as 0 then, because
+            # mpirun reports any other status.
             is_in_order = status in (0, None) and exit_marks.is_left(self.folder, f"through-{rank}")
-            # A signal may end a rank in MPI_Finalize, when its mark is gone.
+            # A signal may end a rank in MPI_Finalize, where the rank has already removed its mark.
             is_killed = status is not None and os.WIFSIGNALED(status)
             if is_killed or (exit_marks.is_left(self.folder, f"running-{rank}") and not is_in_order):
                 num_left = max(self._num_ranks, len(self._watched)) - self._num_ended
@@ -187,28 +194,29 @@ class Lookout:
         return deaths
 
     def _watch_new_ranks(self) -> set[int]:
-        """Watch the ranks whose marks are new, and return them."""
-        found = exit_marks.ranks_running(self.folder, "over") | exit_marks.ranks_running(self.folder)
-        new = {rank for rank, process_id in found.items() if process_id and rank not in self._watched}
+        """Watch the ranks that have left new marks, and return them."""
+        running = exit_marks.ranks_running(self.folder, "over") | exit_marks.ranks_running(self.folder)
+        new = {rank for rank, process_id in running.items() if process_id and rank not in self._watched}
         for rank in new:
-            self._watched[rank] = found[rank], self._open_descriptor(found[rank])
+            self._watched[rank] = running[rank], self._open_descriptor(running[rank])
             with contextlib.suppress(OSError):
                 pipe = exit_marks.open_pipe(self.folder, rank)
                 self._poll.register(pipe, select.EPOLLIN | select.EPOLLHUP)
                 self._pipes[pipe] = rank
-                if not exit_marks.is_held(pipe):  # it broke before, and epoll does not report that
+                if not exit_marks.is_held(pipe):  # it is broken already, and epoll would not report that
                     exit_marks.release_replaced(self.folder, rank)
         return new
 
     def _open_descriptor(self, process_id: int) -> int | None:
-        with contextlib.suppress(OSError, AttributeError):  # it is gone, the system is old, or no descriptors are left
+        # the process is gone, Python or Linux lacks pidfds, or no descriptor is free
+        with contextlib.suppress(OSError, AttributeError):
             descriptor = os.pidfd_open(process_id)
             self._poll.register(descriptor, select.EPOLLIN)
             return descriptor
         return None
 
     def _close_descriptor(self, rank: int) -> None:
-        """Watch a process that has ended no longer."""
+        """Stop watching a process that has ended."""
         descriptor = self._watched[rank][1]
         self._watched[rank] = 0, None
         if descriptor is not None:
@@ -217,10 +225,10 @@ class Lookout:
 
 
 def _status(process_id: int, descriptor: int | None) -> int | None:
-    """Status of a process that has ended, or is about to; None where the status is not known."""
+    """Return the status of a process that has ended or is about to end; None if it is unknown."""
     if descriptor is not None:
         info = bytearray(_INFO.pack(_INFO_EXIT, *[0] * 13))
-        with contextlib.suppress(OSError):  # the system is older, or nothing has reaped the process
+        with contextlib.suppress(OSError):  # Linux is older than 6.15, or nothing has reaped the process yet
             fcntl.ioctl(descriptor, _GET_INFO, info)
             mask, *_, status = _INFO.unpack(info)
             if mask & _INFO_EXIT:
@@ -228,5 +236,5 @@ def _status(process_id: int, descriptor: int | None) -> int | None:
     fields = proc.status_fields(process_id)
     if fields[:1] in (["Z"], ["X"]):
         return int(fields[-1])
-    # 0 may be the status of a process that lives; that of a stopped process is the signal that stopped it.
+    # A living process may show status 0. A stopped process shows the signal that stopped it.
     return None if fields[:1] in ([], ["T"], ["t"]) else int(fields[-1]) or None

@@ -1,12 +1,14 @@
 """Groups of ranks, each a job of its own: ``torchmpirun -n 8 --groups 4 sweep.py``.
 
-torchmpirun starts itself once for each group, with the group's part of the ranks, and with its part of the hosts or of
-this host's cores and GPUs. The groups share experiments (`sweeps`). A group whose job fails with an experiment under
-way is started again, and goes on with the next one: a rank that is killed costs one experiment. Rank 0 of a group has a
-mark in torchmpirun's folder while an experiment is under way. A group that fails without a mark would fail for ever,
-and ends the others. A rank 0 on another host leaves no mark: there a failure after the first minute may be an
-experiment's, and the group is started again a limited number of times. A job that ends in order in the middle of an
-experiment (``os._exit(0)``) has failed.
+torchmpirun starts itself once per group, with the group's share of the ranks, and of the hosts or of this host's cores
+and GPUs. The groups share experiments (`sweeps`). Separate jobs are used because MPI ends a whole job when a rank dies:
+this way a killed rank costs one experiment.
+
+Rank 0 of a group keeps a mark in torchmpirun's folder during an experiment. If a group's job fails during an
+experiment, the group is restarted and goes on with the next experiment. A group that fails without a mark would fail
+again and again, so its failure ends the other groups. A rank 0 on another host leaves no mark. There a failure after
+the first minute may belong to an experiment, and the group is restarted a limited number of times. A job that ends in
+order in the middle of an experiment (``os._exit(0)``) counts as failed.
 """
 
 import contextlib
@@ -31,21 +33,21 @@ from torchmpi_py.launch.job_spec import JobSpec
 from torchmpi_py.launch.signals import SOON_SECONDS, Signals
 from torchmpi_py.launch.terminal import say
 
-OPTION = "--spec"  # of a group's torchmpirun: the file of its JobSpec, pickled
-_MOST_UNSEEN = 10  # failures of a job whose rank 0 was on another host, and so left no mark here
-_MISTAKE_CODE = 2  # torchmpirun's own, for options that do not fit
-_OF_ONE_JOB = (variables.ADDRESS, variables.PORT)  # two jobs cannot have the same port
+OPTION = "--spec"  # Option of a group's torchmpirun: the file of its pickled JobSpec.
+_MOST_UNSEEN = 10  # Failures of a job whose rank 0 runs on another host and so leaves no mark here.
+_MISTAKE_CODE = 2  # `torchmpirun`'s exit code for options that do not fit.
+_OF_ONE_JOB = (variables.ADDRESS, variables.PORT)  # Two jobs cannot have the same port.
 _POLL_SECONDS = 0.1
 
 
 def divide(spec: JobSpec, count: int, folder: str) -> list[tuple[JobSpec, tuple[int, ...]]]:
-    """The job of each group, and its cores of this host (none: all). LaunchError where the ranks cannot be divided."""
+    """Return each group's job, and its cores of this host (empty: all). LaunchError if the ranks do not divide."""
     if spec.num_ranks % count:
-        raise LaunchError(f"--groups {count} does not divide {spec.num_ranks} ranks; give -n a multiple of {count}")
+        raise LaunchError(f"--groups {count} does not divide {spec.num_ranks} ranks; set -n to a multiple of {count}")
     size, token = spec.num_ranks // count, uuid.uuid4().hex
     slots = [host.name for host in spec.hosts for _ in range(host.num_slots)]
     if slots and len(slots) < spec.num_ranks:
-        raise LaunchError(f"--groups: {spec.num_ranks} ranks need as many slots, and the hosts have {len(slots)}")
+        raise LaunchError(f"--groups: {spec.num_ranks} ranks need as many slots, but the hosts have {len(slots)}")
     cores = [] if slots else topology.cores()
     is_crowded = not slots and sum(len(core.cpus) for core in cores) < count
     num_gpus = 0 if slots else hosts.num_gpus(spec.environment)
@@ -62,7 +64,7 @@ def divide(spec: JobSpec, count: int, folder: str) -> list[tuple[JobSpec, tuple[
             environment={name: value for name, value in spec.environment.items() if name not in _OF_ONE_JOB} | gpus,
             group=GroupOfRanks(index, count, token, folder),
         )
-        if is_crowded or set(own) & set(others):  # no one divides the host's cores between the groups
+        if is_crowded or set(own) & set(others):  # nothing divides the host's cores between the groups
             threads = {name: "1" for name in binding.THREAD_VARIABLES if name not in spec.environment}
             of_group = replace(of_group, bind="none", variables=threads | {**spec.variables})
         jobs.append((_with_own_files(of_group), tuple(cpu for core in part for cpu in core.cpus)))
@@ -70,7 +72,7 @@ def divide(spec: JobSpec, count: int, folder: str) -> list[tuple[JobSpec, tuple[
 
 
 def _gpus(ranks: range, num_gpus: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variable with the GPUs that the ranks would have in one job with all others."""
+    """Return the variable with the GPUs that these ranks would use in one job with all other ranks."""
     if not num_gpus:
         return {}
     visible = environment.get("CUDA_VISIBLE_DEVICES")
@@ -93,9 +95,12 @@ def _with_own_files(spec: JobSpec) -> JobSpec:
 def start_job(
     spec: JobSpec, file: Path, cores: Sequence[int] = (), output: IO[bytes] | None = None
 ) -> "subprocess.Popen[bytes]":
-    """Start a torchmpirun for the job, whose description goes to the ``file``, on the ``cores`` (none: on all)."""
+    """Start a torchmpirun for the job, whose description is written to the ``file``.
 
-    def prepare() -> None:  # in the new process, before it is executed
+    ``cores``: the cores that it may use; empty for all cores.
+    """
+
+    def prepare() -> None:  # runs in the new process before the exec
         die_with_parent()
         if cores:
             os.sched_setaffinity(0, cores)
@@ -113,11 +118,11 @@ def start_job(
 
 @dataclass
 class _GroupJob:
-    """The torchmpirun of one group, started again as often as experiments end it."""
+    """The torchmpirun of one group, restarted as often as experiments end it."""
 
     spec: JobSpec
     cores: tuple[int, ...]
-    ends_at: float | None  # by the system's monotonic clock
+    ends_at: float | None  # time of the system's monotonic clock
     num_unseen: int = 0
 
     def __post_init__(self) -> None:
@@ -125,7 +130,7 @@ class _GroupJob:
 
     @property
     def group(self) -> GroupOfRanks:
-        """The group, and what is known of its former jobs."""
+        """The group, and the history of its earlier jobs."""
         assert self.spec.group is not None
         return self.spec.group
 
@@ -140,16 +145,16 @@ class _GroupJob:
         self.process = start_job(spec, self.group.path("spec"), self.cores)
 
     def code(self) -> int | None:
-        """Exit code of the job; None while it runs."""
+        """Return the exit code of the job; None while it runs."""
         code = self.process.poll()
         if code is not None:
-            self.ended = self.ended or time.monotonic()  # when that was first seen
+            self.ended = self.ended or time.monotonic()  # time at which the end was first seen
         if code == 0 and self.group.path(EXPERIMENT).exists():
             return 1
         return 128 - code if code is not None and code < 0 else code
 
     def can_go_on(self, code: int) -> bool:
-        """Whether a failed job is to be started again, because of its experiments."""
+        """Return whether a failed job may be restarted because of its experiments."""
         goes_on = self.group.path(EXPERIMENT).exists()
         if not goes_on and self.spec.hosts and not hosts.is_this_host(self.spec.hosts[0].name):
             self.num_unseen += 1
@@ -162,7 +167,7 @@ class _GroupJob:
 
 
 def run(spec: JobSpec, count: int) -> int:
-    """Run the groups' jobs to their end; the exit code of the first that fails for good, else 0."""
+    """Run the groups' jobs to their end; return the exit code of the first that fails for good, else 0."""
     if spec.system == "Slurm":
         raise LaunchError(f"--groups on several nodes of Slurm: write --hosts {','.join(map(str, spec.hosts))}")
     ends_at = None if spec.timeout is None else time.monotonic() + spec.timeout
@@ -173,7 +178,7 @@ def run(spec: JobSpec, count: int) -> int:
 
 
 def _wait(jobs: list[_GroupJob], signals: Signals) -> int:
-    """Start failed groups again, and end all when one cannot go on, or a signal asks for it; the exit code."""
+    """Restart failed groups, and end all groups on a signal or if one cannot go on; return the exit code."""
     running, code, num_sent = list(jobs), 0, 0
     while running:
         time.sleep(_POLL_SECONDS)
@@ -183,28 +188,28 @@ def _wait(jobs: list[_GroupJob], signals: Signals) -> int:
             num_sent = len(signals.ending)
             _send(running, signals.ending[-1])
         for job in list(running):
-            ended = job.code()
-            if ended is None:
+            exit_code = job.code()
+            if exit_code is None:
                 continue
-            is_ending, who = bool(signals.ending or code), f"group {job.group.index}"
-            # After a signal that was passed on, at the end of an allocation say, groups may end, and are not started
-            # again; unless others go on, which wait for what they have left.
-            signum = signals.cause(ended) if ended and not is_ending else 0
+            is_ending, name = bool(signals.ending or code), f"group {job.group.index}"
+            # After a signal that was passed on, at the end of an allocation for example, groups may end and are not
+            # restarted. But if other groups go on, a group is restarted, because they wait for its experiments.
+            signum = signals.cause(exit_code) if exit_code and not is_ending else 0
             others = [other for other in running if other is not job and other.code() is None]
             if signum and others and time.monotonic() - job.ended < SOON_SECONDS:
                 continue
-            if ended and not is_ending and (others or not signum) and job.can_go_on(ended):
-                say(f"{who} failed with exit code {ended}; it is started again for what is left")
+            if exit_code and not is_ending and (others or not signum) and job.can_go_on(exit_code):
+                say(f"{name} failed with exit code {exit_code}; restarting it for the remaining experiments")
                 job.start()
                 continue
             running.remove(job)
-            if not ended or is_ending:
+            if not exit_code or is_ending:
                 continue
-            code = ended
+            code = exit_code
             if code == TIMEOUT_CODE:
-                continue  # the others end by their own limit, which is the same
+                continue  # the other groups end by their own limit, which is the same
             where = f"after signal {signum}, which was passed on" if signum else "outside of an experiment"
-            say(f"{who} failed {where}, with exit code {ended}{', which ends the others' if others else ''}")
+            say(f"{name} failed {where}, with exit code {exit_code}{', which ends the others' if others else ''}")
             _send(running, signal.SIGTERM)
     return 128 + signals.ending[0] if signals.ending else code
 

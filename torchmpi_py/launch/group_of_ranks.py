@@ -1,4 +1,4 @@
-"""A group of ``torchmpirun --groups``, as its ranks know it, and the marks by which rank 0 tells torchmpirun of it."""
+"""A group of ``torchmpirun --groups`` as its ranks see it, and the marks that rank 0 leaves for torchmpirun."""
 
 import json
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ class GroupOfRanks:
 
     index: int
     count: int
-    token: str  # the same for all of these groups
-    folder: str  # where marks go; on torchmpirun's host alone
+    token: str  # the same for all groups of one torchmpirun
+    folder: str  # folder of the marks, on torchmpirun's host only
     last_end: str = ""  # how this group's previous job failed
-    restart: int = 0  # how many jobs it has had before
+    restart: int = 0  # number of the group's earlier jobs
 
     @property
     def text(self) -> str:
@@ -28,22 +28,22 @@ class GroupOfRanks:
         return json.dumps(asdict(self), separators=(",", ":"))
 
     def path(self, mark: str) -> Path:
-        """The file of a mark."""
+        """Return the file of a mark."""
         return Path(self.folder) / f"{mark}-{self.index}"
 
     def record_experiment(self) -> None:
-        """Leave that an experiment is under way."""
+        """Leave the mark that an experiment is running."""
         exit_marks.leave(self.folder, self.path(EXPERIMENT).name)
 
     def record_no_experiment(self) -> None:
-        """Remove that mark: the experiment has ended, and is recorded."""
+        """Remove this mark, because the experiment has ended and is recorded."""
         self.path(EXPERIMENT).unlink(missing_ok=True)
 
     def record_end(self, reason: str) -> None:
-        """Leave why the group's job failed."""
+        """Record why the group's job failed."""
         exit_marks.leave(self.folder, self.path(REASON).name, reason)
 
 
 def group_in(environment: Mapping[str, str]) -> GroupOfRanks | None:
-    """The group that this rank belongs to; None without ``--groups``."""
+    """Return the group of this rank; None without ``--groups``."""
     return GroupOfRanks(**json.loads(environment[VARIABLE])) if environment.get(VARIABLE) else None

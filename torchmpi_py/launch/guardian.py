@@ -1,6 +1,6 @@
-"""The guardian of a folder: a program that waits until torchmpirun is gone, and clears away what it has left.
+"""The guardian of a folder: a program that waits until torchmpirun is gone, and then clears its remains away.
 
-`cleanup.Guardian` starts it. While it waits it is a bare Python that has loaded this file alone.
+`cleanup.Guardian` starts it. While it waits it is a bare Python that has loaded only this file.
 """
 
 import os

@@ -1,9 +1,9 @@
-"""Hand the launcher's standard input to rank 0 itself, so that no more of it is taken than the program reads.
+"""Hand torchmpirun's standard input directly to rank 0, so that only what the program reads is consumed.
 
-An MPI's starter reads ahead: it would empty the list of ``while read x; do torchmpirun ...; done < list``. Where all
-ranks run on this host, rank 0 gets the descriptor through a socket in the job's folder, which only this user can enter.
-It then shares the offset of a file with the caller, as under plain Python. A rank on another host cannot have the
-descriptor; there the starter forwards what it reads.
+mpirun reads ahead: it would empty the list of ``while read x; do torchmpirun ...; done < list``. If all ranks run on
+this host, rank 0 gets the descriptor itself through a socket in the job's folder, which only this user can enter. Rank
+0 then shares the offset of a file with torchmpirun's caller, as under plain Python. A descriptor cannot be sent to a
+rank on another host; there mpirun forwards what it reads.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ _NAME = "input"
 
 @contextlib.contextmanager
 def _address(folder: str | os.PathLike[str]) -> Iterator[str]:
-    """The path of the socket in a short form: an address has 107 characters at most, and TMPDIR may be long."""
+    """Yield a short path of the socket: an address has at most 107 characters, and TMPDIR may be long."""
     place = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{place}/{_NAME}"
@@ -26,7 +26,7 @@ def _address(folder: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def offer(folder: str | os.PathLike[str]) -> None:
-    """In the launcher: give descriptor 0 to the first process that asks for it."""
+    """Give descriptor 0 to the first process that asks for it; called in torchmpirun."""
     listener = socket.socket(socket.AF_UNIX)
     with _address(folder) as address:
         listener.bind(address)
@@ -40,12 +40,12 @@ def _give(listener: socket.socket) -> None:
 
 
 def take(folder: str) -> None:
-    """In rank 0: make the launcher's input this process's descriptor 0, where the launcher offers it."""
+    """Replace this process's descriptor 0 by torchmpirun's input, if it is offered; called in rank 0."""
     if not os.path.exists(os.path.join(folder, _NAME)):
         return
-    # Where a starter tells no ranks, each process takes itself for rank 0: the first one gets the input.
+    # If mpirun sets no rank variables, each process takes itself for rank 0. The first one gets the input.
     with contextlib.suppress(ConnectionError), socket.socket(socket.AF_UNIX) as connection, _address(folder) as address:
         connection.connect(address)
-        for taken in socket.recv_fds(connection, 1, 1)[1]:
-            os.dup2(taken, 0)
-            os.close(taken)
+        for descriptor in socket.recv_fds(connection, 1, 1)[1]:
+            os.dup2(descriptor, 0)
+            os.close(descriptor)

@@ -1,14 +1,14 @@
-"""Hosts and slots: read every usual form, write the one an MPI wants.
+"""Hosts and slots: read every common form of a list of hosts, and write the form that an MPI reads.
 
-A *slot* is room for one rank. A hostfile has one host a line, in any of four forms that people carry from one MPI or
-batch system to another, and everything after ``#`` is a comment::
+A *slot* is room for one rank. A hostfile has one host per line, in any of four forms that people carry from one MPI or
+batch system to another. Everything after ``#`` is a comment::
 
     alpha
     beta slots=4        # Open MPI
     gamma:4             # MPICH, Intel MPI
     delta 4 all.q@delta UNDEFINED   # Grid Engine
 
-A host named several times has the sum of its slots, as `a`, `a` means two ranks in a file made by a batch system.
+A host that is named several times gets the sum of its slots, because a batch system writes `a`, `a` for two ranks.
 """
 
 import contextlib
@@ -31,29 +31,29 @@ _FORM = re.compile(
     re.VERBOSE,
 )
 
-_MOST_BYTES = 1 << 24  # of a hostfile
+_MOST_BYTES = 1 << 24  # size limit of a hostfile
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host, by name or address, and the number of ranks it has room for."""
+    """A host by name or address, and its number of slots."""
 
     name: str
     num_slots: int = 1
 
     def __str__(self) -> str:
-        """As `parse_host` reads it."""
+        """Return the form that `parse_host` reads."""
         return f"[{self.name}]:{self.num_slots}" if ":" in self.name else f"{self.name}:{self.num_slots}"
 
 
 def parse_host(text: str, where: str) -> Host:
-    """Read one host in any form; `where` says in an error what the text came from."""
+    """Return the host in the text, in any form; `where` names the text's source in an error."""
     match = _FORM.fullmatch(text.strip())
     if match is None:
         raise LaunchError(f"{where}: {text.strip()!r} is not a host; write `name`, `name:4` or `name slots=4`")
     num_slots = int(match["colon"] or match["slots"] or match["number"] or 1)
     if num_slots < 1:
-        raise LaunchError(f"{where}: {text.strip()!r} leaves no room for a rank; drop the host, or give it a slot")
+        raise LaunchError(f"{where}: {text.strip()!r} has no slot for a rank; remove the host, or give it a slot")
     return Host(match["name"].strip("[]"), num_slots)
 
 
@@ -63,9 +63,9 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def read_hostfile(path: Path, option: str = "--hostfile", remedy: str = "") -> tuple[Host, ...]:
-    """Read a hostfile in any of the forms; ``option`` says in an error what has named it."""
+    """Return the hosts in a hostfile; ``option`` names the source of its path in an error."""
     try:
-        # Errors of decoding are those of the line: only a comment may hold what is not UTF-8.
+        # A line with a decoding error is refused as a host, so only a comment may hold bytes that are not UTF-8.
         content = trusted_files.read(path, _MOST_BYTES, owners=None, remedy="name a file of hosts")
         lines = content.decode(errors="replace").splitlines()
     except OSError as error:
@@ -78,7 +78,7 @@ def read_hostfile(path: Path, option: str = "--hostfile", remedy: str = "") -> t
 
 
 def merge(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    """Add up the slots of hosts named more than once, in the order of their first naming."""
+    """Return each host once, with the sum of its slots, in the order of first naming."""
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.num_slots
@@ -86,13 +86,13 @@ def merge(hosts: Iterable[Host]) -> tuple[Host, ...]:
 
 
 def is_this_host(host: str) -> bool:
-    """Whether the name stands for an address of this host."""
+    """Return whether the name stands for an address of this host."""
     bare = host.rpartition("@")[2].strip("[]")
     try:
-        found = socket.getaddrinfo(bare, 0, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(bare, 0, type=socket.SOCK_STREAM)
     except OSError:
         return bare == socket.gethostname()
-    for family, kind, _, _, address in found:
+    for family, kind, _, _, address in addresses:
         try:
             with socket.socket(family, kind) as trying:
                 trying.bind(address)
@@ -103,13 +103,13 @@ def is_this_host(host: str) -> bool:
 
 
 def render(hosts: Iterable[Host], line: str) -> str:
-    """Write hosts in an MPI's form; a form without ``{slots}`` has one line a slot."""
+    """Return the hosts in an MPI's form; a form without ``{slots}`` gets one line per slot."""
     lines: list[str] = []
     for host in hosts:
         if ":" in host.name and "{name}:" in line:
             raise LaunchError(
-                f"this MPI's list of hosts has no room for an IPv6 address ({host.name}): give the host a name, in "
-                "/etc/hosts for instance"
+                f"this MPI's hostfile cannot hold an IPv6 address ({host.name}): give the host a name, for example in "
+                "/etc/hosts"
             )
         times = 1 if "{slots}" in line else host.num_slots
         lines += [line.format(name=host.name, slots=host.num_slots)] * times
@@ -117,7 +117,7 @@ def render(hosts: Iterable[Host], line: str) -> str:
 
 
 def num_ranks_on_busiest(hosts: tuple[Host, ...], num_ranks: int) -> int:
-    """Ranks on the fullest host when slots are filled in proportion; all of them when no host is named."""
+    """Return the ranks on the fullest host if slots are filled in proportion; without hosts, all ranks."""
     if not hosts:
         return num_ranks
     num_slots = sum(host.num_slots for host in hosts)
@@ -126,10 +126,10 @@ def num_ranks_on_busiest(hosts: tuple[Host, ...], num_ranks: int) -> int:
 
 
 def num_gpus(environment: Mapping[str, str]) -> int:
-    """GPUs this host shows to a program: CUDA_VISIBLE_DEVICES if set, else what the driver lists."""
+    """Return how many GPUs a program sees: by CUDA_VISIBLE_DEVICES if it is set, else by the driver."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        # CUDA stops at the first entry that is not a device, so "-1" and "" mean none.
+        # CUDA stops at the first entry that is not a device, so "-1" and "" mean no GPU.
         devices = [device.strip() for device in visible.split(",")]
         return next((i for i, device in enumerate(devices) if not device or device.startswith("-")), len(devices))
     driver = Path("/proc/driver/nvidia/gpus")
@@ -139,7 +139,7 @@ def num_gpus(environment: Mapping[str, str]) -> int:
 
 
 def output_of(environment: Mapping[str, str], program: str, *words: str) -> str:
-    """What a program of the system prints; "" where there is no such program, or no answer."""
+    """Return the output of a system program; "" if the program is missing or does not answer."""
     path = shutil.which(program, path=environment.get("PATH"))
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         if path is not None:

@@ -1,21 +1,28 @@
-"""Run the MPI's starter as a job that ends: in order, by a signal, by its time limit, or by a rank that failed.
+"""Run mpirun as a job that ends: in order, by a signal, by its time limit, or because a rank failed.
 
-The job has a folder, named in TORCHMPIRUN_JOB_DIR. The folder's path in a process's environment shows that the process
-is the job's, wherever it moved to (a new session, a new parent), so that ending the job ends every process of it and no
-other. Ranks leave marks in the folder: that they run, and how they failed (`exit_marks`).
+"mpirun" here means the launcher of the MPI in use: mpirun, mpiexec or srun.
 
-A signal that asks the job to end goes to the ranks that heed it, which have ``--grace`` seconds to end; a second Ctrl-C
-cuts that short, and so does the time limit (`signals`). To end a job: its starter gets the signal and `GRACE_SECONDS`
-to end the ranks in its own way, also on other hosts; a second Ctrl-C cuts that short too. Whatever is left on this host
-is then killed. Slurm's starter wants signals of its own (`stop_signals`), each with its grace: one that is killed
-leaves the ranks on the other hosts running.
+The job has a folder, whose path is in TORCHMPIRUN_JOB_DIR. Every process with this path in its environment belongs to
+the job, even in a new session or under a new parent. So ending the job ends all of its processes and no others. Process
+groups would not do, because mpirun and programs create sessions of their own. Ranks leave marks in the folder: that
+they run, and how they failed (`exit_marks`).
 
-Each detector of a death serves a case that the others miss. The MPI's starter ends the other ranks, also those on other
-hosts; but MPICH's does not notice a rank that dies before MPI runs, and Open MPI's lets an elastic job go on. `deaths`
-sees each death on this host, names the first, and has the job ended where the starter does not end it. The ranks watch
-each other (`watch.watchdog`): they say in which operation a rank has died, and end a job whose starter sees another
-process in its place, such as a shell. In an elastic job a death is reported, and the job goes on to its last rank.
-`last_wait` sees ranks that hang after their program, and a starter that hangs after the ranks.
+A signal that asks the job to end is sent to the ranks that have a handler for it. They have ``--grace`` seconds to end.
+A second Ctrl-C or the time limit cuts this time short (`signals`). Then mpirun gets the signal and has `GRACE_SECONDS`
+to end the ranks in its own way, also on other hosts; a second Ctrl-C cuts this time short too. Whatever is left on this
+host is then killed. Slurm's srun needs signals of its own (`stop_signals`), each with its own grace period, because a
+killed srun would leave the ranks on other hosts running.
+
+There are several detectors of a death, because each serves a case that the others miss:
+
+- mpirun ends the other ranks, also on other hosts. But MPICH's does not notice a rank that dies before MPI runs, and
+  Open MPI's lets an elastic job go on.
+- `deaths` sees each death on this host, names the first one, and has the job ended if mpirun does not end it.
+- The ranks watch each other (`watch.watchdog`). They report in which operation a rank died. They also end a job in
+  which mpirun sees another process in a rank's place, such as a shell.
+- `last_wait` sees ranks that hang after their program, and an mpirun that hangs after the ranks.
+
+In an elastic job a death is reported, and the job goes on to its last rank.
 """
 
 from __future__ import annotations
@@ -45,58 +52,59 @@ from torchmpi_py.launch.signals import ForwardedSignal, Signals
 from torchmpi_py.launch.starter_report import StarterReport
 from torchmpi_py.launch.terminal import say
 
-FAILURE_GRACE_SECONDS = 3.5  # a rank has failed: how long the MPI may take to end the others in its own way
-TRACE_SECONDS = 30.0  # and how long the rank may take to write its trace before that
-TIMEOUT_CODE = 124  # as timeout(1)
-ROOM_REMEDY = "make room there, or name another folder with TMPDIR"
-STARTING_SECONDS = 60.0  # a job that fails in this time may not have come up on all hosts
+FAILURE_GRACE_SECONDS = 3.5  # seconds for the MPI to end the other ranks after a rank has failed
+TRACE_SECONDS = 30.0  # seconds for the failed rank to write its trace before that
+TIMEOUT_CODE = 124  # the code that timeout(1) uses
+ROOM_REMEDY = "free space there, or set TMPDIR to another folder"
+STARTING_SECONDS = 60.0  # a job that fails within this time may not have started on all hosts
 _POLL_SECONDS = 0.05
-_OUTPUT_SECONDS = 0.2  # the starter may still have to read what the ranks have written
-_QUIET_SECONDS = 2.0  # ranks that end later than that after a signal are waited for audibly
+_OUTPUT_SECONDS = 0.2  # mpirun may still have to read what the ranks have written
+# If the ranks take longer than this to end after a signal, a line says that torchmpirun waits.
+_QUIET_SECONDS = 2.0
 
-# Looked up here, for a child that was forked beside other threads must not load anything.
+# Look the function up here, because a child that was forked beside other threads must not load anything.
 _prctl: Any = getattr(ctypes.CDLL(None), "prctl", None)
 
 
 def die_with_parent() -> None:
-    """In a starter, before it is executed: have the kernel end it if torchmpirun is killed without a chance to."""
+    """Have the kernel end this new mpirun if torchmpirun is killed; called before the exec."""
     _prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
 
 
 @contextlib.contextmanager
-def refusing(what: str, remedy: str) -> Iterator[None]:
-    """Within the block an error of the system is a LaunchError: the job cannot start."""
+def refusing(subject: str, remedy: str) -> Iterator[None]:
+    """Turn an OSError within the block into a LaunchError, because the job cannot start."""
     try:
         yield
     except OSError as error:
-        raise LaunchError(f"{what}: {error.strerror or error}; {remedy}") from None
+        raise LaunchError(f"{subject}: {error.strerror or error}; {remedy}") from None
 
 
 def new_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder for the marks of a job. LaunchError where there can be none."""
+    """Create a folder for the marks of a job. LaunchError if none can be created."""
     with refusing("no folder for the job", ROOM_REMEDY):
         return tempfile.TemporaryDirectory(prefix=cleanup.FOLDER_PREFIX, ignore_cleanup_errors=True)
 
 
 @dataclass
 class Job:
-    """One run of a starter and everything it starts."""
+    """One run of mpirun and of everything that it starts."""
 
     command: StarterCommand
     spec: JobSpec
     folder: Path
-    begin: float = field(default_factory=time.monotonic)  # of the first attempt
-    reason: str = ""  # why it failed
-    verb: str = "failed"  # what it did, for a message
+    begin: float = field(default_factory=time.monotonic)  # start of the first attempt
+    reason: str = ""  # why the job failed
+    verb: str = "failed"  # what happened to the job, for a message
     has_run: bool = False
-    may_lack_something: bool = False  # a start that failed, and no rank of this host said how
-    was_ended: bool = False  # by a signal or the time limit
-    has_lasted: bool = False  # longer than a start that fails
-    starts_again: bool = False  # ended because its hosts have changed
+    may_lack_something: bool = False  # The start failed, and no rank of this host reported why.
+    was_ended: bool = False  # By a signal or the time limit.
+    has_lasted: bool = False  # The job ran for longer than a failing start takes.
+    starts_again: bool = False  # Ended because its hosts have changed.
     signals: Signals = field(default_factory=Signals)
-    news: Callable[[], str] = lambda: ""  # why the job is to end and to start again; empty while it is not
-    _deaths: list[Death] = field(default_factory=list)  # the first; of an elastic job all
-    _failed_since: float = 0.0  # when a rank was first seen to have failed or died; 0: none has
+    news: Callable[[], str] = lambda: ""  # Why the job must end and start again. Empty if it should go on.
+    _deaths: list[Death] = field(default_factory=list)  # The first death. In an elastic job every death.
+    _failed_since: float = 0.0  # When a failed or dead rank was first seen; 0 if there is none.
     _is_ending: bool = False
     _was_explained: bool = False
 
@@ -107,16 +115,19 @@ class Job:
 
     @property
     def is_late(self) -> bool:
-        """Whether the time limit has passed."""
+        """Return whether the time limit has passed."""
         return self.spec.timeout is not None and time.monotonic() - self.begin > self.spec.timeout
 
     @property
     def _sees_all(self) -> bool:
-        """Whether no rank of the job can be on another host, or all ranks have been on this one."""
+        """Return whether no rank of the job can be on another host, or every rank has been on this one."""
         return self._lookout.sees_all or not (len(self.spec.hosts) > 1 or self.spec.mpi_args)
 
     def _has_explained(self) -> bool:
-        """Whether a rank has said why it fails; asked by the thread that shows output, also when the folder goes."""
+        """Return whether a rank has reported why it fails.
+
+        The thread that shows the output calls this, possibly while the folder is being removed.
+        """
         try:
             self._was_explained = self._was_explained or bool(exit_marks.failures(self.folder))
         except OSError:
@@ -124,11 +135,12 @@ class Job:
         return self._was_explained
 
     def run(self) -> int:
-        """Start, wait, clean up; return the exit code of the job."""
+        """Start the job, wait for it, and clean up; return its exit code."""
         self.has_run, started = True, time.monotonic()
         stderr = terminal.relay(self._notices)
         self._remains.describe()
-        # A session of its own: a Ctrl-C then reaches the job once, through us, and not also from the terminal.
+        # mpirun gets a session of its own. A Ctrl-C then reaches the job once, through torchmpirun, and not also from
+        # the terminal.
         if self.command.hostfile:
             path = self.folder / "hostfile"
             with refusing(f"cannot write {path}", ROOM_REMEDY):
@@ -160,7 +172,7 @@ class Job:
             self._lookout.close()
 
     def _wait(self) -> int:
-        """Watch the job until it has ended, or has to be ended; its exit code."""
+        """Watch the job until it has ended or must be ended; return its exit code."""
         look, interval, news = time.monotonic(), 0.1, ""
         while self._running():
             now = time.monotonic()
@@ -172,70 +184,77 @@ class Job:
                 self.was_ended = True
                 self._end(signal.SIGTERM)
                 return TIMEOUT_CODE
-            # A rank has failed, or all have left, and the starter does not end the job; or the ranks hang at their end.
+            # End the job if a rank failed or all ranks left, but mpirun does not end it; or if the ranks hang at their
+            # end.
             failed_seconds = self._failed_for()
             hang = "" if failed_seconds else self._last_wait.look()
             if failed_seconds > self._failure_grace or self._last_wait.is_starter_alone or hang:
                 self._end(signal.SIGTERM, None if self.spec.vendor.stop_signals else FAILURE_GRACE_SECONDS)
             if hang:
-                self.reason, self.was_ended = hang, True  # a restart would repeat a program that is over
+                self.reason, self.was_ended = hang, True  # a restart would repeat a finished program
                 say(hang)
-                return 1  # as at the deadline of a rank's watchdog
-            if now > look:  # often until MPI is up, seldom after
+                return 1  # the same code as after the timeout of a rank's watchdog
+            if now > look:  # look often until MPI runs, and rarely afterwards
                 self._remains.look()
                 interval = 5.0 if self._remains.shared_memory else min(5.0, 1.2 * interval)
                 look = now + interval
         if self.signals.ending or news:
             return self._stop(news)
-        # The starter has ended. What it did to the ranks may still be under way.
-        until = time.monotonic() + _OUTPUT_SECONDS  # MPICH's does not wait for the ranks that it has killed
+        # mpirun has ended, but the ranks that it killed may still be ending.
+        until = time.monotonic() + _OUTPUT_SECONDS  # MPICH's mpirun does not wait for the ranks that it has killed
         self._look_for_deaths(0.0)
         while self._lookout.is_holding or (self._lookout.living and time.monotonic() < until):
             time.sleep(_POLL_SECONDS)
             self._look_for_deaths(0.0)
         code = self._exit_code()
-        if code == 0 and self.spec.num_ranks > 1 and (found := exit_marks.ranks_alone(self.folder)):
-            say(exit_marks.explain_alone(found))
+        if code == 0 and self.spec.num_ranks > 1 and (ranks_alone := exit_marks.ranks_alone(self.folder)):
+            say(exit_marks.explain_alone(ranks_alone))
         return code
 
     def _stop(self, news: str) -> int:
-        """End the job because of a signal, or because of ``news`` as SIGTERM does; its exit code."""
+        """End the job because of a signal, or as by SIGTERM because of ``news``; return its exit code."""
         signum = self.signals.ending[0] if self.signals.ending else signal.SIGTERM
         if news:
             say(news)
         else:
             self.was_ended, self.reason = True, f"the job was ended by signal {signum}"
         self._give_time(signum)
-        self.starts_again = bool(news)  # whatever its code: a program that has saved may end with 0
+        self.starts_again = bool(news)  # whatever the exit code: a program that has saved may end with 0
         self._end(signum)
         return 128 + signum
 
     def _change(self) -> str:
-        """Why the job is to end and to start again; empty if it is to go on, or the programs of its ranks are over."""
+        """Return why the job must end and start again.
+
+        The result is empty if the job should go on, or if the programs of its ranks are over.
+        """
         news = self.news()
         return "" if news and next(self.folder.glob("through-*"), None) and not self._left() else news
 
     def _running(self) -> bool:
-        """Take in what happens within a moment: signals, deaths, the starter's end; whether the starter runs."""
+        """Handle signals and deaths for a moment; return whether mpirun still runs."""
         self.signals.look_at_parent()
         self.signals.pass_on(self.process)
         self._look_for_deaths(_POLL_SECONDS)
         return self.process.poll() is None
 
     def _look_for_deaths(self, seconds: float) -> None:
-        """Record the deaths since the last time, unless the job is being ended."""
+        """Record the deaths since the last call, unless the job is being ended."""
         deaths = self._lookout.wait(seconds)
         if deaths and not (self.signals.ending or self._is_ending):
             self.record_deaths(deaths)
 
     def record_deaths(self, deaths: list[Death]) -> None:
-        """Keep those that may tell why the job fails: what the MPI, or a failing rank, does to the others does not."""
-        self._remains.look()  # the others map what the dead one had
+        """Record the deaths that may explain why the job fails.
+
+        Deaths that the MPI or a failing rank caused are left out.
+        """
+        self._remains.look()  # the other ranks map the shared memory that the dead rank had
         if self._deaths and not self.spec.elastic:
             return
-        # A death counts only if it began before every failure: a failing rank has the MPI end the others.
+        # A death counts only if it began before every failure, because a failing rank has the MPI end the others.
         failed = [failure.rank for failure in exit_marks.failures(self.folder)]
-        deaths = deaths + self._lookout.wait(0.0)  # and what these failures did to the ranks' pipes
+        deaths = deaths + self._lookout.wait(0.0)  # also read the deaths that these failures caused meanwhile
         deaths = [death for death in deaths if all(death.began < self._lookout.began(rank) < inf for rank in failed)]
         if deaths and not self.spec.elastic:
             self._deaths = deaths[:1] if deaths[0].began < inf else deaths
@@ -245,7 +264,7 @@ class Job:
             say(f"{death.name} {death.explain()}{'; the others go on' if death.num_left else ''}")
 
     def _give_time(self, signum: int) -> None:
-        """Pass the signal on to ranks that heed it; return when they have ended, or their time is over."""
+        """Pass the signal on to ranks that have a handler; return when they have ended or their time is over."""
         forwarded = ForwardedSignal(self._remains, signum)
         if not forwarded.ranks or not self.spec.grace:
             return
@@ -259,34 +278,37 @@ class Job:
                     say(forwarded.reason)
                 if len(forwarded.ranks) == self.spec.num_ranks:
                     time.sleep(_OUTPUT_SECONDS)
-                    self._remains.kill(self.process.wait)  # without what the starter says of it
+                    self._remains.kill(self.process.wait)  # the kill keeps mpirun from printing a report of these ends
                 return
             if seconds > self.spec.grace or self.is_late:
                 ranks = ", ".join(map(str, sorted(forwarded.unfinished())))
                 when = f"{self.spec.grace:g} s after signal {signum} (--grace)"
                 if self.is_late:
                     when = f"when the limit of {self.spec.timeout:g} s passed (--timeout)"
-                say(f"not ended {when}, so killed: rank {ranks}")
+                say(f"killed rank {ranks}: not ended {when}")
                 return
             if is_quiet and seconds > _QUIET_SECONDS:
                 is_quiet = False
-                left = self.spec.grace - seconds
-                say(f"signal {signum} was passed on; the ranks have {left:.0f} s more to end, or until the next signal")
+                rest = self.spec.grace - seconds
+                say(f"signal {signum} was passed on; the ranks have {rest:.0f} s more to end, or until the next signal")
 
     def _end(self, signum: int, grace_seconds: float | None = None) -> None:
-        """Ask the starter, wait, then kill what is left of the job on this host."""
-        self._is_ending = True  # a rank that dies now was ended with the job
+        """Send mpirun the signal, wait, then kill what is left of the job on this host."""
+        self._is_ending = True  # a rank that dies from now on was ended with the job
         self._remains.look()
-        for wanted in self.spec.vendor.stop_signals or (signum,):
+        for stop_signal in self.spec.vendor.stop_signals or (signum,):
             num_signals = len(self.signals.ending)
-            self.process.send_signal(wanted)
+            self.process.send_signal(stop_signal)
             until = time.monotonic() + (GRACE_SECONDS if grace_seconds is None else grace_seconds)
             while self._running() and time.monotonic() < until and len(self.signals.ending) == num_signals:
                 pass
         self._remains.kill(self.process.wait)
 
     def _failed_for(self) -> float:
-        """Seconds since a rank was seen to have failed or died; what its mark says of the time is another clock's."""
+        """Return the seconds since a failed or dead rank was first seen.
+
+        The time in a failed rank's mark cannot be used, because it comes from another clock.
+        """
         has_died = not self.spec.elastic and any(death.status != 0 for death in self._deaths)
         if not (has_died or exit_marks.failures(self.folder)):
             return 0.0
@@ -294,27 +316,31 @@ class Job:
         return time.monotonic() - self._failed_since
 
     def _exit_code(self) -> int:
-        """Exit code of the first rank that died or, in an elastic job, failed; else the starter's, as of a shell."""
-        # Where torchmpirun has ended the starter, the starter's own code says no more than that.
+        """Return the exit code of the job, and set `reason`.
+
+        It is the code of the first rank that died; in an elastic job, of the first that failed. Otherwise it is
+        mpirun's own code, in the form that a shell uses.
+        """
+        # If torchmpirun has ended mpirun, mpirun's own code says only that.
         own = max(self._lookout.codes_in_order, default=0) if self._is_ending else self.process.returncode
         code = 128 - own if own < 0 else int(own)
         failures = exit_marks.failures(self.folder)
-        if not failures and (wanted := exit_marks.code_of_end(self.folder)):
-            # The ranks were asked, and not torchmpirun: a host may be leaving.
+        if not failures and (agreed_code := exit_marks.code_of_end(self.folder)):
+            # The ranks were asked to end, and torchmpirun was not: a host may be about to leave.
             self.verb, self.was_ended = "ended, as its ranks were asked to", not self.spec.discover
-            return wanted
+            return agreed_code
         report = self._starter_report(code)
         if report and not self._lookout.has(report.rank) and all(each.report for each in failures):
             self.reason = report.text
             return report.code
-        unknown = "which rank ended the job is not known, for torchmpirun sees the ranks of this host alone"
+        unknown = "cannot tell which rank failed first: torchmpirun sees only this host's ranks"
         may_be_other = bool(self.spec.vendor.killed_code) or not self._sees_all
         if may_be_other and not failures and are_by_starter(self._deaths, code, self.spec.vendor.killed_code):
             self.reason = f"a rank called MPI_Abort, with exit code {code}" if self._sees_all else unknown
             return code
         if self.spec.elastic and self._deaths and self._lookout.is_deserted and not self._lookout.codes_in_order:
             code = code or self._deaths[-1].code()
-        if not (left := self._left()) and self.spec.elastic and code == 0 and not failures:
+        if not (unfinished := self._left()) and self.spec.elastic and code == 0 and not failures:
             return 0
         among = "" if self._sees_all or report else ", unless a rank of another host failed before"
         reasons = [f"{death.name} {death.explain(0 if self.spec.elastic else code)}{among}" for death in self._deaths]
@@ -323,10 +349,10 @@ class Job:
         elif failures:
             code = failures[0].code
             reasons.append(self._explain_failure(failures[0], is_first=not reasons))
-        elif left and code == 0:
+        elif unfinished and code == 0:
             code = 1
-            ranks = f"rank{'s' * (len(left) > 1)} {', '.join(map(str, left))}"
-            lost = "a lost host" if len(self.spec.hosts) > 1 else "the starter has left them"
+            ranks = f"rank{'s' * (len(unfinished) > 1)} {', '.join(map(str, unfinished))}"
+            lost = "a lost host" if len(self.spec.hosts) > 1 else "mpirun has left them"
             why = lost if self.spec.elastic else "os._exit on a rank"
             reasons.append(f"{ranks} did not reach the end of the program, though the MPI reports success ({why}?)")
         elif not (reasons or self._sees_all):
@@ -335,14 +361,14 @@ class Job:
         return code
 
     def _starter_report(self, code: int) -> StarterReport | None:
-        """What the output of a starter that ends with this code says of the first end of a rank, on several hosts."""
+        """Return what mpirun printed about the first rank that ended; None if this host sees every rank."""
         if self._sees_all or self.spec.elastic or self._is_ending:
             return None
         terminal.catch_up()
         return starter_report.find(self.spec.vendor, self._notices.seen.decode(errors="replace"), code)
 
     def _explain_failure(self, failure: exit_marks.Failure, *, is_first: bool) -> str:
-        """Say which rank failed; where a rank has ended the job because of another one, what that rank reported."""
+        """Return which rank failed, or what this rank reported about the rank for which it ended the job."""
         log = (
             "" if self.spec.log_dir is None else f"; its output is in {self.spec.log_dir / f'rank-{failure.rank}.log'}"
         )
@@ -354,14 +380,15 @@ class Job:
         return f"rank {failure.rank} failed {when}, with exit code {failure.code}{log}"
 
     def _left(self) -> list[int]:
-        """The ranks that left in the middle of the program: os._exit(0) after the program is an end in order.
+        """Return the ranks that left in the middle of the program.
 
-        Of an elastic job those that run on without their starter: one that died has not left, and what has become of
-        ranks of other hosts, where these share the folder, is not known.
+        os._exit(0) after the program counts as an end in order. In an elastic job the result is the ranks that still
+        run without their mpirun. Dead ranks are left out. So are ranks of other hosts that share the folder, because
+        their state is unknown.
         """
         running, died = exit_marks.ranks_running(self.folder), {death.rank for death in self._deaths if death.status}
         if self.spec.elastic:
             dead = {death.rank for death in self._deaths}
             running = {rank: number for rank, number in running.items() if number and rank not in dead}
-        left = (rank for rank in running if rank in died or not exit_marks.is_left(self.folder, f"through-{rank}"))
-        return sorted(left)
+        ranks = (rank for rank in running if rank in died or not exit_marks.is_left(self.folder, f"through-{rank}"))
+        return sorted(ranks)

@@ -1,8 +1,8 @@
-"""JobSpec: what a job is, decided once from the command line and the environment of torchmpirun.
+"""JobSpec: a complete description of a job, from the command line and the environment of torchmpirun.
 
-What comes later reads this object and asks nothing again: the command of an attempt (`command`), the process (`job`),
-the groups (`group_jobs`), and the questions to the hosts (`host_check`). The object is frozen; a variation, such as a
-group's part of the job, is made by `dataclasses.replace`.
+Everything is decided once, here. Later steps only read this object: the command of an attempt (`command`), the process
+(`job`), the groups (`group_jobs`), and the checks of the hosts (`host_check`). The object is frozen.
+`dataclasses.replace` makes a variation, such as a group's part of the job.
 """
 
 import argparse
@@ -20,58 +20,58 @@ from torchmpi_py.launch.mpirun import Vendor
 from torchmpi_py.launch.terminal import say
 
 NETWORKS = Path("/sys/class/net")
-_MOST_RESTARTS = 3  # where the MPI has nothing for --elastic, and for --elastic-restart
+_MOST_RESTARTS = 3  # if the MPI does not support --elastic, and for --elastic-restart
 
 
 @dataclass(frozen=True)
 class JobSpec:
     """A job: its program, its ranks and where they run, its MPI, its limits, and where its output goes."""
 
-    program: tuple[str, ...] = ()  # with its arguments
+    program: tuple[str, ...] = ()  # the program and its arguments
     as_module: bool = False
     vendor: Vendor = mpirun.OPEN_MPI
-    starter: str = "mpirun"  # path of the MPI's starter
-    num_ranks: int = 0  # 0: not known
-    hosts: tuple[Host, ...] = ()  # none: this host
-    system: str = ""  # the batch system that the hosts are from; "": the user has named them
-    notes: Sequence[str] = ()  # on the choice of ranks and hosts
+    starter: str = "mpirun"  # Path of the MPI's mpirun.
+    num_ranks: int = 0  # 0 if unknown.
+    hosts: tuple[Host, ...] = ()  # Empty: this host.
+    system: str = ""  # The batch system that named the hosts. "" if the user has named them.
+    notes: Sequence[str] = ()  # Messages about the choice of ranks and hosts.
     bind: str = "core"
-    environment: Mapping[str, str] = field(default_factory=dict)  # of torchmpirun
-    variables: Mapping[str, str] = field(default_factory=dict)  # of --env
+    environment: Mapping[str, str] = field(default_factory=dict)  # torchmpirun's environment
+    variables: Mapping[str, str] = field(default_factory=dict)  # variables of --env
     launch_agent: str = ""
-    interface: str = ""  # of the network between hosts
+    interface: str = ""  # name of the network interface between hosts
     srun_mpi: str = "pmix"
     mpi_args: Sequence[str] = ()
     elastic: bool = False
     max_restarts: int = 0
-    elastic_restart: tuple[int, ...] = ()  # the fewest and the most ranks
-    discover: str = ""  # a command that prints the hosts
-    timeout: float | None = None  # seconds, of all attempts together
-    grace: float = 30.0  # seconds, for ranks that heed a signal
+    elastic_restart: tuple[int, ...] = ()  # the smallest and the largest number of ranks
+    discover: str = ""  # a shell command that prints the hosts
+    timeout: float | None = None  # seconds for all attempts together
+    grace: float = 30.0  # seconds for ranks to end after a signal
     log_dir: Path | None = None
     profile: Path | None = None
     timeline: Path | None = None
-    text: str = ""  # the command line, for people
+    text: str = ""  # the command line, for messages
     group: GroupOfRanks | None = None
 
     @property
     def has_srun(self) -> bool:
-        """Whether Slurm starts what runs on other hosts, in place of ssh."""
+        """Return whether Slurm's srun starts processes on other hosts, in place of ssh."""
         return "SLURM_JOB_ID" in self.environment
 
     @property
     def host_names(self) -> tuple[str, ...]:
-        """All hosts that may get ranks; none: this host."""
+        """The hosts that may get ranks; empty for this host."""
         return tuple(host.name for host in self.hosts) or allocation.slurm_nodes(self.environment)
 
     @property
     def restart(self) -> int:
-        """How many attempts were made before this torchmpirun's first one."""
+        """The number of attempts before this torchmpirun's first one."""
         return 0 if self.group is None else self.group.restart
 
 
 def read(options: argparse.Namespace, words: list[str], environment: Mapping[str, str]) -> JobSpec:
-    """The job that the options describe, read from the ``words``. LaunchError where there can be no such job."""
+    """Return the job that the options describe; ``words``: the command line. LaunchError if they do not fit."""
     vendor, starter = _mpi(options, environment)
     placed = allocation.place(options.num_ranks, options.hosts, options.hostfile, environment)
     num_ranks = placed.num_ranks
@@ -81,12 +81,12 @@ def read(options: argparse.Namespace, words: list[str], environment: Mapping[str
         num_ranks = _num_ranks_within(options, num_ranks)
     if num_ranks > surroundings.MOST_RANKS:
         raise LaunchError(
-            f"{num_ranks} ranks are too many: write -n, or fewer slots (at most {surroundings.MOST_RANKS})"
+            f"{num_ranks} ranks are too many: set -n, or name fewer slots (at most {surroundings.MOST_RANKS})"
         )
     if options.groups and (options.elastic or options.max_restarts is not None or options.dry_run):
         option = "--elastic" if options.elastic else "--dry-run" if options.dry_run else "--max-restarts"
-        raise LaunchError(f"--groups starts several jobs, and failed ones again, without {option}; leave out {option}")
-    is_unfit = not vendor.agent and "launch_agent" in options.settings  # a file's is for other MPIs
+        raise LaunchError(f"--groups starts several jobs and restarts failed ones itself; omit {option}")
+    is_unfit = not vendor.agent and "launch_agent" in options.settings  # a settings file may name it for other MPIs
     same = {each.name: getattr(options, each.name) for each in fields(JobSpec) if each.name in options}
     return JobSpec(
         **same
@@ -97,7 +97,7 @@ def read(options: argparse.Namespace, words: list[str], environment: Mapping[str
             "num_ranks": num_ranks,
             "hosts": placed.hosts,
             "system": placed.system,
-            "notes": [] if vendor.name == "srun" else placed.notes,  # srun spreads the ranks
+            "notes": [] if vendor.name == "srun" else placed.notes,  # srun distributes the ranks itself
             "launch_agent": "" if is_unfit else options.launch_agent or placed.agent,
             "interface": _interface(options) if len(placed.hosts) > 1 or options.discover else "",
             "environment": dict(environment),
@@ -110,16 +110,16 @@ def read(options: argparse.Namespace, words: list[str], environment: Mapping[str
 
 
 def _interface(options: argparse.Namespace) -> str:
-    """The network between hosts. LaunchError if this host has no such interface, unless nothing is to run."""
+    """Return the network interface between hosts. LaunchError if this host lacks it, unless nothing is run."""
     name: str = options.interface
     if name and not (options.dry_run or (NETWORKS / name).exists()):
         up = ", ".join(sorted(file.parent.name for file in NETWORKS.glob("*/operstate") if file.read_text() == "up\n"))
-        raise LaunchError(f"--interface {name}: this host has no such network; name one that is up: {up or 'none is'}")
+        raise LaunchError(f"--interface {name}: no such interface here; name one that is up: {up or 'none is'}")
     return name
 
 
 def _mpi(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[Vendor, str]:
-    """The MPI, and the path of its starter; --dry-run shows any MPI, installed or not."""
+    """Return the MPI, and the path of its mpirun; --dry-run shows any MPI, installed or not."""
     if options.mpi and options.dry_run:
         vendor = mpirun.vendor_named(options.mpi)
         return vendor, vendor.programs[0]
@@ -127,20 +127,23 @@ def _mpi(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[V
 
 
 def _max_restarts(options: argparse.Namespace, vendor: Vendor) -> int:
-    """The number that the user has written; else a few, where restarts stand for --elastic or change the ranks."""
+    """Return the user's number of restarts; else a few if restarts replace --elastic or change the ranks."""
     lacks_elastic, most = options.elastic and not vendor.elastic, options.max_restarts
     if most is None:
         most = _MOST_RESTARTS if lacks_elastic or options.elastic_restart else 0
     if lacks_elastic:
         say(
-            f"{vendor.name} has nothing for --elastic (no ULFM; Open MPI 5 has it): a death will restart the job from "
+            f"{vendor.name} does not support --elastic (Open MPI 5 with ULFM does): a death will restart the job from "
             f"its last checkpoint, at most {most} time{'s' * (most != 1)} (--max-restarts)"
         )
     return int(most)
 
 
 def _num_ranks_within(options: argparse.Namespace, num_ranks: int) -> int:
-    """The number of ranks by --elastic-restart; the most with --discover. LaunchError for options that exclude it."""
+    """Return the number of ranks by --elastic-restart; its maximum with --discover.
+
+    LaunchError for options that exclude --elastic-restart or --discover.
+    """
     if not options.elastic_restart:
         raise LaunchError("--discover names hosts; add --elastic-restart MIN:MAX, the numbers of ranks that may run")
     (least, most), script = options.elastic_restart, options.discover
@@ -149,7 +152,7 @@ def _num_ranks_within(options: argparse.Namespace, num_ranks: int) -> int:
     for option, value in (of_restart | of_script if script else of_restart).items():
         if value:
             other = f"--elastic-restart {least}:{most}" if option in of_restart else "--discover"
-            raise LaunchError(f"{option} and {other} do not go together; leave out {option}")
+            raise LaunchError(f"{option} and {other} exclude each other; omit {option}")
     if num_ranks < least and not script:
         remedy = "write a lower number, or --discover SCRIPT to wait for hosts"
         raise LaunchError(f"--elastic-restart {least}:{most}: there is room for {num_ranks} ranks; {remedy}")
@@ -157,12 +160,12 @@ def _num_ranks_within(options: argparse.Namespace, num_ranks: int) -> int:
 
 
 def _variables(pairs: list[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that --env gives; ``NAME`` alone has its value in ``environment``. LaunchError for any other form."""
+    """Return the variables of --env; ``NAME`` alone takes its value from ``environment``. LaunchError for others."""
     variables = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not name or not (equals or name in environment):
-            raise LaunchError(f"--env {pair!r}: write NAME=VALUE, or NAME where the variable is set here")
+            raise LaunchError(f"--env {pair!r}: write NAME=VALUE, or NAME if the variable is set here")
         if name.startswith("TORCHMPIRUN_"):
             raise LaunchError(f"--env {name}: torchmpirun itself sets variables of this name; choose another name")
         variables[name] = value if equals else environment[name]
@@ -170,7 +173,7 @@ def _variables(pairs: list[str], environment: Mapping[str, str]) -> dict[str, st
 
 
 def _text(words: list[str], options: argparse.Namespace) -> str:
-    """The command line without the values of ``--env``, for these may be secret."""
+    """Return the command line without the values of ``--env``, which may be secret."""
     words = list(words)
     for number, word in enumerate(words[: len(words) - len(options.program)]):
         if word.removeprefix("--env=") in options.env:

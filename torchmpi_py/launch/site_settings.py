@@ -1,14 +1,14 @@
-"""Defaults of torchmpirun's options in files: the site's first, then the user's, then the command line.
+"""Defaults of torchmpirun's options in files: first the site's, then the user's, then the command line.
 
-The site's file is ``/etc/torchmpi.toml``, or the one that TORCHMPI_CONFIG names; the user's is
-``~/.config/torchmpi.toml``. A key is the name of one of a few options, with ``_`` for ``-``::
+The site's file is ``/etc/torchmpi.toml``, or the file that TORCHMPI_CONFIG names. The user's file is
+``~/.config/torchmpi.toml``. Each key is the name of one of a few options, with ``_`` for ``-``::
 
     mpi = "openmpi"
     interface = "ib0"
     launch_agent = "/opt/site/bin/remote"
     env = ["NCCL_DEBUG=WARN"]
 
-A value that is false, or empty, undoes the setting of the file before.
+A false or empty value undoes the setting of the earlier file.
 """
 
 import os
@@ -34,7 +34,10 @@ _MOST_BYTES = 1 << 20
 
 
 def files(environment: Mapping[str, str]) -> list[Path]:
-    """The files that exist, the user's last. LaunchError if TORCHMPI_CONFIG names no file; empty or /dev/null: none."""
+    """Return the existing files, the user's last. LaunchError if TORCHMPI_CONFIG names a missing file.
+
+    TORCHMPI_CONFIG may be empty or /dev/null, which means no file.
+    """
     named, user = environment.get(VARIABLE, SITE), os.path.expanduser(USER)
     if named not in (SITE, "", os.devnull) and not (os.path.isabs(named) and os.path.exists(named)):
         raise LaunchError(f"{VARIABLE}={named}: there is no such file; write its whole path, or {os.devnull} for none")
@@ -42,7 +45,10 @@ def files(environment: Mapping[str, str]) -> list[Path]:
 
 
 def read(path: Path) -> dict[str, list[str]]:
-    """The settings of a file, each as words of a command line; none: the option's default. LaunchError for others."""
+    """Return the settings of a file as words of a command line; no words stand for the option's default.
+
+    LaunchError for unknown settings.
+    """
     try:
         table = tomllib.loads(trusted_files.read(path, _MOST_BYTES).decode())
     except (OSError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What a job needs from this process's surroundings, checked before any part of the job is started."""
+"""What a job needs from this process's environment, checked before any part of the job starts."""
 
 import os
 import resource
@@ -6,37 +6,43 @@ import resource
 from torchmpi_py.errors import LaunchError
 
 MOST_RANKS = 1 << 20
-_FILES, _FILES_OF_A_RANK = 40, 6  # measured with two ranks: Open MPI starts with 32, MPICH with 40
+_FILES, _FILES_OF_A_RANK = 40, 6  # open files, measured with two ranks: Open MPI needs 32, MPICH 40
 
 
 def set_home() -> None:
-    """Set HOME where it is not set, as in some containers and services: Open MPI does not start without it."""
+    """Set HOME if it is not set, as in some containers and services: Open MPI does not start without it."""
     if "HOME" not in os.environ:
         home = os.path.expanduser("~")
-        os.environ["HOME"] = "/" if home == "~" else home  # "~": a user id without an account
+        os.environ["HOME"] = "/" if home == "~" else home  # "~" stays for a user id without an account
 
 
 def open_standard_streams() -> None:
-    """Put /dev/null where a standard stream is closed: MPICH's starter fails, and a file would get the descriptor."""
+    """Open /dev/null in place of closed standard streams.
+
+    With a closed stream MPICH's mpirun fails, and another file would get the stream's descriptor.
+    """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
 
 
 def raise_open_files(num_ranks: int) -> None:
-    """Raise the limit of open files as far as the ranks of this host need. LaunchError where it is too low for them."""
+    """Raise the limit of open files for the ranks of this host. LaunchError if that is not possible."""
     needed = _FILES + _FILES_OF_A_RANK * num_ranks
     if (limit := allow_open_files(needed)) < needed:
         raise LaunchError(
-            f"the limit of open files is {limit}, and {num_ranks} ranks on this host need {needed}; "
+            f"the limit of open files is {limit}, but {num_ranks} ranks on this host need {needed}; "
             f"raise it (ulimit -n {needed}, or nofile in limits.conf), or start fewer ranks"
         )
 
 
 def allow_open_files(needed: int) -> int:
-    """Raise the soft limit of open files to ``needed``, as far as the hard limit allows; return the limit, if lower."""
+    """Raise the soft limit of open files to ``needed``, as far as the hard limit allows.
+
+    Return the limit if it is lower than ``needed``, else ``needed``.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    if -1 < soft < most:  # -1: no limit
+    if -1 < soft < most:  # -1 means no limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     return most

@@ -1,13 +1,13 @@
-"""Standard streams of torchmpirun: what it says itself, what its starter says, what rank 0's log holds, and the input.
+"""Standard streams of torchmpirun: its own messages, mpirun's, rank 0's log, and the input.
 
-A reader may pause: ``| less``, Ctrl-S, a stopped process. A write then waits, so only threads write. The loop that
-watches the job goes on, and heeds signals, deaths and the time limit. Nothing is lost meanwhile: the log is on disk,
-and what torchmpirun says stays in memory. ``finish`` waits for the reader at the end.
+A reader may pause: ``| less``, Ctrl-S, a stopped process. A write then blocks, so only threads write. The loop that
+watches the job goes on, and handles signals, deaths and the time limit. Nothing is lost meanwhile: the log is on disk,
+and torchmpirun's messages stay in memory. ``finish`` waits for the reader at the end.
 
-Rank 0 gets the standard input (`handed_input`), unless it is a terminal: the starter is in a session of its own, where
-Open MPI would never read from the terminal, and MPICH would take the shell's keys when the job is in the background.
-Every attempt to run a job reads a file from the same place. What has come out of a pipe is gone: the next attempt finds
-the input at its end, and does not wait for more.
+Rank 0 gets the standard input (`handed_input`), unless the input is a terminal. mpirun runs in a session of its own.
+There Open MPI would never read from the terminal, and MPICH would take the shell's keys when the job is in the
+background. Each attempt to run a job reads a file from the same position. A pipe can be read only once: the next
+attempt finds the input at its end, and does not wait for more.
 """
 
 import atexit
@@ -29,37 +29,37 @@ from pathlib import Path
 from torchmpi_py import trusted_files
 from torchmpi_py.launch.notices import NoticeFilter, printable
 
-ENDED_SECONDS = 1.0  # how long a reader may take nothing before the launcher of a job that was ended leaves
-_SOON_SECONDS = 0.2  # how long a line may wait to be read, so that it keeps its place among other output
-_LOOK_SECONDS = 0.05  # between two looks for more
+ENDED_SECONDS = 1.0  # After the end of the job, torchmpirun leaves if the reader pauses for this long.
+_SOON_SECONDS = 0.2  # Limit for a line to be read, so that it keeps its place among other output.
+_LOOK_SECONDS = 0.05  # Time between two looks for more output.
 _READ_BYTES = 1 << 16
-_PIECE_BYTES = 4096  # written at once, and then counted as progress of the reader
+_PIECE_BYTES = 4096  # written at once; each piece that is written counts as progress of the reader
 _STDOUT, _STDERR = 1, 2
 
 
 def say(text: str) -> None:
-    """Write a line to stderr, if it is still there: the job must be ended in order all the same."""
+    """Write a line to stderr if it is open; without stderr the job must still end in order."""
     if sys.stderr is not None:
         _speech.add(f"torchmpirun: {printable(text)}\n")
         _speech.wait(_SOON_SECONDS)
 
 
 def relay(notices: NoticeFilter) -> int | None:
-    """A descriptor for a starter's stderr, to be closed when the starter has it; None if there is no stderr.
+    """Return a descriptor for mpirun's stderr, to be closed once mpirun has it; None without a stderr.
 
-    Notices of an abort that a rank has explained are left out (``NoticeFilter``), and NUL bytes: Open MPI ends a notice
-    with one, and ``grep`` then takes a job's output for binary.
+    Two things are filtered out: notices of an abort that a rank has explained (``NoticeFilter``), and NUL bytes. Open
+    MPI ends a notice with a NUL byte, and ``grep`` then treats a job's output as binary.
     """
     return None if sys.stderr is None else _speech.relay(notices)
 
 
 def catch_up() -> None:
-    """Read what a starter that has ended has said."""
+    """Read the rest of the output of an mpirun that has ended."""
     _speech.wait(_SOON_SECONDS)
 
 
 def has_input() -> bool:
-    """Whether there is something to read for rank 0: no terminal, not /dev/null, not closed."""
+    """Return whether rank 0 has input to read: neither a terminal nor /dev/null, and not closed."""
     try:
         return not stat.S_ISCHR(os.fstat(0).st_mode)
     except OSError:
@@ -67,12 +67,12 @@ def has_input() -> bool:
 
 
 def starter_input() -> int | None:
-    """What a starter is to get as its standard input, as ``subprocess`` has it."""
+    """Return mpirun's standard input, in the form that ``subprocess`` takes."""
     return subprocess.DEVNULL if os.isatty(0) else None
 
 
 def input_position() -> int | None:
-    """Offset in the standard input, if that is a file."""
+    """Return the offset in the standard input if it is a file, else None."""
     try:
         return os.lseek(0, 0, os.SEEK_CUR) if stat.S_ISREG(os.fstat(0).st_mode) else None
     except OSError:
@@ -80,17 +80,20 @@ def input_position() -> int | None:
 
 
 def rewind_input(begin: int | None) -> None:
-    """Before another attempt: put a file back to where it stood, and an empty input in the place of a pipe."""
+    """Before another attempt, rewind a file to its earlier position, or replace a pipe by empty input."""
     if begin is not None:
         os.lseek(0, begin, os.SEEK_SET)
     elif has_input():
-        say("standard input is a pipe, which can be read only once: further attempts get none (`< file` works)")
+        say("standard input is a pipe, which can be read only once: other attempts get no input (use `< file`)")
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)
 
 
 def finish(tail: "Tail", is_over: Callable[[], bool]) -> None:
-    """Wait until the reader has all; once the job ``is_over`` for its user, only while the reader goes on reading."""
+    """Wait until the reader has all output.
+
+    Once the job ``is_over`` for its user, wait only while the reader goes on reading.
+    """
     for outlet in (tail, _speech):
         if outlet.wait(inf, is_over) or outlet.wait(ENDED_SECONDS):
             continue
@@ -99,7 +102,7 @@ def finish(tail: "Tail", is_over: Callable[[], bool]) -> None:
 
 
 class _Outlet:
-    """A thread that writes to a descriptor what ``_next_output`` gives, until nobody reads it any more."""
+    """A thread that writes the output of ``_next_output`` to a descriptor until the reader has gone."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -109,47 +112,50 @@ class _Outlet:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to write, once."""
+        """Start the thread, once."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
             atexit.register(self.wait, ENDED_SECONDS)
 
     def wait(self, seconds: float, is_over: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until all that there is now is written; False if the reader takes nothing for so long, or at the end."""
+        """Wait until all present output is written.
+
+        Return False if the reader takes nothing for ``seconds``, or if ``is_over()`` becomes true before.
+        """
         if self._thread is None:
             return True
         self._asked += 1
-        asked, num_written, until = self._asked, self._num_written, time.monotonic() + seconds
+        request, num_written, until = self._asked, self._num_written, time.monotonic() + seconds
         self._news.set()
-        while self._answered < asked and time.monotonic() < until and not is_over():
+        while self._answered < request and time.monotonic() < until and not is_over():
             if self._num_written > num_written:
                 num_written, until = self._num_written, time.monotonic() + seconds
             time.sleep(0.005)
-        return self._answered >= asked
+        return self._answered >= request
 
     def _next_output(self) -> bytes:
-        """What is to be written next; nothing if there is no more for now."""
+        """Return what must be written next; empty if there is nothing for now."""
         raise NotImplementedError
 
     def _wait_for_more(self) -> None:
-        """Wait until there may be more."""
+        """Wait until more output may be available."""
         self._news.wait(_LOOK_SECONDS)
         self._news.clear()
 
     def _run(self) -> None:
-        """In the thread: write all that there is, and answer those that wait once there is no more."""
+        """Write all output, and answer the waiting callers whenever everything is written; runs in the thread."""
         while True:
-            asked = self._asked
+            request = self._asked
             output = self._next_output()
             for begin in range(0, len(output), _PIECE_BYTES):
                 self._write(output[begin : begin + _PIECE_BYTES])
             if not output:
-                self._answered = asked
+                self._answered = request
                 self._wait_for_more()
 
     def _write(self, piece: bytes) -> None:
-        """Write to the descriptor itself: Python cannot end while a thread holds the lock of a stream."""
+        """Write to the descriptor directly: Python cannot end while a thread holds the lock of a stream."""
         while piece and self._is_read:
             try:
                 piece = piece[os.write(self._descriptor, piece) :]
@@ -161,11 +167,11 @@ class _Outlet:
                 self._explain(error)
 
     def _explain(self, error: OSError) -> None:
-        """Say why nothing is written any more, unless the reader has gone away."""
+        """Report why nothing more is written, unless the reader has gone away."""
 
 
 class _Speech(_Outlet):
-    """What torchmpirun and its starter say."""
+    """The messages of torchmpirun and mpirun."""
 
     def __init__(self) -> None:
         super().__init__(_STDERR)
@@ -173,12 +179,12 @@ class _Speech(_Outlet):
         self._pipes: dict[int, NoticeFilter] = {}
 
     def add(self, line: str) -> None:
-        """Have a line written."""
+        """Queue a line for writing."""
         self._lines.put(line)
         self.start()
 
     def relay(self, notices: NoticeFilter) -> int:
-        """The writing end of a pipe; what comes through is written."""
+        """Return the writing end of a new pipe whose content is written to stderr."""
         pipe, end = os.pipe()
         os.set_blocking(pipe, False)
         self._pipes[pipe] = notices
@@ -194,10 +200,10 @@ class _Speech(_Outlet):
                     return notices.feed(data.replace(b"\0", b"")) or self._next_output()
                 os.close(pipe)
                 del self._pipes[pipe]
-                if held := notices.overdue(at_end=True):
-                    return held
-            if held := notices.overdue():
-                return held
+                if notice := notices.overdue(at_end=True):
+                    return notice
+            if notice := notices.overdue():
+                return notice
         return b"" if self._lines.empty() else self._lines.get().encode(errors="backslashreplace")
 
     def _wait_for_more(self) -> None:
@@ -208,12 +214,12 @@ class _Speech(_Outlet):
 
 
 class Tail(_Outlet):
-    """Shows what rank 0 adds to its log, in all attempts to run a job; without a folder of logs nothing.
+    """Show what rank 0 adds to its log, in all attempts to run a job; without a log folder do nothing.
 
-    What the log has already is of a former job, and is not shown.
+    Existing content of the log comes from an earlier job and is not shown.
 
-    The log is shown as text: NUL bytes are left out (a log that is cut while a process goes on writing has holes), and
-    what is not UTF-8 is replaced.
+    The log is shown as text. NUL bytes are left out, because a log that is truncated while a process writes has holes.
+    Bytes that are not UTF-8 are replaced.
     """
 
     def __init__(self, log_dir: Path | None) -> None:
@@ -225,7 +231,7 @@ class Tail(_Outlet):
             self.start()
 
     def catch_up(self) -> None:
-        """Show what there is before something is said of it."""
+        """Show the present output, so that a message about it comes after it."""
         self.wait(_SOON_SECONDS)
 
     def _next_output(self) -> bytes:
@@ -233,13 +239,13 @@ class Tail(_Outlet):
         text = ""
         try:
             with open(trusted_files.open_file(self.log, os.O_RDONLY), "rb") as log:
-                if os.fstat(log.fileno()).st_size < self._num_read:  # it was cut: what follows is new
+                if os.fstat(log.fileno()).st_size < self._num_read:  # the log was truncated, so its content is new
                     self._num_read = 0
                 log.seek(self._num_read)
                 while not text and (added := log.read(_READ_BYTES)):
                     self._num_read += len(added)
                     text = self._decoder.decode(added).replace("\0", "")
-        except OSError:  # there is none yet
+        except OSError:  # the log does not exist yet
             return b""
         return text.encode()
 

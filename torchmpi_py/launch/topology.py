@@ -1,12 +1,13 @@
-"""The cores that this process may use, as the system describes them: sockets, NUMA nodes, hardware threads, a quota.
+"""The cores that this process may use, as the system reports them: sockets, NUMA nodes, threads, a quota.
 
-The *allowed* CPUs are those that the scheduler lets this process run on (an affinity mask, as batch systems and
-containers set it). A physical core has one CPU, or several, its hardware threads. Linux numbers CPUs in many ways: the
-second threads after all first ones or next to them, sockets one after the other or alternately. So the numbers say
-nothing, and the files of ``/sys/devices/system`` are read. Where a container hides them, each CPU counts as a core.
+The *allowed* CPUs are those on which the scheduler may run this process (an affinity mask, as batch systems and
+containers set it). A physical core has one or more CPUs, its hardware threads. Linux numbers CPUs in different orders:
+the second threads after all first threads or next to them, sockets one after the other or alternately. So the numbers
+mean nothing, and the files of ``/sys/devices/system`` are read. If a container hides these files, each CPU counts as a
+core.
 
-A container may also limit processor *time* (a cgroup quota) without saying on which cores. Such a quota bounds the
-number of threads, and leaves the cores as they are.
+A container may also limit processor *time* (a cgroup quota) without naming cores. Such a quota limits the number of
+threads, but not the cores.
 """
 
 import contextlib
@@ -20,8 +21,8 @@ from typing import NamedTuple
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _DEVICES = Path("/sys/devices")
-_CAPACITY = 1024  # of a core, where the system does not say
-_SMALL = 0.8  # of the largest capacity: below it a core is one of the small ones of a hybrid processor
+_CAPACITY = 1024  # capacity of a core, if the system does not report it
+_SMALL = 0.8  # fraction of the largest capacity; a core below it is a small core of a hybrid processor
 
 
 class Core(NamedTuple):
@@ -35,7 +36,7 @@ class Core(NamedTuple):
 
 
 def cores(allowed: Collection[int] | None = None, devices: Path = _DEVICES) -> list[Core]:
-    """The physical cores of the allowed CPUs (default: the CPUs of this process), in their order."""
+    """Return the physical cores of the allowed CPUs (default: this process's CPUs), in the order of `Core`."""
     allowed = os.sched_getaffinity(0) if allowed is None else allowed
     system, atoms = devices / "system", _listed(devices / "cpu_atom/cpus")
     node_of = {cpu: int(path.name[4:]) for path in system.glob("node/node[0-9]*") for cpu in _listed(path / "cpulist")}
@@ -44,7 +45,7 @@ def cores(allowed: Collection[int] | None = None, devices: Path = _DEVICES) -> l
         folder = system / f"cpu/cpu{cpu}"
         first = min(_listed(folder / "topology/thread_siblings_list") or {cpu})
         threads[node_of.get(cpu, 0), _number(folder / "topology/physical_package_id"), first].append(cpu)
-        # Linux may give all cores of a hybrid processor of Intel one capacity, and lists its small ones.
+        # Linux may report the same capacity for all cores of a hybrid Intel processor, but it lists the small ones.
         capacities[cpu] = (_number(folder / "cpu_capacity") or _CAPACITY) >> (cpu in atoms)
     least = _SMALL * max(capacities.values(), default=0)
     return sorted(
@@ -54,7 +55,7 @@ def cores(allowed: Collection[int] | None = None, devices: Path = _DEVICES) -> l
 
 
 def _text(path: Path) -> str:
-    """The content of a file; empty where the system does not have it."""
+    """Return the content of a file; empty if the system does not have the file."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -62,21 +63,21 @@ def _text(path: Path) -> str:
 
 
 def _listed(path: Path) -> frozenset[int]:
-    """The CPUs that a file lists."""
+    """Return the CPUs that a file lists."""
     with contextlib.suppress(ValueError):
         return read_cpus(_text(path))
     return frozenset()
 
 
 def _number(path: Path) -> int:
-    """The number in a file; 0 if none."""
+    """Return the number in a file; 0 if there is no number."""
     with contextlib.suppress(ValueError):
         return int(_text(path))
     return 0
 
 
 def read_cpus(text: str) -> frozenset[int]:
-    """Read the system's ``0-15,32-47``."""
+    """Read a list of CPUs in the system's form ``0-15,32-47``."""
     cpus: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -85,24 +86,28 @@ def read_cpus(text: str) -> frozenset[int]:
 
 
 def quota_cores(text: str) -> float:
-    """Read a cgroup's ``quota period`` (microseconds) as a number of cores; infinite when there is no limit."""
+    """Read a cgroup's ``quota period`` (microseconds) as a number of cores; infinite without a limit."""
     try:
         quota, period = text.split()
         return float(quota) / float(period) if float(quota) > 0 else math.inf
-    except ValueError:  # "max 100000", or nothing: no limit
+    except ValueError:  # "max 100000" or empty text means no limit
         return math.inf
 
 
 def num_usable_cores(num_cores: int | None = None) -> int:
-    """Cores' worth of time this process and its siblings may use: physical cores, or less under a cgroup quota.
+    """Return how many cores' worth of time this process and its siblings may use.
 
-    num_cores: of this process, if it is known; default: ``len(cores())``.
+    This is the number of physical cores, or less under a cgroup quota. num_cores: the number for this process if it is
+    known; default: ``len(cores())``.
     """
     return max(1, min(num_cores or len(cores()), math.floor(_smallest_quota())))
 
 
 def _smallest_quota() -> float:
-    """The tightest limit of our cgroups; math.floor needs a finite number, so no limit is a large one."""
+    """Return the smallest quota of this process's cgroups, in cores.
+
+    Without a limit the result is a large number, because math.floor needs a finite one.
+    """
     quotas = [float(1 << 20)]
     for folder in cgroup_folders("cpu"):
         quota_of_version_1 = f"{_text(folder / 'cpu.cfs_quota_us')} {_text(folder / 'cpu.cfs_period_us')}"
@@ -111,7 +116,10 @@ def _smallest_quota() -> float:
 
 
 def cgroup_folders(controller: str) -> list[Path]:
-    """Folders of this process's cgroup and of its ancestors, of version 2 and of a controller of version 1."""
+    """Return the folders of this process's cgroup and of its ancestors, for cgroup version 2 and 1.
+
+    ``controller``: the controller of version 1.
+    """
     folders: list[Path] = []
     for line in _text(Path("/proc/self/cgroup")).splitlines():
         _, controllers, name = line.split(":", 2)
@@ -124,21 +132,24 @@ def cgroup_folders(controller: str) -> list[Path]:
 
 
 def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Iterable[Path] | None = None) -> tuple[int, str]:
-    """Bytes that this process and its siblings may still use, and what limits them, if that is not the host."""
+    """Return the bytes that this process and its siblings may still use, and the limit's name if it is not RAM."""
     lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     free, limit = int(lines.get("MemAvailable", lines["MemFree"]).split()[0]) << 10, ""
     for folder in cgroup_folders("memory") if cgroups is None else cgroups:
-        left = _left_in(folder)
-        if left is not None and left < free:
-            free, limit = left, " by a cgroup's limit"
+        rest = _left_in(folder)
+        if rest is not None and rest < free:
+            free, limit = rest, " by a cgroup's limit"
     return free, limit
 
 
 def _left_in(folder: Path) -> int | None:
-    """Bytes that a cgroup, of either version, has left; files that it caches can go. None without a limit."""
-    for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+    """Return the free bytes of a cgroup of either version; None without a limit.
+
+    Cached files count as free, because the system can drop them.
+    """
+    for most, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         try:
-            limit, num_used = (folder / most).read_text().strip(), int((folder / used).read_text())
+            limit, num_used = (folder / most).read_text().strip(), int((folder / usage).read_text())
             cached = re.search(r"^(?:total_)?inactive_file (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
         except (OSError, ValueError):
             continue

@@ -1,7 +1,8 @@
-"""The transports of the MPI: between the ranks of one host shared memory alone, so that no rank listens on a TCP port.
+"""Keep the MPI from using TCP between ranks of one host, so that no rank listens on a TCP port.
 
-Whoever can connect to a rank can keep it busy. Each rank decides for itself, because only in a rank do the launcher's
-variables tell whether all ranks are on this host: a batch system may have placed them.
+Anyone who can connect to a rank can keep it busy, and shared memory suffices on one host. Each rank decides this for
+itself, because only in a rank do the launcher's variables tell whether all ranks are on this host: a batch system may
+have placed them.
 """
 
 import os
@@ -12,13 +13,13 @@ from torchmpi_py.launch import parameter_files, variables
 
 COMPONENTS, _UCX = "OMPI_MCA_btl", "UCX_TLS"
 _OF_ONE_HOST = {COMPONENTS: "^ofi,tcp", _UCX: "^tcp"}
-_SEGMENT_BYTES = 16 << 20  # of a rank in /dev/shm: without it Open MPI needs TCP also between ranks of one host
+_SEGMENT_BYTES = 16 << 20  # space of a rank in /dev/shm; without it Open MPI needs TCP even between ranks of one host
 
 
 def leave_tcp_out(folder: str = "/dev/shm") -> None:
-    """Have this rank open no TCP port if all ranks are on this host; the user's settings win.
+    """Keep this rank from opening a TCP port if all ranks are on this host; the user's settings come first.
 
-    Called before MPI starts. A single rank keeps TCP: Open MPI connects it to ranks that it spawns in no other way.
+    Called before MPI starts. A single rank keeps TCP, because Open MPI has no other connection to ranks that it spawns.
     """
     size = variables.size_in(os.environ) or 1
     if not (1 < size == variables.local_size_in(os.environ) and _has_room(folder, size * _SEGMENT_BYTES)):
@@ -30,7 +31,7 @@ def leave_tcp_out(folder: str = "/dev/shm") -> None:
 
 
 def is_chosen(*names: str) -> bool:
-    """Whether the user has set one of these parameters of Open MPI, in the environment or in a file."""
+    """Return whether the user has set one of these Open MPI parameters, in the environment or in a file."""
     installed = (os.environ.get("MPI4PY_LIBMPI"), shutil.which("mpirun"), shutil.which("mpiexec"))
     return any(
         f"OMPI_MCA_{name}" in os.environ or parameter_files.have(name, "openmpi", os.environ, installed)
@@ -39,7 +40,10 @@ def is_chosen(*names: str) -> bool:
 
 
 def without_ours(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment for another job, which may have several hosts: in a rank without what was set there."""
+    """Return an environment for another job, without the settings that this module made in a rank.
+
+    The other job may have several hosts, which need TCP.
+    """
     ours = _OF_ONE_HOST if variables.has_mpi(environment) else {}
     return {name: value for name, value in environment.items() if ours.get(name) != value}
 

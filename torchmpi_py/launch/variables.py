@@ -1,25 +1,26 @@
-"""Environment variables of a rank: those of the launcher, which say the rank's place, and torchrun's, set from these.
+"""Environment variables of a rank: the launcher's, which tell the rank's place, and torchrun's, derived from them.
 
-*The launcher's.* Each MPI has its own names for rank, size, local rank and local size. The more specific names stand
-first: Slurm's are also set for a batch script, from which another starter may have come.
+*The launcher's.* Each MPI has its own names for rank, size, local rank and local size. The more specific names come
+first, because Slurm's are also set for a batch script, from which another launcher may have been started.
 
-*torchrun's* are RANK, WORLD_SIZE, LOCAL_RANK, ..., MASTER_ADDR, MASTER_PORT. Programs that are written for ``torchrun``
-read them. The import of the package sets them in a process that an MPI's launcher has started, from the launcher's own
-variables and without MPI: all ranks come to the same MASTER_PORT by way of the job's name. What only MPI knows, on
-several hosts, `complete` adds when MPI runs.
+*torchrun's* are RANK, WORLD_SIZE, LOCAL_RANK, ..., MASTER_ADDR, MASTER_PORT. Programs for ``torchrun`` read them. The
+import of the package sets them in a process that an MPI's launcher has started, from the launcher's own variables and
+without MPI. All ranks derive the same MASTER_PORT from the job's name. On several hosts `complete` adds the values that
+only MPI knows, once MPI runs.
 
-A record, the variable TORCHMPIRUN_WORLD, holds the job, the rank, and what was set here. Processes inherit it together
-with the variables, and so it distinguishes what has the same names:
+The variable TORCHMPIRUN_WORLD is a record of the job, the rank, and the values that were set here. Processes inherit
+the record together with the variables. Without it, a stale variable of an outer job could not be told from a user's:
 
-- The record is of this job and this rank: a variable that differs from it was set since, by the program or by a
+- The record is of this job and this rank. Then a variable with another value was set later, by the program or by a
   ``torchrun`` that the rank has started, and stays.
-- The record is of another job, from which this one was started: a variable that equals it is stale, and is set again.
-- There is none: a variable that is set is the user's and stays.
+- The record is of another job, from which this one was started. Then a variable with the recorded value is stale, and
+  is set again.
+- There is no record. Then a variable that is set comes from the user, and stays.
 
-Where TORCHELASTIC_RUN_ID is set, a rank has started ``torchrun``, whose variables stay: an outer one's never reach a
-rank, because torchmpirun takes them out.
+If TORCHELASTIC_RUN_ID is set, a rank has started ``torchrun``, and its variables stay. The variables of an outer
+``torchrun`` never reach a rank, because torchmpirun removes them.
 
-``torchmpirun`` gives its ranks a record without a job: the hosts, and a port that is free.
+``torchmpirun`` gives its ranks a record without a job: the hosts, and a free port.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _RANK = (
     "PMI_RANK",  # MPICH, Intel MPI, Cray
     "PALS_RANKID",  # HPE
     "MV2_COMM_WORLD_RANK",  # MVAPICH
-    "SLURM_PROCID",  # the last: srun also starts programs that have nothing to do with MPI, nor with each other
+    "SLURM_PROCID",  # last, because srun also starts independent programs without MPI
 )
 SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE", "SLURM_STEP_NUM_TASKS")
 _LOCAL_RANK = (
@@ -54,54 +55,57 @@ _LOCAL_RANK = (
 _LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
 
 RECORD = "TORCHMPIRUN_WORLD"
-NOTEBOOK = "TORCHMPIRUN_NOTEBOOK"  # address and key of a notebook, for its ranks
-CORES = "TORCHMPIRUN_CORES"  # usable cores of the rank's host, of which it may have been bound to some
+NOTEBOOK = "TORCHMPIRUN_NOTEBOOK"  # address and key of a notebook, for the notebook's ranks
+CORES = "TORCHMPIRUN_CORES"  # usable cores of the rank's host; the rank may be bound to some of them
 ADDRESS, PORT = "MASTER_ADDR", "MASTER_PORT"
 OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 NAMES = (*OF_A_RANK, ADDRESS, PORT)
-LAYOUT, LAYOUT_SECONDS = "TORCHMPIRUN_LAYOUT", "TORCHMPIRUN_LAYOUT_SECONDS"  # --layouts: folder of counts, how long
+# for --layouts: the folder of the counts, and the seconds to measure
+LAYOUT, LAYOUT_SECONDS = "TORCHMPIRUN_LAYOUT", "TORCHMPIRUN_LAYOUT_SECONDS"
 LOOPBACK = "127.0.0.1"
 
 OPEN_MPI = {
-    "OMPI_MCA_osc": "^ucx",  # this component prints noise where there is no InfiniBand
-    "OMPI_MCA_btl_tcp_links": "2",  # one connection of two ranks does not fill both directions of a link
-    "OMPI_MCA_btl_tcp_eager_limit": str(640 << 10),  # a longer message asks first, and its answer queues behind data
-    "OMPI_MCA_btl_tcp_max_send_size": str(640 << 10),  # at least as much
+    "OMPI_MCA_osc": "^ucx",  # This component prints noise where there is no InfiniBand.
+    "OMPI_MCA_btl_tcp_links": "2",  # One connection between two ranks does not fill both directions of a link.
+    # a longer message first sends a request, whose answer queues behind data
+    "OMPI_MCA_btl_tcp_eager_limit": str(640 << 10),
+    "OMPI_MCA_btl_tcp_max_send_size": str(640 << 10),  # must be at least the eager limit
 }
-"""Settings of Open MPI for ranks on several hosts, and against noise; docs/decisions/020-between-nodes.md."""
+"""Settings of Open MPI that speed up several hosts and remove noise; see docs/decisions/020-between-nodes.md."""
 
 _TORCHRUN = "TORCHELASTIC_"
 _JOBS = ("PMIX_NAMESPACE", "PMI_JOBID", "PALS_APID")
 _MOST_ANCESTORS = 10
-_MOST_NODES = 1 << 15  # the import must stay fast whatever a variable holds
-_NUMBER = r"[0-9]{1,9}"  # int() also reads what is no number of a launcher, and str.isdigit accepts what int() refuses
+_MOST_NODES = 1 << 15  # a limit, because the import must stay fast whatever a variable holds
+# stricter than int(), which accepts more forms, and than str.isdigit, which accepts digits that int() refuses
+_NUMBER = r"[0-9]{1,9}"
 _SPAN = rf"{_NUMBER}(?:-{_NUMBER})?"
 _NODES = re.compile(rf"([\w.-]+)(?:\[({_SPAN}(?:,{_SPAN})*)\]([\w.-]*))?(?:,|$)", re.ASCII)
-_FIRST_PORT, _NUM_PORTS = 10_000, 19_000  # below those that a system gives away, and torchrun's 29500
+_FIRST_PORT, _NUM_PORTS = 10_000, 19_000  # below the ports that a system assigns, and below torchrun's 29500
 
 
 def rank_in(environment: Mapping[str, str]) -> int | None:
-    """The rank in the job."""
+    """Return the rank in the job."""
     return _first_number(_RANK, environment)
 
 
 def size_in(environment: Mapping[str, str]) -> int | None:
-    """The number of ranks in the job; None where the launcher does not say, as in the script of a Slurm job."""
+    """Return the number of ranks in the job; None if the launcher does not set it, as in a Slurm job's script."""
     return _first_number(SIZE, environment)
 
 
 def has_mpi(environment: Mapping[str, str]) -> bool:
-    """Whether an MPI's launcher, or srun on behalf of one (``--mpi=pmix``), has started this process."""
+    """Return whether an MPI's launcher, or srun on behalf of one (``--mpi=pmix``), has started this process."""
     return _first_number(_RANK[:-1], environment) is not None
 
 
 def local_rank_in(environment: Mapping[str, str]) -> int | None:
-    """The rank among those on this host."""
+    """Return the rank among the ranks of this host."""
     return _first_number(_LOCAL_RANK, environment)
 
 
 def local_size_in(environment: Mapping[str, str]) -> int | None:
-    """The number of ranks on this host."""
+    """Return the number of ranks on this host."""
     size = _first_number(_LOCAL_SIZE, environment)
     if size is not None:
         return size
@@ -110,8 +114,9 @@ def local_size_in(environment: Mapping[str, str]) -> int | None:
 
 
 def is_srun(environment: Mapping[str, str]) -> bool:
-    """Whether Slurm's srun has started this rank; under another launcher its variables are those of a daemon."""
-    if "OMPI_COMM_WORLD_RANK" in environment:  # mpirun's, whose daemons may have the numbers of the ranks
+    """Return whether Slurm's srun has started this rank; under another launcher srun's variables are a daemon's."""
+    # mpirun has started this rank; mpirun's daemons may have the same numbers as ranks
+    if "OMPI_COMM_WORLD_RANK" in environment:
         return False
     place = environment.get("SLURM_PROCID"), environment.get("SLURM_STEP_NUM_TASKS")
     return place == (str(rank_in(environment)), str(size_in(environment)))
@@ -128,7 +133,7 @@ def tasks_on_node(layout: str, node: int) -> int | None:
 
 def nodes(names: str) -> list[str]:
     """Read Slurm's ``node[07-09,12],login``; empty for any other form, and for more than `_MOST_NODES`."""
-    found: list[str] = []
+    names_of_nodes: list[str] = []
     place = 0
     while place < len(names):
         if (part := _NODES.match(names, place)) is None:
@@ -137,14 +142,14 @@ def nodes(names: str) -> list[str]:
         for span in spans.split(","):
             first, _, last = span.partition("-")
             numbers = range(int(first or 0), int(last or first or 0) + 1)
-            if len(found) + len(numbers) > _MOST_NODES:
+            if len(names_of_nodes) + len(numbers) > _MOST_NODES:
                 return []
-            found += [f"{before}{str(n).zfill(len(first)) if first else ''}{after}" for n in numbers]
-    return found
+            names_of_nodes += [f"{before}{str(n).zfill(len(first)) if first else ''}{after}" for n in numbers]
+    return names_of_nodes
 
 
 def number(text: str) -> int | None:
-    """The number that a launcher's variable holds; None for any other text."""
+    """Return the number that a launcher's variable holds; None for any other text."""
     return int(text) if re.fullmatch(_NUMBER, text) else None
 
 
@@ -154,10 +159,11 @@ def _first_number(names: tuple[str, ...], environment: Mapping[str, str]) -> int
 
 
 def set_variables(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set torchrun's variables in a process that an MPI's launcher has started; elsewhere do nothing. Not collective.
+    """Set torchrun's variables in a process that an MPI's launcher has started; elsewhere do nothing.
 
-    A second call changes nothing, nor does one in a child process. Tasks of srun without an MPI may be independent of
-    each other, and a single rank is no more than a program: for these nothing is set, unless by ``torchmpirun``.
+    Not collective. A second call changes nothing, and neither does a call in a child process. Tasks of srun without an
+    MPI may be independent of each other, and a single rank is an ordinary program. For these nothing is set, unless
+    ``torchmpirun`` has started them.
     """
     rank, size = rank_in(environment), size_in(environment)
     if rank is None or size is None or rank >= size:
@@ -165,8 +171,9 @@ def set_variables(environment: MutableMapping[str, str] = os.environ) -> None:
     record = read_record(environment)
     if is_under_torchrun(environment) or (not record and (size == 1 or not has_mpi(environment))):
         return
-    own = {"JOB": "".join(job_name(environment).split()), "BY": f"{rank}/{size}"}  # spaces separate the entries
-    is_same_job = own["JOB"] in ("", record.get("JOB"))  # a daemon's child does not find the job
+    # without spaces, because spaces separate the entries
+    own = {"JOB": "".join(job_name(environment).split()), "BY": f"{rank}/{size}"}
+    is_same_job = own["JOB"] in ("", record.get("JOB"))  # a child of a daemon cannot find the job's name
     if is_same_job and record.get("BY") == own["BY"]:
         return
     for name in NAMES:
@@ -176,43 +183,49 @@ def set_variables(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def complete(address: str, group_rank: int, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what MPI has found: MASTER_ADDR, unless it is known, and GROUP_RANK. Does nothing without a record."""
+    """Set the values that MPI has found: MASTER_ADDR unless it is known, and GROUP_RANK.
+
+    Does nothing without a record.
+    """
     record = read_record(environment)
     if "JOB" in record:
         _set(environment, record, {ADDRESS: record.get(ADDRESS, address), "GROUP_RANK": str(group_rank)})
 
 
 def _set(environment: MutableMapping[str, str], record: Mapping[str, str], values: Mapping[str, str]) -> None:
-    """Set the ``values`` that the environment lacks, or has from the record, and put them into the new record."""
+    """Set the ``values`` that the environment lacks or has from the record, and add them to the new record."""
     ours = {name: value for name, value in values.items() if environment.get(name) in (None, record.get(name))}
     environment.update(ours)
     environment[RECORD] = " ".join(f"{name}={value}" for name, value in {**record, **ours}.items())
 
 
 def read_record(environment: Mapping[str, str]) -> dict[str, str]:
-    """Content of the record; empty where there is none."""
+    """Return the content of the record; empty if there is none."""
     entries = (entry.partition("=") for entry in environment.get(RECORD, "").split())
     return {name: value for name, _, value in entries}
 
 
 def is_own(environment: Mapping[str, str], name: str) -> bool:
-    """Whether the variable ``name`` has a value that was not set here."""
+    """Return whether the variable ``name`` has a value that was not set here."""
     return bool(environment.get(name)) and environment[name] != read_record(environment).get(name)
 
 
 def is_under_torchrun(environment: Mapping[str, str]) -> bool:
-    """Whether a torchrun has set the variables."""
+    """Return whether a torchrun has set the variables."""
     return f"{_TORCHRUN}RUN_ID" in environment
 
 
 def record_for_ranks(hosts: Sequence[tuple[str, int]], folder: Path) -> str:
-    """The record that ``torchmpirun`` gives the ranks of a job on ``hosts`` (names and slots); none: on this host."""
+    """Return the record that ``torchmpirun`` gives the ranks of a job on these hosts (names and slots).
+
+    Empty ``hosts`` stand for this host.
+    """
     layout = ",".join(f"{_name_for_others(name)}:{slots}" for name, slots in hosts)
     return f"{PORT}={_free_port(folder.name)}" + (f" HOSTS={layout}" if layout else "")
 
 
 def without_outer(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment for the ranks of another job: without the place in an outer one, torchrun's included."""
+    """Return an environment for the ranks of another job, without the variables of this rank and of torchrun."""
     is_stale = is_under_torchrun(environment)
     dropped = {RECORD, *OF_A_RANK, *(name for name in (ADDRESS, PORT) if is_stale or not is_own(environment, name))}
     return {
@@ -221,7 +234,7 @@ def without_outer(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def job_name(environment: Mapping[str, str]) -> str:
-    """A name of this process's job that all its ranks find, and no other job has; empty if the launcher gives none."""
+    """Return a name of this process's job that all its ranks find and no other job has; empty if unknown."""
     for name in _JOBS:
         if environment.get(name):
             return environment[name]
@@ -231,34 +244,37 @@ def job_name(environment: Mapping[str, str]) -> str:
 
 
 def _hydra_job() -> str:
-    """Address at which MPICH's mpiexec listens, from the command line of one of its proxies, one on each host."""
+    """Return the address at which MPICH's mpiexec listens.
+
+    It is read from the command line of an ancestor of this process: mpiexec's proxy, which runs once on each host.
+    """
     process_id = os.getpid()
     for _ in range(_MOST_ANCESTORS):
         process_id = int(proc.field(process_id, "status", "PPid"))
-        if found := re.search(rb"\0--control-port\0([^\0]+)", proc.read(process_id, "cmdline")):
-            return os.fsdecode(found[1])
+        if match := re.search(rb"\0--control-port\0([^\0]+)", proc.read(process_id, "cmdline")):
+            return os.fsdecode(match[1])
     return ""
 
 
-def _values(environment: Mapping[str, str], given: Mapping[str, str], rank: int, size: int) -> dict[str, str]:
-    """The variables, as far as they are known without MPI; ``given``: the record of torchmpirun."""
+def _values(environment: Mapping[str, str], record: Mapping[str, str], rank: int, size: int) -> dict[str, str]:
+    """Return the variables that are known without MPI; ``record``: torchmpirun's record."""
     local_rank, local_size = local_rank_in(environment), local_size_in(environment)
-    hosts = _hosts(environment, given.get("HOSTS", ""))
+    hosts = _hosts(environment, record.get("HOSTS", ""))
     is_one_host = local_size == size
-    found = {
+    values = {
         "RANK": rank,
         "WORLD_SIZE": size,
         "LOCAL_RANK": local_rank,
         "LOCAL_WORLD_SIZE": local_size,
         "GROUP_RANK": 0 if is_one_host else _group_rank(environment, hosts, rank),
         ADDRESS: LOOPBACK if is_one_host else next((name for name, _ in hosts), None),
-        PORT: given.get(PORT) or _port(job_name(environment)),
+        PORT: record.get(PORT) or _port(job_name(environment)),
     }
-    return {name: str(value) for name, value in found.items() if value is not None}
+    return {name: str(value) for name, value in values.items() if value is not None}
 
 
 def _hosts(environment: Mapping[str, str], layout: str) -> list[tuple[str, int]]:
-    """Names and slots of the job's hosts in their order: torchmpirun's, else Slurm's (0 slots: not known)."""
+    """Return names and slots of the job's hosts in their order: torchmpirun's, else Slurm's (0 slots: unknown)."""
     if layout:
         hosts = (host.rpartition(":") for host in layout.split(","))
         return [(name, number(slots) or 0) for name, _, slots in hosts if name]
@@ -267,15 +283,15 @@ def _hosts(environment: Mapping[str, str], layout: str) -> list[tuple[str, int]]
 
 
 def _group_rank(environment: Mapping[str, str], hosts: Sequence[tuple[str, int]], rank: int) -> int | None:
-    """The index of this host: Slurm's, else that of its name, else the one whose slots hold the rank."""
+    """Return the index of this host: Slurm's, else by the host's name, else the host whose slots hold the rank."""
     node = number(environment.get("SLURM_NODEID", ""))
     if node is not None and is_srun(environment):
         return node
     for match in (str, _short):
         own = match(socket.gethostname())
-        found = [index for index, (name, _) in enumerate(hosts) if match(name) == own]
-        if len(found) == 1:
-            return found[0]
+        indices = [index for index, (name, _) in enumerate(hosts) if match(name) == own]
+        if len(indices) == 1:
+            return indices[0]
     for index, (_, slots) in enumerate(hosts):
         rank -= slots
         if rank < 0:
@@ -288,7 +304,10 @@ def _short(name: str) -> str:
 
 
 def _name_for_others(name: str) -> str:
-    """A host's name for its peers: of ``user@[::1]`` the address, of this host's loopback the host's name."""
+    """Return a host's name for its peers.
+
+    For ``user@[::1]`` this is the address; for this host's loopback it is the host's name.
+    """
     bare = name.rpartition("@")[2].strip("[]")
     return socket.gethostname() if bare in ("localhost", "::1") or bare.startswith("127.") else bare
 
@@ -298,7 +317,7 @@ def _port(job: str) -> int:
 
 
 def _free_port(job: str) -> int:
-    """The port of the job's name, or the next one that is free on this host."""
+    """Return the port of the job's name, or the next port that is free on this host."""
     for port in range(first := _port(job), first + _NUM_PORTS):
         with contextlib.suppress(OSError), socket.socket() as trying:
             trying.bind(("", port))

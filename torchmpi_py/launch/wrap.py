@@ -1,22 +1,22 @@
-"""Runs in every rank, around the user's program: cores and threads before torch loads, the whole job's end after.
+"""Run the user's program in a rank: bind cores and threads before torch loads, end the whole job after a failure.
 
     mpirun -n 4 python .../launch/wrap.py [--bind core|numa|socket|none] [--log-dir D] [--profile D] [--ended FILE]
         [--quoted] [-m] program args...
 
-A rank that fails while the others wait for it in a collective would hang them all. So an uncaught exception, or
-sys.exit with a code that is not 0, prints its traceback once and then ends the job with MPI_Abort. A normal end just
-returns: the package's own stop() and MPI's finalize run at interpreter exit.
+A rank that fails while the others wait for it in a collective would leave them hanging. So after an uncaught exception,
+or sys.exit with a code that is not 0, the rank prints its traceback once and then ends the job with MPI_Abort. After a
+normal end nothing is done: the package's own stop() and MPI's finalize run at interpreter exit.
 
-In a job that is asked to end (Ctrl-C, SIGTERM) a rank that leaves by Ctrl-C or sys.exit waits for torchmpirun
-to end the job, because others may still be saving. Where all ranks have agreed (EndRequested) each ends as usual.
+Ctrl-C and SIGTERM ask the job to end. Then a rank that leaves by Ctrl-C or sys.exit waits until torchmpirun kills it,
+because other ranks may still be saving. If all ranks have agreed to end (EndRequested), each ends as usual.
 
-torchmpirun sets TORCHMPIRUN_JOB_DIR to a folder of the job. A failing rank leaves there when it failed and with which
-code, so that the job can end with the code of the *first* failure, and which shared memory it holds, so that what
-MPI_Abort leaves behind can be removed.
+torchmpirun sets TORCHMPIRUN_JOB_DIR to a folder of the job. A failing rank records there when it failed, with which
+exit code, and which shared memory it holds. So the job can end with the code of the *first* failure, and what MPI_Abort
+leaves behind can be removed.
 
-*Quoted* arguments: Open MPI, MPICH and srun read a bare ``:`` as the beginning of another program, and Open MPI
-rewrites ``--bind-to`` and others wherever they stand. The first character of such a word becomes ``%3A``, say, and each
-``%`` then ``%25``.
+*Quoted* arguments: Open MPI, MPICH and srun read a bare ``:`` as the start of another program, and Open MPI rewrites
+``--bind-to`` and other options wherever they stand. So the first character of such a word is written in hexadecimal
+(``:`` becomes ``%3A``), and then each other ``%`` is written as ``%25``.
 """
 
 import argparse
@@ -39,35 +39,35 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 if __name__ == "__main__":
-    # Run by path: this folder is where Python would look for modules first, and it has a `hosts` and a `job`.
+    # This file is run by path, so Python would look for modules in its folder first, which has a `hosts` and a `job`.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from torchmpi_py import trusted_files
 from torchmpi_py.errors import EndRequested
 from torchmpi_py.launch import binding, exit_marks, handed_input, notices, topology, transports, variables
 
-_ARRIVAL_SECONDS = 30  # for the other ranks to start MPI, of which one has failed before it did
-_SILENT = "99"  # for torch's profiler, which else reports on stderr that it starts and stops
+_ARRIVAL_SECONDS = 30  # for MPI to start after this rank has failed before MPI_Init
+_SILENT = "99"  # a log level at which torch's profiler does not report its start and stop on stderr
 
 
 def needs_quotes(words: list[str], interpreted: str) -> bool:
-    """Whether a starter interprets one of the words; ``interpreted`` is a regular expression of those that it does."""
+    """Return whether mpirun would interpret one of the words; ``interpreted`` is a regular expression."""
     return any(re.fullmatch(interpreted, word) for word in words)
 
 
 def quote(words: list[str], interpreted: str) -> list[str]:
-    """The words in a form that the starter leaves alone."""
+    """Return the words in a form that mpirun passes on unchanged."""
     plain = [word.replace("%", "%25") for word in words]
     return [f"%{ord(word[0]):02X}{word[1:]}" if re.fullmatch(interpreted, word) else word for word in plain]
 
 
 def unquote(words: list[str]) -> list[str]:
-    """Words that ``quote`` has quoted, as they were."""
+    """Return the original form of words from ``quote``."""
     return [re.sub("%([0-9A-F]{2})", lambda code: chr(int(code[1], 16)), word) for word in words]
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Read this file's own options; what follows the first other word is the program's."""
+    """Read this file's own options; everything from the first other word on belongs to the program."""
     parser = argparse.ArgumentParser(prog="wrap.py", allow_abbrev=False)
     parser.add_argument("--bind", choices=("core", "numa", "socket", "none"), default="core")
     parser.add_argument("--log-dir", type=Path)
@@ -85,13 +85,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def local_rank_and_size(environment: Mapping[str, str]) -> tuple[int, int]:
-    """This rank among the ranks of its host, and their number; (0, 1) where the launcher does not say, or is wrong."""
+    """Return this rank's number on its host and the number of ranks there; (0, 1) if unknown or wrong."""
     rank, size = variables.local_rank_in(environment) or 0, variables.local_size_in(environment) or 1
     return (rank, size) if rank < size else (0, 1)
 
 
 def bind(how: str) -> None:
-    """Give this rank its cores, and as many threads as cores, unless the environment says how many."""
+    """Bind this rank to its cores, and set as many threads as cores unless the environment sets a number."""
     local_rank, local_size = local_rank_and_size(os.environ)
     cores = topology.cores()
     num_cores = topology.num_usable_cores(len(cores))
@@ -106,9 +106,10 @@ def bind(how: str) -> None:
 
 
 def log_to(folder: Path, rank: int) -> None:
-    """Send this process's output, and that of libraries and children, to its own file: by descriptor, not by name.
+    """Redirect this process's output, including that of libraries and children, to its own file.
 
-    A job that was started again goes on in the files of the attempt before. SystemExit if there can be no log.
+    The descriptors are replaced, because children inherit them. A restarted job appends to the files of the earlier
+    attempt. SystemExit if the log cannot be opened.
     """
     is_first = os.environ.get("TORCHMPIRUN_RESTART", "0") == "0"
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if is_first else 0)
@@ -126,30 +127,31 @@ def log_to(folder: Path, rank: int) -> None:
 def run_program(program: list[str], *, as_module: bool) -> None:
     """Run the program as ``python program`` would: as __main__, with its own sys.argv and sys.path.
 
-    Its __main__ stays when this returns: threads, atexit functions and finalizers of the program use it later.
+    Its __main__ module stays in place afterwards, because threads, atexit functions and finalizers of the program use
+    it.
     """
     sys.argv, path = program, os.path.abspath(program[0])
-    # A new module, because this file's functions need the variables of the former one.
+    # Create a new module, because this file's functions still need the variables of the old one.
     sys.modules["__main__"] = main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     if as_module:
         sys.path[0] = os.getcwd()
         runpy._run_module_as_main(program[0])  # type: ignore[attr-defined]  # what Python itself calls for -m
-    elif pkgutil.get_importer(path) is not None:  # a folder, or a zip file
+    elif pkgutil.get_importer(path) is not None:  # the program is a folder or a zip file
         sys.path[0] = path
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
     else:
         sys.path[0] = os.path.dirname(os.path.realpath(path))
         main.__file__, main.__loader__ = path, importlib.machinery.SourceFileLoader("__main__", path)
         with io.open_code(path) as file:
-            if (code := pkgutil.read_code(file)) is None:  # not compiled before
+            if (code := pkgutil.read_code(file)) is None:  # the file holds source, not bytecode
                 file.seek(0)
                 code = compile(file.read(), path, "exec", dont_inherit=True)
         exec(code, main.__dict__)
 
 
 def exit_code(error: BaseException) -> int:
-    """The code that plain Python would end with, except that of Ctrl-C, which is a shell's."""
+    """Return the code that plain Python would end with, except that Ctrl-C gives 130, as in a shell."""
     if isinstance(error, SystemExit):
         code = error.code
         return code & 0xFF if isinstance(code, int) else int(code is not None)
@@ -159,13 +161,14 @@ def exit_code(error: BaseException) -> int:
 def explain(error: BaseException, rank: int, folder: str, outlets: Sequence[int]) -> None:
     """Print what plain Python would, with the rank, and without the frames of this file and runpy.
 
-    Where another rank of the host prints the same, this one prints the last line alone. ``folder``: the job's.
-    ``outlets``: duplicates of descriptor 2 from before the program ran. If there are two, the first one is a log, which
-    is complete, and the second one takes what cannot be written there.
+    If another rank of the host prints the same error, this rank prints only the last line. ``folder``: the job's
+    folder. ``outlets``: duplicates of descriptor 2 from before the program ran. If there are two, the first one is a
+    complete log, and the second one takes what cannot be written to the log.
     """
     if isinstance(error, SystemExit):
         write_whole("" if isinstance(error.code, int) or error.code is None else f"{error.code}\n", rank, outlets)
-    elif not isinstance(error, KeyboardInterrupt):  # of which every rank would print one, and the user knows
+    # every rank would print this error, and the user knows of the Ctrl-C
+    elif not isinstance(error, KeyboardInterrupt):
         error = error.with_traceback(_without_ours(error.__traceback__))
         if _shown_by_the_programs_hook(error):
             return
@@ -177,25 +180,26 @@ def explain(error: BaseException, rank: int, folder: str, outlets: Sequence[int]
 
 
 def write_whole(text: str, rank: int, outlets: Sequence[int]) -> None:
-    """Write to stderr in one piece, so that ranks do not mix theirs; where a log cannot be written to, before it.
+    """Write to stderr in one piece, so that the ranks' texts do not mix.
 
-    The program may have closed or replaced sys.stderr, or its descriptor. An object that replaces sys.stderr gets the
-    text too; what the object passes on to descriptor 2 is dropped, because the text is written there as well.
-    Descriptor 2 is open afterwards, for what the MPI writes.
+    If a log cannot be written, write to the stderr from before the log. The program may have closed or replaced
+    sys.stderr or its descriptor. An object that replaces sys.stderr gets the text too. What this object passes on to
+    descriptor 2 is dropped, because the text is written there as well. Descriptor 2 is open afterwards, for the
+    messages of the MPI.
     """
-    kept, *former = outlets
+    outlet, *former = outlets
     message = text.encode(errors="backslashreplace")
     with contextlib.suppress(OSError):
-        if not os.path.sameopenfile(2, kept):  # the program has led it elsewhere: there, too
+        if not os.path.sameopenfile(2, outlet):  # the program has redirected descriptor 2, so write there too
             os.write(2, message)
     with contextlib.suppress(BaseException), open(os.devnull, "wb") as nowhere:
-        sys.stderr.flush()  # what was written before
+        sys.stderr.flush()  # write out what the program has buffered
         os.dup2(nowhere.fileno(), 2)
         sys.stderr.write(text)
         sys.stderr.flush()
-    os.dup2(kept, 2)
+    os.dup2(outlet, 2)
     try:
-        with open(kept, "wb", closefd=False) as file:
+        with open(outlet, "wb", closefd=False) as file:
             file.write(message)
     except OSError as obstacle:
         if not former:
@@ -205,8 +209,8 @@ def write_whole(text: str, rank: int, outlets: Sequence[int]) -> None:
 
 
 def _shown_by_the_programs_hook(error: BaseException) -> bool:
-    """Whether the program, or a library of its choice, has an excepthook, and this hook has done its work."""
-    # Under the hooks of the package and of torch.distributed may be one of the program.
+    """Run the excepthook of the program or of a library, if there is one; return whether it worked."""
+    # The hooks of this package and of torch.distributed may wrap one of the program.
     hook: Any = sys.excepthook
     while (former := _wrapped_by(hook)) is not None:
         hook = former
@@ -220,10 +224,11 @@ def _shown_by_the_programs_hook(error: BaseException) -> bool:
 
 
 def _wrapped_by(hook: Any) -> Any:
-    """The excepthook that this one is put around; None if this one is the program's own, or Python's."""
-    if getattr(hook, "aborts", False):  # the package's: ending the job is our part
+    """Return the excepthook that this one wraps; None if this one is the program's own or Python's."""
+    if getattr(hook, "aborts", False):  # this is the package's hook, and ending the job is our part
         return getattr(hook, "former", sys.__excepthook__)
-    if getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d":  # writes "[rank0]:" before each line
+    # this hook only writes "[rank0]:" before each line
+    if getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d":
         cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
         return cells["old_hook"].cell_contents if "old_hook" in cells else sys.__excepthook__
     return None
@@ -237,32 +242,35 @@ def _without_ours(frames: TracebackType | None) -> TracebackType | None:
 
 
 def ignore_signals() -> None:
-    """Ignore every signal that the program handles: an error of a handler would take the place of the report.
+    """Ignore every signal that the program handles, so that no handler's error replaces the report.
 
-    torch's handler of SIGCHLD raises when a worker of a DataLoader dies, also while the error of its pipe is reported.
+    For example, torch's handler of SIGCHLD raises when a worker of a DataLoader dies, even while the error of the
+    worker's pipe is being reported.
     """
     for signum in sorted(signal.valid_signals()) * 2:
-        with contextlib.suppress(BaseException):  # from the handler of a signal that has come meanwhile
+        with contextlib.suppress(BaseException):  # a handler may raise when its signal arrives meanwhile
             if callable(signal.getsignal(signum)):
                 signal.signal(signum, signal.SIG_IGN)
 
 
 def fail(error: BaseException, code: int, folder: str, rank: int, outlets: Sequence[int]) -> None:
-    """Record, explain, write the trace, and end the job whatever stands in the way: a closed stderr, a full disk.
+    """Record the failure, explain it, write the trace, and end the job, even with a closed stderr or a full disk.
 
-    In a job that is asked to end the record is last, because torchmpirun kills the ranks once all have left it.
+    In a job that is asked to end, the failure is recorded last, because torchmpirun kills the ranks once all have
+    recorded that they left.
     """
-    _try(os.close, 0)  # else there may be no descriptor for what follows
+    _try(os.close, 0)  # free a descriptor, because the following steps need one
     if not _is_asked_to_end(error, folder):
         _try(exit_marks.record_failure, folder, rank, code)
     _try(lambda: sys.stdout.flush())
     _try(explain, error, rank, folder, outlets)
-    if "torchmpi_py.watch.tracing" in sys.modules:  # the trace of a rank that fails ends here; the others leave none
+    # save this rank's trace; ranks that are ended by the abort leave none
+    if "torchmpi_py.watch.tracing" in sys.modules:
         _try(sys.modules["torchmpi_py.watch.tracing"].save)
     if _is_asked_to_end(error, folder):
         _try(exit_marks.wait_for_output)
         _try(exit_marks.record_failure, folder, rank, code)
-        while os.path.isdir(folder):  # until torchmpirun kills this rank
+        while os.path.isdir(folder):  # wait until torchmpirun kills this rank
             time.sleep(0.1)
     if "torchmpi_py.watch.abort" in sys.modules:
         _try(sys.modules["torchmpi_py.watch.abort"].announce)
@@ -279,9 +287,9 @@ def _is_asked_to_end(error: BaseException, folder: str) -> bool:
 
 
 def end_job(code: int, folder: str, rank: int) -> NoReturn:
-    """MPI_Abort when MPI runs here; else exit, and leave it to the MPI's starter, or to torchmpirun, to notice."""
+    """Call MPI_Abort if MPI runs here; else exit, so that mpirun or torchmpirun notices the end."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
-    # torchmpirun notices by the mark, which is missing on another host, and where the disk is full.
+    # torchmpirun notices the failure by the mark, which is missing on another host and on a full disk.
     if mpi is None and not exit_marks.is_left(folder, f"failed-{rank}") and (variables.size_in(os.environ) or 1) > 1:
         mpi = _start_mpi()
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
@@ -290,10 +298,10 @@ def end_job(code: int, folder: str, rank: int) -> NoReturn:
 
 
 def _start_mpi() -> Any:
-    """Start MPI only to abort it: where torchmpirun does not nobody may notice a rank that exits before MPI_Init.
+    """Start MPI only to abort it, because otherwise nothing may notice a rank that exits before MPI_Init.
 
-    MPICH's starter never does. Open MPI's does, but now and then hangs or crashes over a rank that it kills while that
-    one is connecting.
+    MPICH's mpirun never notices such an end. Open MPI's does, but it sometimes hangs or crashes when it kills a rank
+    that is just connecting.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_ARRIVAL_SECONDS)
@@ -304,12 +312,12 @@ def _start_mpi() -> Any:
 
 
 def record_interrupts(folder: str, rank: int) -> None:
-    """Have Ctrl-C leave a mark before it raises KeyboardInterrupt; a handler of the program leaves another one.
+    """Make Ctrl-C leave a mark before it raises KeyboardInterrupt; a program's own handler leaves another.
 
-    torchmpirun cannot see either from outside: Python runs no handler while the rank waits in the MPI's library.
+    torchmpirun cannot see either from outside, because Python runs no handler while the rank waits in the MPI library.
     """
     interrupt, set_handler, process_id = signal.default_int_handler, signal.signal, os.getpid()
-    if signal.getsignal(signal.SIGINT) is not interrupt:  # ignored
+    if signal.getsignal(signal.SIGINT) is not interrupt:  # SIGINT is ignored, or has another handler
         return
 
     def leave_mark(signum: int, frame: FrameType | None) -> NoReturn:
@@ -324,7 +332,7 @@ def record_interrupts(folder: str, rank: int) -> None:
         return set_handler(signalnum, handler)
 
     set_handler(signal.SIGINT, leave_mark)
-    signal.default_int_handler = leave_mark  # asyncio looks for it, and finds it in its place
+    signal.default_int_handler = leave_mark  # asyncio compares the handler with this function
     signal.signal = look_at_handler
 
 
@@ -340,7 +348,7 @@ def run_and_end(options: argparse.Namespace, folder: str, rank: int) -> None:
             outlets.insert(0, os.dup(2))
         run_program(options.program, as_module=options.as_module)
         if options.log_dir is not None and sys.stdout is not None and not sys.stdout.closed:
-            sys.stdout.flush()  # here a full disk is an error; when Python ends it is code 120
+            sys.stdout.flush()  # a full disk raises an error here; when Python exits it would give code 120
     except EndRequested as error:
         if options.ended is not None and rank == 0 and os.getpid() == process_id:
             options.ended.write_text(f"{exit_code(error)}\n")
@@ -368,7 +376,7 @@ def main() -> None:
     if options.profile is not None:  # the package traces this rank from mpi.start() on
         os.environ["TORCHMPI_PROFILE"] = str(options.profile.absolute())
         os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
-    for stream in (sys.stdout, sys.stderr):  # into the starter's pipe each line at once, and whole, also for python -u
+    for stream in (sys.stdout, sys.stderr):  # write each line to mpirun's pipe whole and at once, also for python -u
         if isinstance(stream, io.TextIOWrapper):  # not when it was closed
             stream.reconfigure(line_buffering=True, write_through=False)
     with exit_marks.running(folder, rank):
