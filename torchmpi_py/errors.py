@@ -1,21 +1,28 @@
 """The exceptions of this package.
 
-```text Exception `-- TorchMPIError              the root: catches all errors below |-- NotStarted
-mpi.start() was not called, mpi.stop() was, or this is a child process |-- LaunchError            torchmpirun cannot
-start the job |-- CommunicatorError      MPI failed, or a communicator cannot carry out the call |   `-- RankDied
-a rank died, and the job continues (an elastic job) |-- CheckpointError        a checkpoint cannot be written or read;
-the message names rank, host and path |-- FlavourError |   |-- Unimplemented      the flavour does not implement this
-collective |   `-- Unavailable        the flavour cannot run here; the message says why and what would help |--
-RanksDisagree          ranks made different calls, or hold different values |-- CollectiveTimeout      an operation was
-not complete in time (also a TimeoutError) `-- ParameterServerError   a parameter server refused or lost a request ```
+```text
+Exception
+`-- TorchMPIError              the root: catches all errors below
+    |-- NotStarted             mpi.start() was not called, mpi.stop() was, or this is a child process
+    |-- LaunchError            torchmpirun cannot start the job
+    |-- CommunicatorError      MPI failed, or a communicator cannot carry out the call
+    |   `-- RankDied           a rank died, and the job continues (an elastic job)
+    |-- CheckpointError        a checkpoint cannot be written or read: the message names rank, host and path
+    |-- FlavourError
+    |   |-- Unimplemented      the flavour does not implement this collective
+    |   `-- Unavailable        the flavour cannot run here: the message says why and what would help
+    |-- RanksDisagree          ranks made different calls, or hold different values
+    |-- CollectiveTimeout      an operation was not complete in time (also a TimeoutError)
+    `-- ParameterServerError   a parameter server refused or lost a request
+```
 
-EndRequested is a SystemExit, like the one of ``sys.exit``: ``except Exception`` does not catch it.
+EndRequested derives from SystemExit, which ``sys.exit`` also raises: ``except Exception`` does not catch it.
 
 A mistake of the caller (wrong type, root out of range, unknown op) is a TypeError or a ValueError that names the value
-and the remedy. Every rank raises it before anything is sent.
+and the remedy. Every rank raises the error before anything is sent.
 
 Every TorchMPIError has the attributes ``verb`` (name of the call), ``comm`` and ``rank`` of the call that raised it. An
-attribute is None if it is not known, as in errors of the launcher.
+attribute is None if it is not known, for example in errors of the launcher.
 """
 
 from __future__ import annotations
@@ -41,7 +48,7 @@ class TorchMPIError(Exception):
     rank: int | None = None
 
     def _of_call(self: _E, verb: str | None, comm: Any) -> _E:
-        """Set the attributes of the call that raised this error, unless an inner call has; return the error."""
+        """Set the attributes of the call that raised this error, unless an inner call has; return the error itself."""
         if self.verb is None and verb is not None:
             self.verb, self.comm = verb, comm
             self.rank = None if comm is None else comm.rank
@@ -53,7 +60,7 @@ class TorchMPIError(Exception):
 
 
 class NotStarted(TorchMPIError):  # noqa: N818 - the name says the state, as in the design
-    """A call needs ``mpi.start()``, and this process is not started."""
+    """The call needs a started package: call ``mpi.start()`` first, in this process."""
 
 
 class LaunchError(TorchMPIError):

@@ -69,9 +69,9 @@ TRYING = f"noise {MARK} trying Sendrecv of 64 bytes\n"
         (TRYING, -11, True, "crashed with signal 11 (Segmentation fault) on GPU memory, in Sendrecv of 64 bytes"),
         (TRYING, None, True, "did not end within 6 s on GPU memory, in Sendrecv of 64 bytes"),
         ("", -6, False, "not known whether this MPI is CUDA-aware: a trial crashed with signal 6 (Aborted) before"),
-        ("hello", 0, False, "ended with exit code 0 before it came to GPU memory: hello"),
-        ("Traceback\nRuntimeError: busy\n", 1, False, "exit code 1 before it came to GPU memory: RuntimeError: busy"),
-        ("", 2, False, "ended with exit code 2 before it came to GPU memory: it said nothing"),
+        ("hello", 0, False, "ended with exit code 0 before it used GPU memory: hello"),
+        ("Traceback\nRuntimeError: busy\n", 1, False, "exit code 1 before it used GPU memory: RuntimeError: busy"),
+        ("", 2, False, "ended with exit code 2 before it used GPU memory: no output"),
     ],
 )
 def test_how_a_trial_ends_is_the_verdict(output, status, is_final, words):
@@ -86,7 +86,7 @@ def test_how_a_trial_ends_is_the_verdict(output, status, is_final, words):
     [
         (["sh", "-c", f"echo '{TRYING}'; echo bad >&2; kill -SEGV $$"], True, "signal 11 (Segmentation fault) on GPU"),
         (["sh", "-c", f"echo '{TRYING}'; exec sleep 600"], True, "did not end within 2 s on GPU memory"),
-        (["/nowhere/python"], False, "no trial could start: [Errno 2]"),
+        (["/nowhere/python"], False, "cannot start a trial: [Errno 2]"),
     ],
 )
 def test_children(command, is_final, words):
@@ -117,7 +117,7 @@ def test_a_verdict_comes_back_from_its_file(folder, why):
     (path,) = folder.iterdir()
     assert path == FACTS.path()
     assert path.name.startswith("cuda_aware-a_host_1-")
-    assert gpu_probe.read(FACTS) == Verdict(f"{why}; delete {path} to have it tried again" if why else "")
+    assert gpu_probe.read(FACTS) == Verdict(f"{why}; delete {path} to repeat the trial" if why else "")
     assert gpu_probe.read(FACTS._replace(gpu="Another GPU")) is None
 
 

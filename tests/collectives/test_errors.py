@@ -101,9 +101,9 @@ def test_what_is_wrong_on_one_rank_only(mpi):
     raises_everywhere(mpi, ValueError, "into 64 bits", mpi.allreduce, 2**63 if mpi.rank() == 0 else 1)
     x = torch.ones(2, 3 if mpi.rank() else 4)
     message = raises_everywhere(mpi, RanksDisagree, "only dim 0 may differ", mpi.allgather, x)
-    assert "rank 0 brings torch.float32 (2, 4), rank 1 brings torch.float32 (2, 3)" in message
+    assert "rank 0 passes torch.float32 (2, 4), rank 1 passes torch.float32 (2, 3)" in message
     y = torch.ones(2, dtype=torch.float64 if mpi.rank() else torch.int64)
-    raises_everywhere(mpi, RanksDisagree, "rank 0 brings torch.int64", mpi.gather, y)
+    raises_everywhere(mpi, RanksDisagree, "rank 0 passes torch.int64", mpi.gather, y)
     handle = mpi.allgather_async(x)
     for _ in range(2):
         raises_everywhere(mpi, RanksDisagree, "only dim 0 may differ", handle.wait)

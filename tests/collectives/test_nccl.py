@@ -45,7 +45,7 @@ def test_what_is_missing(monkeypatch):
     ("names", "reason"),
     [
         ("ABCD", ""),
-        ("ABAC", "ranks 0 and 2 share GPU-A; NCCL needs one GPU a rank"),
+        ("ABAC", "ranks 0 and 2 share GPU-A; NCCL needs one GPU per rank"),
         ("ABBB", "ranks 1, 2 and 3 share GPU-B; "),
     ],
 )

@@ -76,7 +76,7 @@ def test_wait_all_waits_for_all_and_raises_the_first_error(thread):
     with pytest.raises(KeyError, match="first") as caught:
         wait_all(handles)
     assert done == [1]
-    assert caught.value.__notes__ == ["1 more of the operations waited for failed"]
+    assert caught.value.__notes__ == ["wait_all: 1 more operations failed"]
 
 
 def test_an_error_that_nobody_would_see_is_logged(thread, caplog):
@@ -90,8 +90,8 @@ def test_an_error_that_nobody_would_see_is_logged(thread, caplog):
         gc.collect()
         assert thread.submit(Failing(lambda: 1)).wait() == 1
         assert thread.submit(Step(lambda: 2)).wait() == 2
-    assert "some work failed, and nobody waited for it: KeyError('lost')" in caplog.text
-    assert "what was to follow some work has failed" in caplog.text
+    assert "some work failed, and no thread waited for it: KeyError('lost')" in caplog.text
+    assert "a step chained to some work failed" in caplog.text
 
 
 def test_a_wait_with_a_limit_and_the_life_of_buffers():
@@ -169,7 +169,7 @@ def test_a_receive_is_taken_back_while_a_thread_waits_for_it():
         time.sleep(0.01)
     handle.cancel()
     waiting.join(60)
-    assert errors == ["some work was cancelled: nothing has come for it"]
+    assert errors == ["some work was cancelled: no message has arrived for it"]
 
 
 def test_a_receive_that_a_handler_interrupted_after_its_end():

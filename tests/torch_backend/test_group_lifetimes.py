@@ -176,7 +176,7 @@ def test_a_receive_that_is_waited_for_to_the_end(tmp_path):
         dist.destroy_process_group()
         if rank == 1:
             listening.join()
-            assert "was cancelled: nothing has come for it" in errors[0]
+            assert "was cancelled: no message has arrived for it" in errors[0]
         """,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

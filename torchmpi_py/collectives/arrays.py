@@ -1,8 +1,8 @@
-"""numpy and cupy arrays in collectives: a tensor on the array's memory stands in for each, and the result is an array.
+"""numpy and cupy arrays in collectives: a tensor on the memory of each array replaces it, and the result is an array.
 
-numpy's arrays become tensors by ``torch.from_numpy``, cupy's by DLPack; neither copies. DLPack also orders streams:
-torch's current stream waits for what cupy's holds at the call, and cupy's for the result, in the thread that waits.
-cupy is never imported here: where there is a cupy array, the program has done so.
+``torch.from_numpy`` makes tensors of numpy's arrays, and DLPack of cupy's. Neither copies. DLPack also orders streams.
+At the call, torch's current stream waits for the work in cupy's stream; afterwards cupy's stream waits for the result,
+in the thread that waits. This module never imports cupy: a program that passes a cupy array has imported it.
 """
 
 from __future__ import annotations
@@ -44,34 +44,34 @@ class ArrayCall:
             self.kwargs = {**self.kwargs, "out": self.x if out is x else self._tensor(verb, "out", out)}
 
     def _tensor(self, verb: str, name: str, array: Any, out: Any = None) -> Tensor:
-        """A tensor on the memory of ``array``, which is ``x`` or ``out``."""
+        """Return a tensor on the memory of ``array``, which is ``x`` or ``out``."""
         tensor = from_dlpack(array) if self._library is not np else _on_numpy(verb, name, array, out)
         self._arrays.append((tensor, array))
         return tensor
 
     def result(self, result: Any) -> Any:
-        """Return the array for which the result tensor stands in; for another tensor, a new array."""
+        """Return the array whose memory the result tensor uses; for any other tensor, a new array."""
         if self._library is None:
             return result
         if not isinstance(result, Tensor):
             if self._library is not np:
                 self._library.from_dlpack(self._arrays[0][0])  # also orders cupy's stream
             return result
-        new = result.numpy() if self._library is np else self._library.from_dlpack(result)  # orders cupy's stream
+        new = result.numpy() if self._library is np else self._library.from_dlpack(result)  # also orders cupy's stream
         for tensor, array in self._arrays:
             if tensor is result:
                 return array
         return new
 
     def handle(self, handle: Handle[Any]) -> Handle[Any]:
-        """Return ``handle``, whose waits now return arrays (``result``)."""
+        """Let the waits of ``handle`` return arrays (``result``), and return it."""
         if self._library is not None:
             handle.to_array = self.result
         return handle
 
 
 def _library_of(x: object) -> Any:
-    """Return the module numpy or cupy if ``x`` is an array of it, else None."""
+    """Return the module numpy or cupy if ``x`` is one of its arrays, else None."""
     if isinstance(x, np.ndarray):
         return np
     cupy: Any = sys.modules.get("cupy")
@@ -79,9 +79,10 @@ def _library_of(x: object) -> Any:
 
 
 def _on_numpy(verb: str, name: str, array: NumpyArray, out: object) -> Tensor:
-    """A tensor on the memory of ``array``; on a copy if that is read-only, which ValueError refuses if it is written.
+    """Return a tensor on the memory of ``array``, or on a copy of a read-only array.
 
-    TypeError for dtypes that torch lacks, for byte orders of other machines, negative strides, and masked arrays.
+    ValueError if the collective would write to a read-only array. TypeError for masked arrays, dtypes that torch lacks,
+    byte orders of other machines, and negative strides.
     """
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(
@@ -90,7 +91,7 @@ def _on_numpy(verb: str, name: str, array: NumpyArray, out: object) -> Tensor:
     if not array.flags.writeable:
         if name == "out" or writes_into_x(verb, out):
             raise ValueError(f"{verb}: {name} is a read-only numpy array, which cannot be written; pass {name}.copy()")
-        array = array.copy()  # torch would warn
+        array = array.copy()  # because torch warns about tensors on read-only memory
     try:
         return torch.from_numpy(array)
     except (TypeError, ValueError) as error:
@@ -98,6 +99,6 @@ def _on_numpy(verb: str, name: str, array: NumpyArray, out: object) -> Tensor:
         if not array.dtype.isnative:
             remedy = f'{name}.astype({name}.dtype.newbyteorder("="))'
         raise TypeError(
-            f"{verb}: {name} is a numpy array of {array.dtype} and strides {array.strides}, which no tensor can stand "
-            f"in for: {str(error).rstrip('.')}. Pass {remedy}"
+            f"{verb}: {name} is a numpy array of {array.dtype} with strides {array.strides}, whose memory a tensor "
+            f"cannot use: {str(error).rstrip('.')}. Pass {remedy}"
         ) from None

@@ -1,11 +1,12 @@
-"""The autotuner: measure which flavour is fastest for each collective and size, and fill the selector with the result.
+"""The autotuner measures which flavour is fastest for each collective and size, and fills the selector with the result.
 
 For each collective, and for ordinary and symmetric tensors, sizes grow by factors of 4. At each size the flavours are
 timed alternately (``timing.py``). On a GPU the time of a call ends when the GPU has carried the call out.
 
 ``choose`` turns times into choices. It goes up in size, and changes to another flavour where that flavour is more than
-5 % faster in both halves of the measurements, so that noise does not make stripes. A choice ends at the geometric mean
-of the sizes on both sides of the change.
+5 % faster in both halves of the measurements. A choice ends at the geometric mean of the sizes on both sides of the
+change. Alternative: the fastest flavour at each size. It is not used, because noise would make the table alternate
+between flavours of equal speed.
 """
 
 from __future__ import annotations
@@ -34,21 +35,21 @@ from torchmpi_py.memory import gpus
 from torchmpi_py.memory.symmetric import symmetric_empty
 
 logger = logging.getLogger("torchmpi_py")
-Times = Mapping[str, Sequence[float]]  # of each flavour, in seconds, turn by turn
-Point = tuple[int, Times]  # how many bytes take these times
-Buffers = tuple[Tensor, Tensor]  # what calls read, and what they write if that is something else
+Times = Mapping[str, Sequence[float]]  # The times of each flavour, in seconds, turn by turn.
+Point = tuple[int, Times]  # A number of bytes, and the times at this size.
+Buffers = tuple[Tensor, Tensor]  # The tensor that calls read, and the one that they write if it is another.
 
-_DISPLACES_BY = 1.05  # how much faster a flavour is that takes the place of the one before
-_HOPELESS = 8.0  # how much slower than the best a flavour is that takes no further turns
-_DROP_FROM_BYTES = 256 << 10  # before that the slow ones cost little, and one that is slow to start may yet win
+_DISPLACES_BY = 1.05  # A flavour replaces the one before if it is faster by this factor.
+_HOPELESS = 8.0  # A flavour that is slower than the best by this factor takes no further turns.
+_DROP_FROM_BYTES = 256 << 10  # Below this size slow flavours cost little, and may still win at larger sizes.
 _MIN_TURNS, _MAX_TURNS = 3, 300
 _DTYPE = torch.float32
 
 _VERBS = tuple(row.name for row in COLLECTIVES.values() if row.is_tuned)
 _MEASURABLE = (*_VERBS, "gather", "scatter")
-_IN_ONE_PIECE = ("allreduce", "broadcast", "reduce")  # the others need a multiple of the ranks
-_INDIFFERENT = ("allgather", "gather")  # symmetric tensors are as fast as others
-_PEERS = ("gloo",)  # to compare with; not chosen unless the user says so
+_IN_ONE_PIECE = ("allreduce", "broadcast", "reduce")  # the others need a multiple of the number of ranks
+_INDIFFERENT = ("allgather", "gather")  # symmetric tensors are as fast as others here
+_PEERS = ("gloo",)  # flavours for comparison, which are measured only if the user names them
 
 
 def autotune(
@@ -98,7 +99,7 @@ def autotune(
     world = stack().levels[0]
     journal.run_together("autotune", world, lambda: _check_ranks(world, settings))
     if world.size == 1:
-        logger.info("autotune: nothing to measure in a world of one")
+        logger.info("autotune: nothing to measure on one rank")
         return
     rows = _measure(world, settings)
     if not rows:
@@ -127,7 +128,7 @@ def _check(settings: _Settings) -> None:
             raise ValueError(f"autotune: {what}={names!r}: give some of {', '.join(known)}")
     if not isinstance(max_bytes, int) or max_bytes < _DTYPE.itemsize or not 0 < seconds < math.inf:
         raise ValueError(
-            f"autotune: max_bytes={max_bytes}, seconds={seconds}: give at least {_DTYPE.itemsize}, and > 0"
+            f"autotune: max_bytes={max_bytes}, seconds={seconds}: give max_bytes >= {_DTYPE.itemsize} and seconds > 0"
         )
     if device not in DEVICES:
         raise ValueError(f"autotune: device={device!r}: give one of {', '.join(DEVICES)}")
@@ -135,9 +136,9 @@ def _check(settings: _Settings) -> None:
 
 def _check_ranks(world: Communicator, settings: _Settings) -> None:
     """Raise the same error on every rank if the ranks pass different arguments or have no GPU to measure."""
-    given = world.direct.mpi.allgather(settings)
-    if any(other != given[0] for other in given):
-        raise RanksDisagree("autotune: " + "; ".join(f"rank {rank} passes {one}" for rank, one in enumerate(given)))
+    rows = world.direct.mpi.allgather(settings)
+    if any(row != rows[0] for row in rows):
+        raise RanksDisagree("autotune: " + "; ".join(f"rank {rank} passes {row}" for rank, row in enumerate(rows)))
     if settings.device == "cuda" and gpus.table() is None:
         raise ValueError(
             "autotune: device='cuda': this session computes on the CPU; call mpi.start(with_cuda=True) on every rank"
@@ -145,7 +146,7 @@ def _check_ranks(world: Communicator, settings: _Settings) -> None:
 
 
 def _measure(world: Communicator, settings: _Settings) -> measured_cache.Rows:
-    """The rows for all collectives; each takes its share of the time that is left."""
+    """Return the rows for all collectives; each collective gets an equal share of the remaining time."""
     rows: measured_cache.Rows = {}
     buffers = _buffers(world, settings)
     series = [(verb, kind) for verb in settings.verbs for kind in buffers if not (kind and verb in _INDIFFERENT)]
@@ -166,23 +167,23 @@ def _measure(world: Communicator, settings: _Settings) -> measured_cache.Rows:
 
 
 def _buffers(world: Communicator, settings: _Settings) -> dict[bool, Buffers]:
-    """Ordinary memory, and symmetric memory (True) where it can be had; of zeros, which may be summed for ever.
+    """Return buffers in ordinary memory (False), and in symmetric memory (True) if it is available.
 
-    On GPUs it is of this rank's own, the current one.
+    They hold zeros, whose sums stay finite however often they are added. On GPUs they lie on this rank's current GPU.
     """
     count, device = settings.max_bytes // _DTYPE.itemsize + world.size, settings.device
     zeros = functools.partial(torch.zeros, count, dtype=_DTYPE, device=device)
-    made = {False: (zeros(), zeros())}
+    buffers = {False: (zeros(), zeros())}
     try:
         x, out = (symmetric_empty(count, dtype=_DTYPE, device=device, comm=world) for _ in range(2))
-        made[True] = (x.zero_(), out.zero_())
+        buffers[True] = (x.zero_(), out.zero_())
     except Unavailable as error:
-        logger.info("autotune: without symmetric tensors: %s", error)
-    return made
+        logger.info("autotune: symmetric tensors are not measured: %s", error)
+    return buffers
 
 
 def _points(world: Communicator, verb: str, buffers: Buffers, settings: _Settings, seconds: float) -> list[Point]:
-    """The times at all sizes, as far as time allows and more than one flavour is in the race."""
+    """Return the times at all sizes, as far as time allows and more than one flavour is in the race."""
     mpi, ends = world.direct.mpi, time.perf_counter() + seconds
     names = [name for name in settings.flavours if status(BY_NAME[name], verb, settings.device, world) == "available"]
     counts = element_counts(verb, world.size, settings.max_bytes) if names else []
@@ -203,14 +204,14 @@ def _points(world: Communicator, verb: str, buffers: Buffers, settings: _Setting
 
 
 def element_counts(verb: str, num_ranks: int, max_bytes: int) -> list[int]:
-    """The number of elements of the larger tensor, for each size that is measured."""
+    """Return the number of elements of the larger tensor, for each size that is measured."""
     step = 1 if verb in _IN_ONE_PIECE else num_ranks
     powers = itertools.takewhile(lambda count: count * _DTYPE.itemsize <= max_bytes, (4**n for n in itertools.count()))
     return sorted({-(-count // step) * step for count in powers})
 
 
 def _call(world: Communicator, verb: str, name: str, buffers: Buffers, count: int) -> Callable[[], object]:
-    """A call of ``verb`` that is ``count`` elements large, as the selector counts them."""
+    """Return a call of ``verb`` whose size, as the selector counts it, is ``count`` elements."""
     part = 0 if verb in _IN_ONE_PIECE else count // world.size
     x_count = part if verb in ("allgather", "gather") else count
     out_count = part if verb in ("reduce_scatter", "scatter") else count
@@ -221,7 +222,7 @@ def _call(world: Communicator, verb: str, name: str, buffers: Buffers, count: in
 
 
 def _save(world: Communicator, rows: measured_cache.Rows, path: str | pathlib.Path | None, device: str) -> str:
-    """Write the file on rank 0. Returns, on all ranks, where the rows of the selector come from now. Collective."""
+    """Write the file on rank 0; return, on all ranks, the new source of the selector's rows. Collective."""
 
     def write() -> str:
         if world.rank != 0:
@@ -233,15 +234,15 @@ def _save(world: Communicator, rows: measured_cache.Rows, path: str | pathlib.Pa
         return f"measured on {date}, {target}"
 
     def failed(failures: Mapping[int, str]) -> TorchMPIError:
-        why = f"what was measured is in use, but cannot be kept: {agree.first_text(failures)}; give another path"
+        why = f"the measured choices are in use, but cannot be saved: {agree.first_text(failures)}; give another path"
         return TorchMPIError(f"autotune: {why}")._of_call("autotune", world)
 
     return agree.gather_results(world.direct.mpi.allgather, write, (OSError,), str, failed)[0]
 
 
 def choose(points: Sequence[Point]) -> list[Choice]:
-    """The choices that follow from times at growing sizes; a flavour without a time at a size is no candidate there."""
-    runs: list[tuple[str, list[Point]]] = []  # the winners, each with the points at which it stays
+    """Return the choices for times at growing sizes; a flavour without a time at a size is not a candidate there."""
+    runs: list[tuple[str, list[Point]]] = []  # the winners, each with the points at which it is chosen
     for num_bytes, times in points:
         best = min(times, key=lambda name: statistics.median(times[name]))
         if not runs or _displaces(times, best, runs[-1][0]):
@@ -255,16 +256,19 @@ def choose(points: Sequence[Point]) -> list[Choice]:
 
 
 def beyond(choices: Sequence[Choice], largest_bytes: int, former: Sequence[Choice]) -> list[Choice]:
-    """The choices, and from the former ones those that begin beyond the largest size that was measured."""
+    """Return the choices, followed by the former choices that begin beyond the largest measured size."""
     begins = [-1.0, *(choice.max_bytes for choice in former)]
-    kept = [(begin, choice) for begin, choice in zip(begins, former, strict=False) if begin >= largest_bytes]
-    if not kept or kept[0][1].flavour == choices[-1].flavour:
+    tail = [(begin, choice) for begin, choice in zip(begins, former, strict=False) if begin >= largest_bytes]
+    if not tail or tail[0][1].flavour == choices[-1].flavour:
         return list(choices)
-    return [*choices[:-1], choices[-1]._replace(max_bytes=kept[0][0]), *(choice for _, choice in kept)]
+    return [*choices[:-1], choices[-1]._replace(max_bytes=tail[0][0]), *(choice for _, choice in tail)]
 
 
 def _displaces(times: Times, challenger: str, holder: str) -> bool:
-    """Whether the challenger is faster in both halves of the turns: other load on the machine must not decide."""
+    """Return whether the challenger is faster in both halves of the turns.
+
+    Both must agree, because another load on the machine may slow one of the flavours down for a while.
+    """
     if holder not in times:
         return True
     half = (len(times[holder]) + 1) // 2
@@ -285,7 +289,7 @@ def _why(winner: str, point: Point) -> str:
 
 
 def is_hopeless(name: str, points: Sequence[Point]) -> bool:
-    """Whether flavour ``name`` was so much slower than the best at the last two sizes that further turns are waste."""
+    """Return whether flavour ``name`` was much slower than the best at the last two sizes (``_HOPELESS``)."""
     recent = [times for num_bytes, times in points[-2:] if num_bytes >= _DROP_FROM_BYTES]
     return len(recent) == 2 and all(
         statistics.median(times[name]) > _HOPELESS * min(map(statistics.median, times.values())) for times in recent
@@ -293,7 +297,7 @@ def is_hopeless(name: str, points: Sequence[Point]) -> bool:
 
 
 def in_units(num_bytes: float) -> str:
-    """A size as text, as "64 KiB"."""
+    """Return a size as text, for example "64 KiB"."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= size:
             return f"{num_bytes / size:.4g} {unit}"
@@ -301,5 +305,6 @@ def in_units(num_bytes: float) -> str:
 
 
 def _as_text(choices: Sequence[Choice]) -> str:
+    """Return the choices as text, for example "mpi to 64 KiB, shared beyond"."""
     *smaller, last = choices
     return ", ".join([*(f"{c.flavour} to {in_units(c.max_bytes)}" for c in smaller), f"{last.flavour} beyond"])

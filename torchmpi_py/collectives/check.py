@@ -1,4 +1,4 @@
-"""Check that all ranks hold the same values: one small allgather of 128-bit digests of all bits."""
+"""Check that all ranks hold the same values, by one small allgather of 128-bit digests of all bits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_with_allreduce(x: Tensor | Number, name: str = "", *, comm: Communicat
 
 
 def check_all_with_allreduce(values: Mapping[str, Tensor | Number], *, comm: Communicator | None = None) -> None:
-    """Check several named values at once, as ``check_with_allreduce`` does; the error names each that differs."""
+    """Check several named values at once, as ``check_with_allreduce`` does; the error names each differing value."""
     resolved = resolve(comm)
     named = [
         f"{name} (rank {', '.join(map(str, odd))} of {resolved.size})"
@@ -51,27 +51,27 @@ def check_all_with_allreduce(values: Mapping[str, Tensor | Number], *, comm: Com
 
 
 def differing(values: Mapping[str, Tensor | Number], resolved: Communicator) -> dict[str, list[int]]:
-    """Return the names of the values that differ between ranks, each with the ranks that differ from most. Collective.
+    """Return the names of the values that differ between ranks, each with the ranks that are in the minority.
 
-    RanksDisagree if the ranks have different names.
+    Collective. RanksDisagree if the ranks pass different names.
     """
     tables = verbs.allgather_object([(name, digest_of(x, name)) for name, x in values.items()], comm=resolved)
     names = [[name for name, _ in table] for table in tables]
     if any(own != names[0] for own in names):
         lists = "; ".join(f"rank {rank}: {', '.join(own)}" for rank, own in enumerate(names))
         raise RanksDisagree(f"the ranks check different things: {lists}")._of_call("check_with_allreduce", resolved)
-    found = {}
+    ranks_by_name = {}
     for position, name in enumerate(names[0]):
         digests = [table[position][1] for table in tables]
         usual = max(digests, key=digests.count)
         odd = [rank for rank, digest in enumerate(digests) if digest != usual]
         if odd:
-            found[name] = odd
-    return found
+            ranks_by_name[name] = odd
+    return ranks_by_name
 
 
 def digest_of(x: Tensor | Number, name: str = "x") -> bytes:
-    """Return a digest (16 bytes) of all bits of a tensor, its dtype and shape; for a number its text."""
+    """Return a digest (16 bytes) of all bits of a tensor, its dtype and shape; for a number, its text."""
     if isinstance(x, NUMBERS):
         return repr(x).encode()
     x = flat(check_tensor("check_with_allreduce", name, x).cpu())

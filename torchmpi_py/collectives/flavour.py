@@ -1,11 +1,12 @@
 """The contract of a flavour, which is an implementation of the collectives.
 
 A flavour has a name, the device types it serves, and one blocking method per collective that it implements; a method
-that is not overridden means "unimplemented". The arguments are checked before: tensors are flat, roots and ops are
-valid, and no other thread uses the ``channel``. A new flavour takes a file and a row in ``registry.py``.
+that is not overridden means "unimplemented". Callers check the arguments first: tensors are flat, roots and ops are
+valid, and no other thread uses the ``channel``. A new flavour needs a file and a row in ``registry.py``.
 
-In gathers each rank may bring another number of rows. The ranks first exchange their ``Sizes`` and check that the rest
-agrees. Then the size of the result is known, and the flavour that moves the data is chosen (``Gathering``).
+In gathers each rank may bring another number of rows. The ranks first exchange their ``Sizes``, and check that dtypes
+and the other dimensions agree. Only then the size of the result is known, by which the selector chooses the flavour
+that moves the data (``Gathering``).
 """
 
 from __future__ import annotations
@@ -27,27 +28,31 @@ from torchmpi_py.errors import RanksDisagree
 
 Requests = list["MPI.Request"]
 Walk = Iterator[Requests]
-"""Work in parts: what a walk yields has to be complete before the walk is resumed."""
+"""Work in parts. A walk yields requests, which must be complete before the walk is resumed."""
 
 
 class Flavour(Carrier):
-    """Base class. ``x``, ``source`` and ``destination`` are flat tensors; the methods write results into them."""
+    """Base class of all flavours.
+
+    ``x``, ``source`` and ``destination`` are flat tensors. The methods write results into ``destination``, ``out``, or
+    ``x`` where it is the only tensor.
+    """
 
     devices: ClassVar[frozenset[str]]
     num_trial_calls: ClassVar[int] = 0
-    """After how many calls alike the flavour has found out what is fastest for them."""
+    """Number of calls of the same kind and size after which the flavour knows its fastest method for them."""
     scatters_in_place: ClassVar[bool] = False
-    """Whether the destination of a reduce_scatter may be the rank's own slice of the source."""
+    """Whether the destination of a reduce_scatter may be this rank's slice of the source."""
 
     def missing(self, device: str) -> str:
         """Return why this flavour cannot serve a device type (one of ``devices``) here, and what would help; or "".
 
-        The answer must be the same on all ranks.
+        All ranks must get the same answer.
         """
         return ""
 
     def refuses(self, channel: Channel) -> str:
-        """Return why this flavour cannot serve the ranks of a channel, or ""; the same on all ranks."""
+        """Return why this flavour cannot serve the ranks of a channel, or "". All ranks must get the same answer."""
         return ""
 
     def implements(self, verb: str) -> bool:
@@ -55,9 +60,10 @@ class Flavour(Carrier):
         return getattr(type(self), verb, None) is not getattr(Flavour, verb, None)
 
     def walk(self, verb: str, channel: Channel, *arguments: Any) -> Walk:
-        """Carry out a collective in parts, between which the caller may do other work; by default in one part.
+        """Carry out a collective in parts, between which the caller may do other work.
 
-        All ranks of the channel start and resume their walks in the same order.
+        The default does all of it in one part. All ranks of the channel must start and resume their walks in the same
+        order.
         """
         getattr(self, verb)(channel, *arguments)
         return iter(())
@@ -71,11 +77,11 @@ class Flavour(Carrier):
         raise NotImplementedError
 
     def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
-        """Write the reduction of all ``source`` into ``destination``. The two are one tensor, or do not overlap."""
+        """Write the reduction of all ``source`` into ``destination``; the two are the same tensor or do not overlap."""
         raise NotImplementedError
 
     def allgather(self, channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> None:
-        """Write all ``x`` into ``out`` along dim 0; ``sizes`` has the rows of each rank."""
+        """Write all ``x`` into ``out`` along dim 0; ``sizes`` has the number of rows of each rank."""
         raise NotImplementedError
 
     def reduce_scatter(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
@@ -87,7 +93,7 @@ class Flavour(Carrier):
         raise NotImplementedError
 
     def gather(self, channel: Channel, x: Tensor, out: Tensor | None, root: int, sizes: Sizes) -> None:
-        """Write all ``x`` into ``out`` on root, as ``allgather`` does; elsewhere ``out`` is None."""
+        """Write all ``x`` into ``out`` on ``root``, as ``allgather`` does; ``out`` is None on other ranks."""
         raise NotImplementedError
 
     def scatter(self, channel: Channel, source: Tensor, destination: Tensor, root: int) -> None:
@@ -99,24 +105,24 @@ class Flavour(Carrier):
         raise NotImplementedError
 
     def send(self, channel: Channel, x: Tensor, destination: int) -> None:
-        """Send ``x``."""
+        """Send ``x`` to ``destination``."""
         raise NotImplementedError
 
     def recv(self, channel: Channel, x: Tensor, source: int) -> None:
-        """Overwrite ``x`` with what ``source`` sent."""
+        """Overwrite ``x`` with the tensor that ``source`` sends."""
         raise NotImplementedError
 
     def broadcast_object(self, channel: Channel, obj: object, root: int) -> Any:
-        """Return the object of ``root``, by pickle."""
+        """Return the object of ``root``, which travels by pickle."""
         raise NotImplementedError
 
     def allgather_object(self, channel: Channel, obj: object) -> list[Any]:
-        """Return the objects of all ranks, by pickle."""
+        """Return the objects of all ranks, which travel by pickle."""
         raise NotImplementedError
 
 
 def complete(walk: Iterable[Requests]) -> None:
-    """Go through all parts of a walk."""
+    """Carry out all parts of a walk."""
     for requests in walk:
         wait(requests)
 
@@ -129,7 +135,7 @@ def wait(requests: Requests) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The sizes that each rank brings: number of rows, bytes of all rows, code of the shape of ``out`` (0: none)."""
+    """The sizes of each rank: its number of rows, bytes of all rows, code of the shape of ``out`` (0 without one)."""
 
     rows: list[int]
     num_bytes: list[int]
@@ -137,23 +143,24 @@ class Sizes:
 
     @property
     def are_equal(self) -> bool:
+        """Whether all ranks bring the same number of rows."""
         return len(set(self.rows)) == 1
 
     def output_shape(self, verb: str, x: Tensor, out: Tensor | None, writers: Sequence[int]) -> torch.Size:
-        """Return the shape of the result. ValueError on every rank if ``out`` does not fit on a writer."""
+        """Return the shape of the result. ValueError, on every rank, if ``out`` has another shape on a writer."""
         shape = torch.Size((sum(self.rows), *x.shape[1:]))
         wrong = [rank for rank in writers if self.outs[rank] not in (0, _code(shape))]
         if wrong:
-            given = "" if out is None else f" (here: {tuple(out.shape)})"
+            own = "" if out is None else f" (here: {tuple(out.shape)})"
             raise ValueError(
-                f"{verb}: the ranks bring {self.rows} rows, so the result has shape {tuple(shape)}; "
-                f"out has another shape{given} on rank {', '.join(map(str, wrong))}"
+                f"{verb}: the ranks pass {self.rows} rows, so the result has shape {tuple(shape)}; "
+                f"out has another shape{own} on rank {', '.join(map(str, wrong))}"
             )
         return shape
 
     @classmethod
     def equal(cls, x: Tensor, size: int) -> Sizes:
-        """Return the sizes if each of ``size`` ranks brings as much as ``x``."""
+        """Return the sizes for ``size`` ranks that each bring as much as ``x``."""
         return cls([x.shape[0]] * size, [x.nbytes] * size, [0] * size)
 
     def of(self, ranks: Sequence[int]) -> Sizes:
@@ -167,19 +174,19 @@ class Sizes:
         return Sizes(rows, num_bytes, [0] * len(rows))
 
     def split(self, out: Tensor) -> tuple[Tensor, ...]:
-        """Return views of the result ``out``: the rows of each rank."""
+        """Return one view of the result ``out`` per rank, with the rows of this rank."""
         return torch.split(out, self.rows)
 
 
 class Gathering(Carrier):
-    """Stand-in for a flavour: exchanges sizes, then calls the flavour that ``choose(bytes of the result)`` gives."""
+    """Stand-in for a flavour that exchanges sizes, and then calls the flavour ``choose(bytes of the result)``."""
 
     def __init__(self, name: str, choose: Callable[[int], Flavour]) -> None:
         self.name = name
         self.choose = choose
 
     def allgather(self, channel: Channel, x: Tensor, out: Tensor | None) -> Tensor:
-        """Return all ``x`` along dim 0, in ``out`` or a new tensor."""
+        """Return all ``x`` along dim 0, in ``out`` or in a new tensor."""
         sizes = exchange_sizes(channel.mpi, x, out)
         shape = sizes.output_shape("allgather", x, out, writers=range(channel.size))
         result = x.new_empty(shape) if out is None else out
@@ -188,7 +195,7 @@ class Gathering(Carrier):
         return result
 
     def gather(self, channel: Channel, x: Tensor, out: Tensor | None, root: int) -> Tensor | None:
-        """Return all ``x`` along dim 0 on root, as ``allgather`` does; None elsewhere."""
+        """Return all ``x`` along dim 0 on ``root``, as ``allgather`` does; None on other ranks."""
         sizes = exchange_sizes(channel.mpi, x, out)
         shape = sizes.output_shape("gather", x, out, writers=(root,))
         result = None if channel.rank != root else x.new_empty(shape) if out is None else out
@@ -199,9 +206,9 @@ class Gathering(Carrier):
 
 
 def exchange_sizes(comm: MPI.Comm, x: Tensor, out: Tensor | None) -> Sizes:
-    """The sizes of ``x`` (of at least 1 dimension) and ``out`` on all ranks of ``comm``. Collective: one allgather.
+    """Return the sizes of ``x``, which has at least 1 dimension, and ``out`` on all ranks of ``comm``.
 
-    RanksDisagree, on every rank, if more than dim 0 differs.
+    Collective: one allgather. RanksDisagree, on every rank, if more than dim 0 differs.
     """
     mine = torch.tensor(
         [x.shape[0], x.nbytes, 0 if out is None else _code(out.shape), _code(x.dtype, x.shape[1:])], device="cpu"
@@ -210,14 +217,14 @@ def exchange_sizes(comm: MPI.Comm, x: Tensor, out: Tensor | None) -> Sizes:
     comm.Allgather(mpi_buffers.raw(mine), mpi_buffers.raw(table))
     rows, num_bytes, outs, kinds = table.t().tolist()
     if len(set(kinds)) > 1:
-        brought = comm.allgather(f"{x.dtype} {tuple(x.shape)}")
+        kinds_in_words = comm.allgather(f"{x.dtype} {tuple(x.shape)}")
         raise RanksDisagree(
             f"gathering on rank {comm.rank} of {comm.size}: only dim 0 may differ between ranks, but "
-            + ", ".join(f"rank {rank} brings {text}" for rank, text in enumerate(brought))
+            + ", ".join(f"rank {rank} passes {text}" for rank, text in enumerate(kinds_in_words))
         )
     return Sizes(rows, num_bytes, outs)
 
 
 def _code(*parts: object) -> int:
-    """Return a number, never 0, that stands for a shape or dtype in the exchange."""
+    """Return a number, never 0, that represents a shape or dtype in the exchange."""
     return zlib.crc32(repr(parts).encode()) + 1

@@ -1,7 +1,7 @@
-"""The file with what ``autotune`` measured: one per MPI, host, number of ranks on each node, and GPU, if any.
+"""The files with the measurements of ``autotune``: one per MPI, host, number of ranks on each node, and GPU, if any.
 
-``start`` loads the file of the job at hand, and with GPUs a second one, which holds the rows for them. A file that does
-not fit or cannot be understood is ignored, with a warning on rank 0; the built-in defaults then hold.
+``start`` loads the file of this job, and with GPUs also the file with the rows for GPUs. A file that does not fit or
+cannot be read is ignored, with a warning on rank 0, and the built-in defaults stay in use.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ Rows = dict[Key, list[Choice]]
 
 
 class MachineFacts(NamedTuple):
-    """The facts of a job, as rank 0 sees them, that must be the same for a measurement to hold."""
+    """The facts of a job on rank 0; a measurement is valid only for jobs with the same facts."""
 
     mpi: str
     host: str
     ranks: str
     cpu: str
-    gpu: str = ""  # of a measurement on GPUs
+    gpu: str = ""  # empty for a measurement on CPUs
 
     def path(self) -> pathlib.Path:
-        """The file for a measurement with these facts."""
-        named = filter(None, (self.mpi, self.host, self.ranks, self.gpu))
-        parts = (re.sub(r"[^A-Za-z0-9.+]+", "_", text) for text in named)
+        """Return the path of the file for a measurement with these facts."""
+        texts = filter(None, (self.mpi, self.host, self.ranks, self.gpu))
+        parts = (re.sub(r"[^A-Za-z0-9.+]+", "_", text) for text in texts)
         return config.tuning_directory() / f"selector-{'-'.join(parts)}.json"
 
 
 def facts(world: Communicator, device: str = "cpu") -> MachineFacts:
-    """The facts of the job at hand, for measurements on that kind of device."""
+    """Return the facts of this job, for measurements on a type of device."""
     vendor, version = MPI.get_vendor()
     mpi = f"{vendor} {'.'.join(map(str, version))}"
     gpu = torch.cuda.get_device_name() if device == "cuda" else ""
@@ -60,23 +60,23 @@ def facts(world: Communicator, device: str = "cpu") -> MachineFacts:
 
 
 def ranks_per_node(places: Iterable[Place]) -> str:
-    """The numbers of ranks as text: "4x2" for 4 on each of 2 nodes, "4x2+1x1" if a third node has 1."""
+    """Return the numbers of ranks as text: "4x2" for 4 on each of 2 nodes, "4x2+1x1" if a third node has 1."""
     of_node = collections.Counter(place.node for place in places)
     nodes_with = collections.Counter(of_node.values())
     return "+".join(f"{ranks}x{nodes}" for ranks, nodes in sorted(nodes_with.items(), reverse=True))
 
 
 def load_for(world: Communicator) -> None:
-    """Put what was measured for jobs as this one into the selector, if there is any. Collective over ``world``.
+    """Load the measurements for jobs with the facts of this job, if any, into the selector. Collective over ``world``.
 
-    What the program has assigned itself stays.
+    Rows that the program has assigned stay.
     """
     rows, sources = Rows(), list[str]()
     if world.rank == 0:
         for kind in ("cpu",) if gpus.table() is None else ("cpu", "cuda"):
-            if (found := _find(facts(world, kind))) is not None:
-                rows |= found[0]
-                sources.append(found[1])
+            if (rows_and_source := _find(facts(world, kind))) is not None:
+                rows |= rows_and_source[0]
+                sources.append(rows_and_source[1])
     rows, sources = world.direct.mpi.bcast((rows, sources))
     if sources:
         assigned = {key: selector[key] for key in selector if any(c.why == ASSIGNED for c in selector[key])}
@@ -84,12 +84,15 @@ def load_for(world: Communicator) -> None:
 
 
 def install(rows: Rows, source: str) -> None:
-    """Put rows into the selector in place of those with the same keys."""
+    """Put rows into the selector; they replace rows with the same keys."""
     selector.load({**{key: selector[key] for key in selector}, **rows}, source)
 
 
 def _find(expected: MachineFacts) -> tuple[Rows, str] | None:
-    """The rows in the file for these facts, and their source; None if there is no file, or a bad one (logged)."""
+    """Return the rows in the file for these facts, and their source.
+
+    None if the file does not exist, or cannot be used; the latter is logged.
+    """
     path = expected.path()
     try:
         rows, date = read(path, expected)
@@ -105,30 +108,31 @@ def _find(expected: MachineFacts) -> tuple[Rows, str] | None:
 
 
 def read(path: pathlib.Path, expected: MachineFacts) -> tuple[Rows, str]:
-    """The rows in a file, and the date of measurement. ValueError unless the file is sound and has these facts."""
+    """Return the rows in a file, and the date of measurement. ValueError if the file is damaged or has other facts."""
     try:
-        # Whoever owns the folder, which the user has named, may have measured for all its users.
+        # The user has named the folder, so its owner is trusted, and may have measured for all users.
         content = trusted_files.read_json(path, owners={path.parent.stat().st_uid})
         there, here = ({"format": content["format"], **content["facts"]}, {"format": FORMAT, **expected._asdict()})
         differing = [f"{name} {there.get(name)!r}, not {v!r}" for name, v in here.items() if there.get(name) != v]
         if not differing:
             return dict(_row(record) for record in content["rows"]), str(content["date"])
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"it is not understood ({type(error).__name__}: {error})") from error
+        raise ValueError(f"it is damaged, or has another format ({type(error).__name__}: {error})") from error
     raise ValueError(f"it was measured with {', '.join(differing)}")
 
 
 def _row(record: Mapping[str, Any]) -> tuple[Key, list[Choice]]:
+    """Return the key and the choices of a record in a file. ValueError or another error if the record is damaged."""
     key = Key(record["verb"], record["scope"], record["symmetric"], record["device"])
     choices = [Choice(math.inf if most is None else most, flavour, why) for most, flavour, why in record["choices"]]
-    Selector()[key] = [(choice.max_bytes, choice.flavour) for choice in choices]  # its own checks
+    Selector()[key] = [(choice.max_bytes, choice.flavour) for choice in choices]  # an assignment checks the choices
     return key, choices
 
 
 def write(path: pathlib.Path, measured_with: MachineFacts, rows: Rows) -> str:
-    """Keep rows in a file, beside those that the file has for other keys; return the date of measurement.
+    """Write rows to a file, where rows for other keys stay; return the date of measurement.
 
-    The file is there as a whole or not at all. OSError if the file cannot be written.
+    Readers see the whole file or none. OSError if the file cannot be written.
     """
     with contextlib.suppress(OSError, ValueError):
         rows = {**read(path, measured_with)[0], **rows}
@@ -150,7 +154,7 @@ def write(path: pathlib.Path, measured_with: MachineFacts, rows: Rows) -> str:
 
 
 def cpu_model() -> str:
-    """The name of the processor."""
+    """Return the name of the processor."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
         for line in lines:
             if line.startswith("model name"):

@@ -1,8 +1,8 @@
 """Tensors as MPI messages, and the MPI datatype and op for each torch dtype and op.
 
 Values are reduced in the *form* that ``reductions.py`` gives them; data that is only moved travels as bytes. MPI never
-gets a dtype that it does not have: Open MPI would answer a bfloat16 sum with inf, without an error. Nor one in which it
-adds in another way than torch.
+gets a dtype that it does not support, because Open MPI returns inf for a bfloat16 sum, without an error. MPI also never
+gets a dtype whose values it adds by other rules than torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torchmpi_py.collectives.reductions import BOOL_OPS, form
 from torchmpi_py.core.mpi_api import MPI
 
-Buffer = Any  # as mpi4py takes it: [memory, datatype], or IN_PLACE
+Buffer = Any  # a buffer of mpi4py: [memory, datatype], or IN_PLACE
 
 _MPI_TYPES = {
     torch.float32: "FLOAT",
@@ -44,7 +44,7 @@ _MPI_OPS = {"avg": "SUM"} | {op: op.upper() for op in ("sum", "prod", "min", "ma
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reduction:
-    """The reduction of one (dtype, op) by MPI: ``itemsize`` bytes an element travel; ``divide`` is for avg.
+    """The reduction of one (dtype, op) by MPI; ``itemsize`` bytes per element travel, and ``divide`` is true for avg.
 
     Without ``encode`` and ``decode`` the tensor's own memory travels.
     """
@@ -59,7 +59,7 @@ class Reduction:
 
 @functools.cache
 def reduction(dtype: torch.dtype, op: str) -> Reduction:
-    """The reduction for a dtype and an op that ``tensors.check_op`` accepts."""
+    """Return the reduction for a dtype and an op that ``tensors.check_op`` accepts."""
     wire_dtype, encode, decode = form(dtype, op)
     if op == "sum" and dtype in _CAPPED:
         wire_dtype, encode, decode = torch.int32, lambda x: x.to(torch.int32), lambda wire: wire.to(dtype)
@@ -69,30 +69,31 @@ def reduction(dtype: torch.dtype, op: str) -> Reduction:
 
 
 def typed(x: Tensor, mpi_type: MPI.Datatype) -> Buffer:
-    """A flat tensor as an MPI message of elements. The tensor must outlive the operation."""
-    return [MPI.memory.fromaddress(x.data_ptr(), x.nbytes), mpi_type]  # a fifth of the time of x.numpy()
+    """Return a flat tensor as an MPI message of elements. The tensor must outlive the operation."""
+    return [MPI.memory.fromaddress(x.data_ptr(), x.nbytes), mpi_type]  # takes a fifth of the time of x.numpy()
 
 
 def raw(x: Tensor) -> Buffer:
-    """A flat tensor as an MPI message of bytes. The tensor must outlive the operation."""
+    """Return a flat tensor as an MPI message of bytes. The tensor must outlive the operation."""
     return typed(x, MPI.BYTE)
 
 
 def pair(sent: Tensor, received: Tensor, mpi_type: MPI.Datatype) -> tuple[Buffer, Buffer]:
-    """Send and receive buffer of a reduction; the same memory is reduced in place."""
-    given = MPI.IN_PLACE if sent.data_ptr() == received.data_ptr() else typed(sent, mpi_type)
-    return given, typed(received, mpi_type)
+    """Return the send and receive buffers of a reduction, which is done in place if the memory is the same."""
+    send_buffer = MPI.IN_PLACE if sent.data_ptr() == received.data_ptr() else typed(sent, mpi_type)
+    return send_buffer, typed(received, mpi_type)
 
 
 def synchronize_stream(x: Tensor) -> None:
-    """Let the host wait for all work that this thread has queued for the device of ``x``: MPI sees memory only."""
+    """Wait on the host for all work that this thread has queued for the device of ``x``: MPI knows no streams."""
     torch.cuda.current_stream(x.device).synchronize()
 
 
 def pieces(max_bytes: int, itemsize: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """The tensors side by side, cut into 1-D pieces of at most ``max_bytes`` at ``itemsize`` bytes an element.
+    """Return flat tensors, cut side by side into 1-D pieces of at most ``max_bytes`` at ``itemsize`` bytes per element.
 
-    Flat tensors of equal element count. Tensors that fit in one piece come unchanged; empty ones give no piece.
+    The tensors must have equally many elements. Tensors that fit into one piece are returned unchanged; empty tensors
+    have no piece.
     """
     count = tensors[0].numel()
     if 0 < count * itemsize <= max_bytes:

@@ -1,8 +1,10 @@
-"""Python numbers in collectives: a number travels with its type, so that a rank's 0 and another's 1.5 add up to 1.5.
+"""Python numbers in collectives: a number travels with its type, so that 0 on one rank and 1.5 on another add to 1.5.
 
 A number becomes a record of three 64-bit words: kind, value, imaginary part. Reductions gather the records by MPI,
-whatever the flavour, and reduce in Python, in rank order, by Python's rules: sums of ints are exact, True counts as 1,
-and ``avg`` of ints is a float.
+whatever the flavour, and reduce in Python, in rank order. Python's rules hold: sums of ints are exact, True counts as
+1, and ``avg`` of ints is a float.
+
+Alternative: make a tensor of each number. It is not used, because the ranks would need to agree on its dtype first.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ from torchmpi_py.core.tensors import check_op
 
 Number = bool | int | float | complex
 NUMBERS: tuple[type[bool], type[int], type[float], type[complex]] = (numbers.Complex, np.bool_)  # type: ignore[assignment]
-"""The classes of Python's and NumPy's numbers. Slow to check for tensors: rule those out first."""
+"""The classes of Python's and NumPy's numbers. ``isinstance`` is slow with them: rule tensors out first."""
 
 _KINDS: dict[type, int] = {bool: 0, int: 1, float: 2, complex: 3}
 _DTYPES = (torch.bool, torch.int64, torch.float64, torch.complex128)  # a kind is an index into this
 _FORMATS = ("<qqq", "<qqq", "<qdd", "<qdd")
 RECORD_BYTES = 24
-TOO_LARGE = len(_FORMATS)  # the kind of a number that does not fit
+TOO_LARGE = len(_FORMATS)  # the kind of a number that does not fit into 64 bits
 
 
 class Records(Carrier):
@@ -45,13 +47,13 @@ class Records(Carrier):
 
 
 def to_record(x: Number) -> bytes:
-    """Return the record of a number, of RECORD_BYTES."""
+    """Return the record of a number, which has RECORD_BYTES bytes."""
     kind, value = (_KINDS[type(x)], x) if type(x) in _KINDS else _kind_and_value(x)
     words = (value.real, value.imag) if kind == 3 else (value, 0)
     try:
         return struct.pack(_FORMATS[kind], kind, *words)
     except struct.error:
-        return struct.pack("<qqq", TOO_LARGE, 0, 0)  # all readers raise; an error here would leave them waiting
+        return struct.pack("<qqq", TOO_LARGE, 0, 0)  # every reader raises; an error here would leave them waiting
 
 
 def from_records(records: bytes | bytearray) -> list[Number]:
@@ -60,14 +62,14 @@ def from_records(records: bytes | bytearray) -> list[Number]:
     for begin in range(0, len(records), RECORD_BYTES):
         kind = records[begin]
         if kind == TOO_LARGE:
-            raise ValueError("a rank brought a whole number that does not fit into 64 bits; pass it as a float")
+            raise ValueError("a rank passed a whole number that does not fit into 64 bits; pass it as a float")
         _, value, imaginary = struct.unpack_from(_FORMATS[kind], records, begin)
         values.append(bool(value) if kind == 0 else complex(value, imaginary) if kind == 3 else value)
     return values
 
 
 def reduce_numbers(verb: str, op: str, values: Sequence[Number]) -> Number:
-    """Reduce in rank order. ValueError if the widest kind among the values does not have the op."""
+    """Reduce the values in rank order. ValueError if the widest kind among the values does not support the op."""
     widest = max(map(_KINDS.__getitem__, map(type, values)))
     if op != "avg" or widest > 1:  # whole numbers have an average in Python, not in a tensor
         check_op(verb, op, _DTYPES[max(widest, 1)])
@@ -75,13 +77,16 @@ def reduce_numbers(verb: str, op: str, values: Sequence[Number]) -> Number:
 
 
 def _extreme(pick: Callable[[Sequence[Number]], Number]) -> Callable[[Sequence[Number]], Number]:
+    """Return a minimum or maximum in which NaN wins, as it does in tensors."""
+
     def reduce(values: Sequence[Number]) -> Number:
-        return next((value for value in values if value != value), None) or pick(values)  # NaN wins, as in tensors
+        return next((value for value in values if value != value), None) or pick(values)  # only NaN differs from itself
 
     return reduce
 
 
 def _pairwise(function: Callable[[Number, Number], Number]) -> Callable[[Sequence[Number]], Number]:
+    """Return the reduction that applies ``function`` to the first two values, the result and the next, and so on."""
     return functools.partial(functools.reduce, function)
 
 
@@ -100,6 +105,7 @@ _REDUCE: dict[str, Callable[[Sequence[Number]], Number]] = {
 
 
 def _kind_and_value(x: Number) -> tuple[int, Number]:
+    """Return the kind of a number of any class, and the number as Python's class of this kind."""
     if isinstance(x, (bool, np.bool_)):
         return 0, bool(x)
     if isinstance(x, numbers.Integral):

@@ -1,12 +1,12 @@
-"""Plans: how calls with the same arguments are carried out; and operations, which are single calls of a plan.
+"""Plans, which describe how calls with the same arguments are carried out, and operations, which are calls of a plan.
 
-What a call has to find out depends on the collective, the communicator, the selector's table, and of a tensor on its
-dtype, size and kind of memory. A plan holds what was found: the flavour, the arguments that are equal on all ranks, the
-fingerprint that the ranks compare, and the flavour's function for these. A communicator keeps the plans of flat CPU
-tensors (``kept_plans.py``), so that a training loop finds everything out once.
+A call needs a flavour, the arguments that are equal on all ranks, the fingerprint that the ranks compare, and the
+flavour's function for them. These depend on the collective, the communicator, the selector's table, and the dtype, size
+and kind of memory of the tensor. A plan holds the results of these lookups. A communicator keeps the plans of flat CPU
+tensors (``kept_plans.py``), so that a training loop makes the lookups once.
 
-Alternative: look all of it up in each call, with a cache per lookup. Not taken: the lookups together take longer than a
-small message.
+Alternative: make the lookups in each call, with a cache per lookup. It is not used, because the lookups together take
+longer than a small message.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from torchmpi_py.watch.tracing import POSTED
 P = ParamSpec("P")
 R = TypeVar("R")
 Post = Callable[["Operation[Any]"], Handle[Any]]
-_RAISED_BY_ALL = (RanksDisagree, Unavailable, FlavourError, ValueError, TypeError)  # by flavours, with equal arguments
+_RAISED_BY_ALL = (RanksDisagree, Unavailable, FlavourError, ValueError, TypeError)  # flavours raise these on all ranks
 _DEATH_SECONDS = 0.3
-_abandoned: list[object] = []  # launches that broke off: MPI may still write into what they hold
+_abandoned: list[object] = []  # launches that broke off: MPI may still write into their buffers
 
 
 def of_a_part(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: mark the errors of a flavour's method as raised by some ranks only: the others may wait for these."""
+    """Decorator: mark the errors of a flavour's method as raised by some ranks only; other ranks may wait for them."""
 
     @functools.wraps(method)
     def marked(*arguments: P.args, **named: P.kwargs) -> R:
@@ -58,17 +58,18 @@ def of_a_part(method: Callable[P, R]) -> Callable[P, R]:
 
 
 class Carrier:
-    """A flavour, or what stands in for one: it has a method for each operation that it carries out."""
+    """A flavour, or a stand-in for one, with a method for each operation that it carries out."""
 
     name: str
     exchanges_headers = False
-    """Whether its ranks compare headers (name, dtype, sizes) before data moves, and all raise where headers differ."""
+    """Whether the ranks compare headers (name, dtype, sizes) before data moves, and all raise if headers differ."""
 
     def bind(self, plan: Plan) -> tuple[Callable[..., Any], Post | None]:
-        """(work, post) of a plan.
+        """Return the functions (work, post) of a plan.
 
         ``work`` carries the plan out on the direct channel, for the arguments of a call. ``post`` starts an operation
-        on the direct channel, and returns without a wait; None: the communication thread carries operations out.
+        on the direct channel, and returns without a wait; if it is None, the communication thread carries operations
+        out.
         """
         method, channel, others = getattr(self, plan.method), plan.comm.direct, plan.others
         return lambda *arguments: method(channel, *arguments, *others), None
@@ -81,13 +82,13 @@ class Plan:
     name: str
     flavour: Carrier
     comm: Communicator
-    others: tuple[Any, ...] = ()  # equal on all ranks that make the call
+    others: tuple[Any, ...] = ()  # The other arguments, which are equal on all ranks that make the call.
     num_bytes: int = 0
     dtype: torch.dtype | None = None
-    device: torch.device | None = None  # of the tensors, if the device has streams
-    fingerprint: tuple[Any, ...] | None = None  # equal on all ranks, the name first; None where not all make the call
-    method: str = ""  # default: the name
-    # What the flavour gives (``Carrier.bind``), from the first call on:
+    device: torch.device | None = None  # The device of the tensors, if it has streams.
+    fingerprint: tuple[Any, ...] | None = None  # Equal on all ranks, the name first. None if not all make the call.
+    method: str = ""  # Empty: ``name``.
+    # ``bind`` sets these two in the first call, from the flavour's ``Carrier.bind``.
     work: Callable[..., Any] | None = dataclasses.field(default=None, init=False)
     post: Post | None = dataclasses.field(default=None, init=False)
 
@@ -104,23 +105,23 @@ class Plan:
         in_background: bool = False,
         frame: FrameType | None = None,
     ) -> Any:
-        """Carry out a call on the channel for this thread. Return ``target``, or what ``conclude`` makes of the result.
+        """Carry out a call on the channel for this thread; return ``target``, or ``conclude(result)`` if it is set.
 
-        ``operation``: the call, if it was recorded before. ``frame``: as for ``journal.record``. CommunicatorError, in
-        this call and all that follow on the channel, if another thread is in a collective there.
+        ``operation`` is the call, if it was recorded before; ``frame`` is passed to ``journal.record``.
+        CommunicatorError, in this and all later calls on the channel, if another thread is in a collective there.
         """
-        # All in one function, because every call pays for every function.
+        # This is one function, because each further function would cost time in every call.
         channel = self.comm.background if in_background else self.comm.direct
         entry = None if operation is None else operation.entry
         trace, begin, is_done = tracing.current, 0, False
-        # One collective at a time on a channel: the ranks could not know the order of two.
+        # Only one collective at a time may use a channel, because the ranks could not agree on the order of two.
         is_collective, me = self.name not in MESSAGES, get_ident()
         if is_collective:
             if channel.user != NOBODY:
                 raise self._refused(channel, me, entry)
-            channel.user = me  # nothing comes between this and the look: no call, no signal
+            channel.user = me  # without a call between test and assignment, no other thread or signal can intervene
         try:
-            if operation is None and config.can_raise:  # a call that blocks inside MPI could not be given up
+            if operation is None and config.can_raise:  # a call that blocks inside MPI could not time out
                 return Operation(self, arguments, target, conclude).launch(IS_LAUNCH).wait()
             if entry is None:
                 entry = journal.record(self, channel.thread_role, 0, frame)
@@ -150,13 +151,13 @@ class Plan:
                 channel.user = NOBODY
 
     def bind(self) -> Callable[..., Any]:
-        """Ask the flavour for ``work``, which is returned, and ``post``."""
+        """Get ``work`` and ``post`` from the flavour; return ``work``."""
         work, self.post = self.flavour.bind(self)
-        self.work = work  # last: another thread takes it for the sign that both are there
+        self.work = work  # assigned last, because another thread that sees it also uses ``post``
         return work
 
     def _ended_by(self, error: BaseException, entry: Entry, is_done: bool) -> BaseException:
-        """Return the error to raise in ``run``; ``is_done``: the flavour had returned, as on the other ranks."""
+        """Return the error to raise in ``run``; ``is_done`` means that the flavour had returned, as on other ranks."""
         if not is_done and not self.is_of_all(error):
             journal.break_off(entry)
         if isinstance(error, (RuntimeError, CommunicatorError, RanksDisagree)):
@@ -165,48 +166,49 @@ class Plan:
         return error
 
     def is_of_all(self, error: BaseException) -> bool:
-        """Return whether all ranks raise the error, so that later calls still match. One rank raises pickle's."""
+        """Return whether all ranks raise the error, so that later calls still match."""
+        # Errors of pickle occur on one rank only, and may have any type.
         is_own = isinstance(error, _RAISED_BY_ALL) and not self.name.endswith("_object")
         return is_own and not getattr(error, "is_of_a_part", False)
 
     def _check_earlier(self, entry: Entry) -> None:
         """Raise CommunicatorError if an earlier operation broke off: other ranks would match it with this one."""
-        if entry[5] is not None and entry[4] > entry[5].broken_from and not ulfm.has_lost_ranks():  # MPI says it then
+        # After a death MPI raises the more exact error.
+        if entry[5] is not None and entry[4] > entry[5].broken_from and not ulfm.has_lost_ranks():
             journal.fail(entry)
             raise sequences.refused(self.name, self.comm)
 
     def _refused(self, channel: Channel, me: int, entry: Entry | None) -> CommunicatorError:
-        """Return the error if another thread, or this one in a signal's handler, is in a collective of the channel."""
+        """Return the error for a channel in which another thread, or this one under a signal handler, is at work."""
         if entry is not None:
             journal.fail(entry)
         if channel.user == me:
-            why = "this thread is in a collective of the same communicator already"
+            why = "this thread is already in a collective of the same communicator (is this call in a signal handler?)"
         else:
             channel.user = MISUSED
             why = (
-                "two threads of this rank are, or were, in collectives of the same communicator at the same time; "
-                "the other ranks cannot know the order of the two. Give each thread a communicator of its own, from "
-                "mpi.split"
+                "two threads of this rank are, or were, in collectives of the same communicator at the same time, and "
+                "other ranks cannot know the order of the two. Give each thread its own communicator, from mpi.split"
             )
         return CommunicatorError(f"{self}: {why}")._of_call(self.name, self.comm)
 
     def explain(self, error: Exception, entry: Entry | None) -> Exception:
-        """The error to raise where ``error`` has ended a call; the journal's entry becomes a failed one.
+        """Return the error to raise after ``error`` has ended a call; mark the journal's entry as failed.
 
-        Its message says what is wrong with other ranks where this rank sees that, else what ``error`` says. An error of
-        MPI becomes a CommunicatorError with the operation's name.
+        If this rank sees what is wrong with other ranks, the message says so; otherwise it is the message of ``error``.
+        An error of MPI becomes a CommunicatorError with the operation's name.
         """
         explained = self._explained(error, entry)
         return explained._of_call(self.name, self.comm) if isinstance(explained, TorchMPIError) else explained
 
     def _explained(self, error: Exception, entry: Entry | None) -> Exception:
-        """Return ``error`` itself, or an error that says what other ranks do and has ``error`` as its cause."""
+        """Return ``error`` itself, or an error that says what other ranks do, whose cause is ``error``."""
         sides, differ = "", False
         if entry is not None:
             journal.fail(entry)
             sides, differ = reports.sides(entry)
         if isinstance(error, RanksDisagree):
-            if sides and " at " not in str(error):  # the message does not have the places of the calls yet
+            if sides and " at " not in str(error):  # the message does not yet say where in the program the calls are
                 error.args = (f"{error} ({sides})",)
             return error
         if isinstance(error, RankDied):
@@ -221,8 +223,8 @@ class Plan:
         elif died := reports.deaths(_DEATH_SECONDS):
             explained = CommunicatorError(f"{self}: {died}")
         elif is_mpis:
-            asked = f"Did every rank call it with the same sizes? {sides}".rstrip()
-            explained = CommunicatorError(f"{self}: MPI failed: {error}. {asked}")
+            question = f"Did every rank call it with the same sizes? {sides}".rstrip()
+            explained = CommunicatorError(f"{self}: MPI failed: {error}. {question}")
         else:
             return error
         explained.__cause__ = error
@@ -235,9 +237,9 @@ class Plan:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Operation(Work[R]):
-    """One call of a plan: its own arguments, its result, and what is known of it while it is under way.
+    """One call of a plan, with its own arguments and result.
 
-    Without ``conclude`` the result is ``target``, as the flavour left it.
+    The result is ``target``, which the flavour has written, or the value of ``conclude`` if it is set.
     """
 
     plan: Plan
@@ -245,20 +247,20 @@ class Operation(Work[R]):
     target: R | None = None
     conclude: Callable[[Any], R] | None = None
     entry: Entry | None = None
-    launched: int = 0  # time of the launch, in ns of ``time.time_ns``; 0 if blocking, or not traced
+    launched: int = 0  # time of the launch, from ``time.time_ns``; 0 for a blocking call, or without tracing
 
     def run(self, in_background: bool = False) -> R:
-        """Carry out the operation, which was recorded before, and return its result."""
+        """Carry out the operation, which ``launch`` has recorded, and return its result."""
         returned: R = self.plan.run(
             self.arguments, self.target, self.conclude, operation=self, in_background=in_background
         )
         return returned
 
     def launch(self, form: int = IS_LAUNCH | IS_ASYNCHRONOUS) -> Handle[R]:
-        """Start the operation, and return a handle to wait for the result. ``form``: as for ``journal.record``.
+        """Start the operation, and return a handle to wait for the result. ``form`` is passed to ``journal.record``.
 
-        The sequence in the journal belongs to the channel that carries out the operation: on each communicator of MPI
-        the calls have one order, which the ranks compare.
+        The operation is recorded in the sequence of the channel that carries it out, because calls have one order on
+        each communicator of MPI, which the ranks compare.
         """
         if tracing.current is not None:
             self.launched = time.time_ns()
@@ -272,7 +274,7 @@ class Operation(Work[R]):
             return devices.submit(self, plan.device, self.tensors)
         except BaseException as error:
             if self.entry is not None:
-                if not plan.is_of_all(error):  # from a signal's handler, say: is it posted?
+                if not plan.is_of_all(error):  # after an error of a signal handler, the operation may be posted or not
                     journal.break_off(self.entry)
                     _abandoned.append((self, error.__traceback__))
                 journal.fail(self.entry)
@@ -281,7 +283,7 @@ class Operation(Work[R]):
             raise
 
     def finish(self) -> R:
-        """Return the result of an operation that was posted to MPI, once the transfer is complete."""
+        """Return the result of an operation that was posted to MPI, after its transfer is complete."""
         trace = tracing.current
         if trace is not None and self.launched:
             trace.end(self.plan, POSTED, self.launched, self.launched)
@@ -309,7 +311,7 @@ class Operation(Work[R]):
         self.arguments, self.target, self.conclude = (), None, None
 
     def late_ranks(self) -> str:
-        """Return a sentence with the ranks of this node that have not called the operation, or do something else."""
+        """Return a sentence with the ranks of this node that have not called the operation, or are in another one."""
         if self.entry is None:
             return ""
         if self.plan.name not in MESSAGES:

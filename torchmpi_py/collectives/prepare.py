@@ -1,8 +1,8 @@
-"""From the call of a collective to its operation.
+"""The steps from the call of a collective to its operation.
 
-``verbs.py`` has one function for each collective, which checks the arguments. The functions here do the rest. They find
-flat memory to read and to write (``resolve_output`` and its neighbours), and find or make the plan (``Call``). The
-decorators ``blocking`` and ``asynchronous`` carry the operation out.
+``verbs.py`` has one function for each collective, which checks the arguments. The functions here do the rest.
+``resolve_output``, ``slice_out`` and ``gathered`` find flat memory to read and to write. ``Call`` finds or makes the
+plan. The decorators ``blocking`` and ``asynchronous`` carry the operation out.
 """
 
 from __future__ import annotations
@@ -49,20 +49,21 @@ _CPU = torch.device("cpu")
 def blocking(prepare: Callable[P, R]) -> Callable[P, R]:
     """Decorator: carry out the operation that ``prepare`` makes of the arguments, and return its result.
 
-    The decorated function is annotated with the type of the result, for its callers.
+    ``prepare`` returns an operation. Its annotation names the type of the result, which the decorated function returns.
     """
     return _form(prepare, prepare, is_async=False)
 
 
 def asynchronous(collective: Callable[P, R]) -> Callable[[Callable[P, Handle[R]]], Callable[P, Handle[R]]]:
-    """Decorator: launch the operation of a collective, and return its handle; the function's own body is never run."""
+    """Decorator: launch the operation of a collective, and return its handle. The decorated body is never run."""
     return functools.partial(_form, builder(collective), is_async=True)
 
 
 def _form(prepare: Callable[P, Any], public: Callable[P, Any], *, is_async: bool) -> Callable[P, Any]:
-    """The function that users call as ``public``. All in one function, because every call pays for every function.
+    """Return the function that users call as ``public``.
 
-    ``x`` may be an array, and ``obj`` is sent as it is. Tensors take the shortest path.
+    ``x`` may be an array; an ``obj`` is sent unchanged. Tensors take the shortest path. The result is one function,
+    because each further function would cost time in every call.
     """
     name, takes_tensors = prepare.__name__, "x" in inspect.signature(prepare).parameters
     keeps_plans, has_one_tensor = COLLECTIVES[name].keeps_plans, COLLECTIVES[name].writes is Writes.X
@@ -89,8 +90,8 @@ def _form(prepare: Callable[P, Any], public: Callable[P, Any], *, is_async: bool
                     operation = prepare(*args, **kwargs)
                     kept_plans.keep(comm, key, operation, (x, target))
                 else:
-                    increment_version(target)  # autograd does not see what MPI writes
-                    # The program may give x other memory while the call is under way.
+                    increment_version(target)  # because autograd does not see that MPI writes to it
+                    # ``detach`` keeps the memory of x, because the program may set x.data while the call is under way.
                     tensors = (x,) if has_one_tensor else (x if out is None else x.detach(), target)
             if is_async:
                 result: Any = (operation or Operation(plan, tensors, target)).launch()
@@ -107,14 +108,14 @@ def _form(prepare: Callable[P, Any], public: Callable[P, Any], *, is_async: bool
 
 
 def _published(form: Callable[P, Any], prepare: Callable[..., Any]) -> Callable[P, Any]:
-    """Let ``builder`` find ``prepare``, and torch.compile leave ``form`` alone."""
+    """Record ``prepare`` for ``builder``, and exclude ``form`` from torch.compile."""
     vars(form)["prepare"] = prepare
     compiling.leave_alone(form)
     return form
 
 
 def _check_arguments(prepare: Callable[..., Any], call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise TypeError for arguments that the collective does not take."""
+    """Raise TypeError for arguments that are not parameters of the collective."""
     signature = inspect.signature(prepare)
     are = ", ".join(f"{x.name}=" if x.kind is x.KEYWORD_ONLY else x.name for x in signature.parameters.values())
     try:
@@ -129,7 +130,7 @@ def builder(collective: Callable[P, R]) -> Callable[P, Operation[R]]:
 
 
 class Call:
-    """A call of a collective on a communicator, perhaps with a flavour that the program forces."""
+    """A call of a collective on a communicator; ``flavour`` is the one that the program names, or None."""
 
     def __init__(self, name: str, comm: Communicator | None, flavour: str | None) -> None:
         self.name, self.comm, self.flavour = name, resolve(comm), flavour
@@ -143,27 +144,27 @@ class Call:
     ) -> Any:
         """Return the operation whose result is ``target``, after ``copy_out``.
 
-        ``x`` is the tensor that the user passed, which is equal on all ranks: it determines size, device and kind of
-        memory.
+        ``x`` is the user's tensor that has the same size, device and kind of memory on all ranks; these determine the
+        plan.
         """
         device = _gpu(self.name, x) if x.is_cuda else None
-        found = symmetric.find(x)
-        plan = self._plan(x, others, device, symmetric=found is not None and found[0].is_declared)
+        location = symmetric.find(x)
+        plan = self._plan(x, others, device, symmetric=location is not None and location[0].is_declared)
         conclude = None if copy_out is None else functools.partial(_result, target, copy_out)
         return Operation(plan, tensors, target, conclude)
 
     def _plan(
         self, x: Tensor, others: tuple[Any, ...], device: torch.device | None, *, symmetric: bool, kind: Any = None
     ) -> Plan:
-        """Return the plan for tensors like ``x``; ``kind`` is what the ranks compare instead of size and dtype."""
+        """Return the plan for tensors like ``x``; the ranks compare ``kind``, if any, instead of size and dtype."""
         name, comm, num_bytes = self.name, self.comm, x.nbytes
         key = (name, self.flavour, selector.generation, x.dtype, num_bytes, x.device, others, symmetric, kind)
         if (plan := comm.plans.get(key)) is None:
-            served = selector.flavour_for(name, comm, x.device, num_bytes, symmetric=symmetric, name=self.flavour)
-            compared = (num_bytes, x.dtype, others) if kind is None else (kind, *others)
+            flavour = selector.flavour_for(name, comm, x.device, num_bytes, symmetric=symmetric, name=self.flavour)
+            facts = (num_bytes, x.dtype, others) if kind is None else (kind, *others)
             plan = Plan(
-                name=name, flavour=served, comm=comm, others=others, num_bytes=num_bytes, dtype=x.dtype, device=device,
-                fingerprint=(name, served.name, *compared) if COLLECTIVES[name].is_compared else None,
+                name=name, flavour=flavour, comm=comm, others=others, num_bytes=num_bytes, dtype=x.dtype, device=device,
+                fingerprint=(name, flavour.name, *facts) if COLLECTIVES[name].is_compared else None,
             )  # fmt: skip
             kept_plans.add(comm, key, plan)
         return plan
@@ -173,8 +174,8 @@ class Call:
     ) -> Any:
         """Return the operation of a gather or allgather of tensors.
 
-        Its flavour is chosen after the ranks exchange their sizes. It does not matter whether ``x`` is symmetric: a
-        tensor without rows, which one rank may bring, has no address.
+        The flavour is chosen after the ranks exchange their sizes. Whether ``x`` is symmetric does not count, because
+        one rank may pass a tensor without rows, which has no address.
         """
         name = self.name
         choices = selector.choices(name, self.comm, x.device, symmetric=False, name=self.flavour)  # equal on all ranks
@@ -216,9 +217,9 @@ class Call:
     def reduced(self, x: Number, out: object, op: str, root: int | None = None) -> Any:
         """Return the operation of a reduce or allreduce of numbers: an allgather of records, reduced on each rank.
 
-        With a root, the other ranks keep ``x``.
+        With ``root``, the result on other ranks is their own ``x``.
         """
-        if op not in OPS:  # a call less where all is well
+        if op not in OPS:  # the test saves a function call for valid ops
             check_known_op(self.name, op)
 
         def conclude(values: list[Number]) -> Number:
@@ -230,19 +231,19 @@ class Call:
     def of_object(self, obj: object, *others: Any) -> Any:
         """Return the operation on a Python object, which travels by pickle."""
         name = self.name
-        served = selector.flavour_for(name, self.comm, _CPU, 0, symmetric=False, name=self.flavour)
-        plan = Plan(
-            name=name, flavour=served, comm=self.comm, others=others, fingerprint=(name, served.name, "object", *others)
-        )
-        return Operation(plan, (obj,), None, lambda got: got)
+        flavour = selector.flavour_for(name, self.comm, _CPU, 0, symmetric=False, name=self.flavour)
+        fingerprint = (name, flavour.name, "object", *others)
+        plan = Plan(name=name, flavour=flavour, comm=self.comm, others=others, fingerprint=fingerprint)
+        return Operation(plan, (obj,), None, lambda result: result)
 
 
 def resolve_output(
     verb: str, x: Tensor, out: object, shape: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Finish | None]:
-    """(source, buffer, target, copy_out) for a result of ``shape`` (default: x's) in ``out``, or in ``x`` itself.
+    """Return (source, buffer, target, copy_out) for a result of ``shape`` (default: x's) in ``out``, or in ``x``.
 
-    A flavour reads ``source`` and writes ``buffer``, both flat; ``copy_out``, if any, then fills the ``target``.
+    A flavour reads ``source`` and writes ``buffer``, both flat. Then ``copy_out``, if any, copies the buffer into
+    ``target``.
     """
     if out is None or (out is x and shape is None):
         buffer, copy_out = output_buffer(verb, x, holds_input=True)
@@ -253,25 +254,28 @@ def resolve_output(
 
 
 def slice_out(verb: str, x: Tensor, out: object, size: int) -> tuple[Tensor, Tensor, Tensor, Finish | None]:
-    """(source, buffer, target, copy_out) for a result that is one of ``size`` slices of ``x``; new without ``out``."""
+    """Return (source, buffer, target, copy_out) for a result of the shape of one of ``size`` slices of ``x``.
+
+    Without ``out`` the target is a new tensor.
+    """
     check_divisible(verb, x, size)
     shape = (x.shape[0] // size, *x.shape[1:])
     return resolve_output(verb, x, x.new_empty(shape, requires_grad=False) if out is None else out, shape)
 
 
-def gathered(verb: str, given: object, out: object) -> tuple[Tensor, Tensor | None, Callable[[Tensor | None], Any]]:
-    """(source, buffer or None, conclude) for a result whose shape is known after the ranks exchange their sizes."""
-    x = check_tensor(verb, "x", given)
+def gathered(verb: str, value: object, out: object) -> tuple[Tensor, Tensor | None, Callable[[Tensor | None], Any]]:
+    """Return (source, buffer or None, conclude) for a result whose shape depends on the sizes of all ranks."""
+    x = check_tensor(verb, "x", value)
     source = flat(x if x.dim() else x.reshape(1))
     if out is None:
-        return source, None, lambda got: got
+        return source, None, lambda result: result
     target = check_out(verb, out, x, None)
     buffer, copy_out = output_buffer(verb, target, holds_input=False)
     return source, buffer, functools.partial(_result, target, copy_out)
 
 
 def _result(target: Tensor, copy_out: Finish | None, _: object) -> Tensor:
-    """Return ``target``, after ``copy_out`` has filled it from the buffer that the flavour wrote."""
+    """Return ``target``, after ``copy_out``, if any, has copied the flavour's buffer into it."""
     if copy_out is not None:
         copy_out()
     return target
@@ -281,7 +285,7 @@ def _gpu(verb: str, x: Tensor) -> torch.device:
     """Return the device of ``x``. RuntimeError while a CUDA graph is being captured."""
     if devices.of(x.device).is_capturing():
         raise RuntimeError(
-            f"{verb}: a CUDA graph is being captured, and a collective cannot be part of one: the ranks meet on the "
-            "host. Call it before or after the part that torch.cuda.graph captures"
+            f"{verb}: a CUDA graph is being captured, and a collective cannot be part of it, because the ranks "
+            "synchronize on the host. Call it before or after the part that torch.cuda.graph captures"
         )
     return x.device

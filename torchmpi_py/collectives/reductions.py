@@ -1,17 +1,17 @@
-"""The reduction of values: the form in which they are reduced, and the arithmetic on tensors in this process's memory.
+"""The reduction of values: their form while they are reduced, and the arithmetic on tensors in this process's memory.
 
 Most dtypes are reduced as they lie in memory. The others are *encoded* into another dtype and *decoded* afterwards:
 
 16- and 8-bit floats   as float32, so that sums accumulate in float32 and are rounded once
 complex32              as complex64
 land, lor of integers  as bool, so that the result is 0 or 1 also in a world of one
-min, max of floats     as integers in the same order. Processors and MPI leave NaN and the sign of zero to chance (ranks
-                       may disagree); here NaN wins, as in torch.minimum, and -0.0 < +0.0. A float's bits, with the
-                       lower ones flipped when the sign is set, are an integer that orders as the float does; the
-                       largest (smallest) integer stands for NaN in max (min).
+min, max of floats     as integers in the same order. Processors and MPI leave NaN and the sign of zero to chance, so
+                       that ranks may disagree. Here NaN wins, as in torch.minimum, and -0.0 < +0.0. A float's bits,
+                       with the lower ones flipped when the sign is set, are an integer that orders as the float does.
+                       The largest (smallest) integer represents NaN in max (min).
 
-bool itself is reduced with bitwise ops: "or" as it lies in memory, "and" and "xor" as 0 and 1, for True may be any byte
-but 0, as in a view of another dtype.
+bool itself is reduced with bitwise ops. "or" works on the bytes in memory. "and" and "xor" work on 0 and 1, because
+True may be any byte except 0 in a view of another dtype.
 """
 
 from __future__ import annotations
@@ -40,33 +40,34 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kernel:
-    """The reduction of one (dtype, op) here: ``partial``, then ``combine(a, b, out=)`` of two, then ``result``.
+    """The reduction of one (dtype, op) in this process.
 
-    Partials have ``dtype``.
+    ``partial`` encodes a tensor, ``combine(a, b, out=)`` reduces two partial results, and ``result`` decodes the last
+    one. Partial results have ``dtype``.
     """
 
     dtype: torch.dtype
-    op: str  # what ``combine`` is called among ops of ``dtype``
+    op: str  # the name of ``combine`` among the ops of ``dtype``
     encode: Code | None
     decode: Code | None
     divide: bool
 
     @property
     def combine(self) -> Callable[..., Tensor]:
-        """The function of two partials, with ``out=``."""
+        """The function that reduces two partial results, with ``out=``."""
         return _FUNCTIONS[self.op]
 
     @property
     def is_plain(self) -> bool:
-        """Whether partial results have the dtype of the tensor, and lie in memory as it does."""
+        """Whether partial results have the same representation in memory as the tensor."""
         return self.encode is None
 
     def partial(self, x: Tensor) -> Tensor:
-        """``x`` in the form that partial results have: a view of it if ``is_plain``, else a new tensor."""
+        """Return ``x`` as a partial result: a view of it if ``is_plain``, else a new tensor."""
         return x.view(self.dtype) if self.encode is None else self.encode(x)
 
     def result(self, total: Tensor, num_ranks: int, dtype: torch.dtype) -> Tensor:
-        """The values for a tensor of ``dtype``, from the reduction over ``num_ranks``. Overwrites ``total``."""
+        """Return the values for a tensor of ``dtype``, from the reduction over ``num_ranks``. Overwrites ``total``."""
         if self.divide:
             total.div_(num_ranks)
         return total.view(dtype) if self.decode is None else self.decode(total)
@@ -84,7 +85,7 @@ class Kernel:
         out.copy_(self.result(total, len(sources), out.dtype))
 
     def _reduce_plain(self, sources: Sequence[Tensor], out: Tensor) -> None:
-        """Only the last step writes ``out``, so that an ``out`` which is a source has been read by then."""
+        """Reduce tensors of ``dtype``; only the last step writes ``out``, which may be a source."""
         if len(sources) == 1:
             out.copy_(sources[0])
             return
@@ -100,7 +101,7 @@ class Kernel:
 
 @functools.cache
 def kernel(dtype: torch.dtype, op: str) -> Kernel:
-    """The arithmetic for a dtype and an op that ``tensors.check_op`` accepts."""
+    """Return the arithmetic for a dtype and an op that ``tensors.check_op`` accepts."""
     wire_dtype, encode, decode = form(dtype, op)
     if wire_dtype == torch.bool:
         op = BOOL_OPS[op]
@@ -110,14 +111,14 @@ def kernel(dtype: torch.dtype, op: str) -> Kernel:
         signed, top = _SIGNED[wire_dtype], torch.iinfo(_SIGNED[wire_dtype]).min
         return Kernel(signed, op, lambda x: x.view(signed) ^ top, lambda x: (x ^ top).view(dtype), False)
     raw = _SIGNED.get(wire_dtype, wire_dtype)
-    if encode is not None and raw != wire_dtype:  # land and lor of integers, in bool
+    if encode is not None and raw != wire_dtype:  # land and lor of integers, which are reduced as bool
         plain = encode
         return Kernel(raw, op, lambda x: plain(x).view(raw), lambda x: x.view(wire_dtype), False)
     return Kernel(raw, op, encode, decode, divide)
 
 
 def form(dtype: torch.dtype, op: str) -> tuple[torch.dtype, Code | None, Code | None]:
-    """(dtype of partial results, encode, decode); without the two, values are reduced as they lie in memory."""
+    """Return (dtype of partial results, encode, decode); with None for both, values are not converted."""
     if op in ("land", "lor") and dtype != torch.bool:
         return torch.bool, lambda x: x.to(torch.bool), lambda wire: wire
     if dtype == torch.bool and BOOL_OPS.get(op) != "bor":
@@ -141,5 +142,5 @@ def form(dtype: torch.dtype, op: str) -> tuple[torch.dtype, Code | None, Code | 
 
 
 def _ordered(bits: Tensor) -> Tensor:
-    """Float bits to integers that order alike, and back: flip all but the sign where the sign is set."""
+    """Convert float bits to integers of the same order, and back: flip all except the sign where the sign is set."""
     return bits ^ ((bits >> (8 * bits.itemsize - 1)) & torch.iinfo(bits.dtype).max)

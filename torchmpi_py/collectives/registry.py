@@ -1,6 +1,6 @@
-"""The table of all flavours, and what each can do here.
+"""The table of all flavours, and which collectives each can carry out here.
 
-A new flavour takes a file in ``flavours/`` and a row in ``FLAVOURS``.
+A new flavour needs a file in ``flavours/`` and a row in ``FLAVOURS``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchmpi_py.core import text_tables
 from torchmpi_py.core.collective import COLLECTIVES
 from torchmpi_py.core.communicators import Communicator, resolve
 
-FLAVOURS: tuple[Flavour, ...] = (  # the first is taken where the selector knows nothing better
+FLAVOURS: tuple[Flavour, ...] = (  # the selector uses the first one if it knows no better
     mpi := Mpi(),
     shared := Shared(),
     ring := Ring(),
@@ -57,7 +57,7 @@ class AvailabilityRow:
 
 
 class Table(tuple[AvailabilityRow, ...]):
-    """The rows of ``availability``. Its ``str`` has a matrix of collectives and flavours for each type of device."""
+    """The rows of ``availability``; ``str`` of it has a matrix of collectives and flavours for each type of device."""
 
     def __str__(self) -> str:
         cells = {"available": "yes", "unimplemented": "-"}  # the cell of each status

@@ -1,11 +1,13 @@
-"""The selector: which flavour carries out a call that names none.
+"""The selector chooses the flavour of each call that does not name one.
 
 The selector is a table. A row belongs to a collective, a scope (``node``: all ranks on one node; ``nodes``: several),
-symmetric or other tensors, and a type of device. It has an ordered list of choices: up to a number of bytes, a flavour,
-and the reason. The rows come from the defaults below, from the measurements of ``autotune``, and from assignments.
+symmetric or other tensors, and a type of device. It has an ordered list of choices: the largest size in bytes, the
+flavour, and the reason. The rows come from the defaults below, from the measurements of ``autotune``, and from
+assignments.
 
 A look-up costs a dictionary access and a bisect, without communication. Therefore the table, the size, and the kind of
-memory of a tensor must be the same on all ranks.
+memory of a tensor must be the same on all ranks. Alternative: let the ranks agree on a flavour in each call. It is not
+used, because the agreement would take as long as a small collective.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ SCOPES = ("node", "nodes")
 
 
 class Choice(NamedTuple):
-    """The ``flavour`` for up to ``max_bytes`` (infinite in the last choice); ``why`` is a text for readers."""
+    """The ``flavour`` for sizes up to ``max_bytes`` (infinite in the last choice); ``why`` is a text for people."""
 
     max_bytes: float
     flavour: str
@@ -66,16 +68,16 @@ class Choices(NamedTuple):
 
 ASSIGNED = "assigned"
 """The reason (``Choice.why``) of a flavour that the program has assigned."""
-NODES_MEASURED = 4
-OF_OWN_CORES = "default where each rank has a core, more where they take turns: fewer meetings when small"
-"""The reason of a limit up to which ranks meet less often: where they share cores, a meeting takes longer."""
-OF_THREE_RANKS = "default for more than two ranks (less for two): fewer meetings when small"
-"""The reason of such a limit that two ranks do not have."""
+NODES_MEASURED = 4  # the defaults for several nodes were measured with this number of nodes
+OF_OWN_CORES = "default for ranks with a core each (more if they share cores): fewer barriers for small tensors"
+"""The reason of a limit below which a flavour with fewer barriers is faster; it grows if ranks share cores."""
+OF_THREE_RANKS = "default for more than two ranks (less for two): fewer barriers for small tensors"
+"""The reason of the same kind of limit, which is smaller (``_OF_TWO_RANKS_BYTES``) for two ranks."""
 _OF_TWO_RANKS_BYTES = 16 << 10
 _OF_INTEL_BYTES = {OF_THREE_RANKS: 512 << 10, OF_OWN_CORES: 64 << 10}
-"""At least so much goes by Intel MPI, which moves data within a node as flavour ``shared`` does, without Python."""
-OF_FEW_NODES = f"default up to {NODES_MEASURED} nodes, more with more: fewer messages when small"
-"""The reason of a limit beyond which a ring of nodes is faster: it grows with the ring's steps."""
+"""The least limits for Intel MPI, which moves data within a node as flavour ``shared`` does, but without Python."""
+OF_FEW_NODES = f"default up to {NODES_MEASURED} nodes (more for more nodes): fewer messages for small tensors"
+"""The reason of a limit above which a ring of nodes is faster; it grows with the number of steps of the ring."""
 
 
 class Selector:
@@ -120,15 +122,15 @@ class Selector:
         self.generation += 1
 
     def __setitem__(self, key: str | tuple[object, ...], choices: str | Sequence[tuple[float, str]]) -> None:
-        given, checked = _checked_key(key), _checked_choices(choices)
+        parts, checked = _checked_key(key), _checked_choices(choices)
         devices = sorted({device for choice in checked for device in BY_NAME[choice.flavour].devices})
         num_parts = len(key) if isinstance(key, tuple) else 1
         for others in itertools.product(*(SCOPES, (False, True), devices)[num_parts - 1 :]):
-            self._rows[Key(*given[:num_parts], *others)] = checked  # type: ignore[arg-type]
+            self._rows[Key(*parts[:num_parts], *others)] = checked  # type: ignore[arg-type]
         self.generation += 1
 
     def __getitem__(self, key: str | tuple[object, ...]) -> list[Choice]:
-        default = [Choice(math.inf, FLAVOURS[0].name, "nothing else is known to be faster")]
+        default = [Choice(math.inf, FLAVOURS[0].name, "no other flavour is known to be faster")]
         return list(self._rows.get(_checked_key(key), default))
 
     def __iter__(self) -> Iterator[Key]:
@@ -141,22 +143,21 @@ class Selector:
             for limit, flavour, why in self._rows[key]:
                 up_to = "larger" if limit == math.inf else f"to {limit:.0f} B"
                 lines.append(f"    {up_to:>14}  {flavour:13} {why}")
-        return "\n".join([*lines, f"all else: {FLAVOURS[0].name}"])
+        return "\n".join([*lines, f"all other calls: {FLAVOURS[0].name}"])
 
     def flavour_for(
         self, verb: str, comm: Communicator, device: torch.device, num_bytes: int, *, symmetric: bool, name: str | None
     ) -> Flavour:
         """Return the flavour called ``name``, or the table's flavour for ``num_bytes``.
 
-        Unavailable or Unimplemented, with the reasons, if no flavour can carry out the call. No other flavour replaces
-        one that was named.
+        Unavailable or Unimplemented, with the reasons, if no flavour can carry out the call, or the named one cannot.
         """
         return self.choices(verb, comm, device, symmetric=symmetric, name=name).flavour_for(num_bytes)
 
     def choices(
         self, verb: str, comm: Communicator, device: torch.device, *, symmetric: bool, name: str | None
     ) -> Choices:
-        """Return the choices for calls whose size is not known yet; the rest is as in ``flavour_for``."""
+        """Return the choices for calls whose size is not known yet; the errors are the same as in ``flavour_for``."""
         key = (self.generation, verb, device, symmetric, name)
         choices: Choices | None = comm.choices.get(key)
         if choices is None:
@@ -164,7 +165,7 @@ class Selector:
         return choices
 
     def check_flavour(self, verb: str, name: str | None) -> None:
-        """Raise ValueError unless ``name`` is a flavour, or None."""
+        """Raise ValueError unless ``name`` is the name of a flavour, or None."""
         if name is not None and name not in BY_NAME:
             raise ValueError(f"{verb}: flavour {name!r} is unknown; known flavours: {', '.join(BY_NAME)}")
 
@@ -175,9 +176,10 @@ class Selector:
             choice = choice._replace(max_bytes=_OF_TWO_RANKS_BYTES, why=OF_OWN_CORES)
         choice = choice._replace(max_bytes=max(choice.max_bytes, least))
         if choice.why in (OF_OWN_CORES, OF_THREE_RANKS) and comm.size > self._num_cores:
-            # As measured with 2, 3, 4 and 8 ranks on 2 cores: a meeting takes longer, and a rank's share is smaller.
+            # The square was measured with 2, 3, 4 and 8 ranks on 2 cores: each barrier takes longer, and each rank's
+            # share of the work is smaller.
             crowding = comm.size / self._num_cores
-            why = f"default for {crowding:.3g} ranks to a core: fewer meetings when small"
+            why = f"default for {crowding:.3g} ranks per core: fewer barriers for small tensors"
             return choice._replace(max_bytes=choice.max_bytes * crowding**2, why=why)
         return on_nodes(choice, comm.num_nodes)
 
@@ -189,11 +191,11 @@ class Selector:
         scope = "node" if comm.num_nodes == 1 else "nodes"
         chosen = self._rows.get(Key(verb, scope, symmetric, device.type), [])
         if device.type == "cpu" and comm.size == 1 and not any(choice.why == ASSIGNED for choice in chosen):
-            chosen = []  # one rank: the first of the others, stock MPI, does not copy
-        wanted = [*chosen, *others]
-        wanted = wanted if name is None else [Choice(math.inf, name, "")]
-        statuses = {choice.flavour: status(BY_NAME[choice.flavour], verb, device.type, comm) for choice in wanted}
-        usable = [choice for choice in wanted if statuses[choice.flavour] == "available"]
+            chosen = []  # for one rank use the first of the others, stock MPI, which does not copy
+        candidates = [*chosen, *others]
+        candidates = candidates if name is None else [Choice(math.inf, name, "")]
+        statuses = {choice.flavour: status(BY_NAME[choice.flavour], verb, device.type, comm) for choice in candidates}
+        usable = [choice for choice in candidates if statuses[choice.flavour] == "available"]
         if not usable:
             kind = Unimplemented if name is not None and statuses[name] == "unimplemented" else Unavailable
             reasons = "; ".join(f"{flavour}: {reason}" for flavour, reason in statuses.items())
@@ -207,17 +209,19 @@ class Selector:
 
 
 def _checked_key(key: str | tuple[object, ...]) -> Key:
+    """Return the key of a row. KeyError if it is not valid."""
     parts = key if isinstance(key, tuple) else (key,)
-    wanted = Key(*parts) if 1 <= len(parts) <= 4 else None  # type: ignore[arg-type]
-    if wanted is None or wanted not in _KEYS or not isinstance(wanted.symmetric, bool):
+    row_key = Key(*parts) if 1 <= len(parts) <= 4 else None  # type: ignore[arg-type]
+    if row_key is None or row_key not in _KEYS or not isinstance(row_key.symmetric, bool):
         raise KeyError(
-            f"selector[{key!r}]: the key is a collective ({', '.join(COLLECTIVES)}), then a scope (node or nodes), "
-            "then True for symmetric tensors or False, then the type of their device (cpu or cuda)"
+            f"selector[{key!r}]: key must be a collective ({', '.join(COLLECTIVES)}), then a scope (node or nodes), "
+            "whether the tensors are symmetric (True or False), and a type of device (cpu or cuda)"
         )
-    return wanted
+    return row_key
 
 
 def _checked_choices(choices: str | Sequence[tuple[float, str]]) -> list[Choice]:
+    """Return the choices of a row. ValueError if they are not valid."""
     try:
         pairs = [(math.inf, choices)] if isinstance(choices, str) else [(limit, flavour) for limit, flavour in choices]
     except (TypeError, ValueError):
@@ -226,25 +230,26 @@ def _checked_choices(choices: str | Sequence[tuple[float, str]]) -> list[Choice]
     unknown = [flavour for _, flavour in pairs if flavour not in BY_NAME]
     if unknown or not pairs or limits != sorted(limits) or limits[-1] != math.inf:
         raise ValueError(
-            f"selector: {choices!r} is neither a flavour nor a list of (up to so many bytes, flavour) in rising order "
-            f"whose last limit is math.inf; flavours: {', '.join(BY_NAME)}"
+            f"selector: {choices!r} is neither a flavour nor a list of (largest size in bytes, flavour) in rising "
+            f"order whose last size is math.inf; flavours: {', '.join(BY_NAME)}"
         )
     return [Choice(limit, flavour, ASSIGNED) for limit, flavour in pairs]
 
 
 def on_nodes(choice: Choice, num_nodes: int) -> Choice:
-    """Return a choice adapted to a number of nodes: a ring of n nodes has n - 1 steps, where MPI has log2(n)."""
+    """Return a choice adapted to a number of nodes: a ring of n nodes has n - 1 steps, but MPI only log2(n)."""
     if choice.why != OF_FEW_NODES or num_nodes <= NODES_MEASURED:
         return choice
     limit = choice.max_bytes * (num_nodes - 1) / (NODES_MEASURED - 1)
-    return choice._replace(max_bytes=limit, why=f"default for {num_nodes} nodes: fewer messages when small")
+    return choice._replace(max_bytes=limit, why=f"default for {num_nodes} nodes: fewer messages for small tensors")
 
 
 def _cached_bytes(part: int, least: int) -> int:
-    """Return the size from which ordinary tensors leave the cache: a ``part`` of the last level, ``least`` to 16 MiB.
+    """Return the size above which ordinary tensors leave the cache: 1 / ``part`` of its last level.
 
-    Below this size the copies that MPI makes stay in the cache; above it, the number of times each byte moves counts.
-    The bounds come from measurements with caches of 32 and 480 MiB. All ranks of a node get the same size.
+    The result is at least ``least`` and at most 16 MiB. Below this size the copies that MPI makes stay in the cache;
+    above it, the number of times each byte moves determines the speed. The bounds come from measurements with caches of
+    32 and 480 MiB. All ranks of a node get the same size.
     """
     cache_bytes = caches.last_level_cache_bytes() or 0  # unknown: the lower bound
     return min(max(cache_bytes // part, least), 16 << 20)
@@ -252,10 +257,11 @@ def _cached_bytes(part: int, least: int) -> int:
 
 def _defaults() -> dict[Key, list[Choice]]:
     """Return the table before ``autotune``: crossovers measured with 2 and 4 ranks, Open MPI 5, two cores."""
-    small, in_memory = "default: fewer meetings when small", "default: each byte moves once, through memory"
+    small, in_memory = "default: fewer barriers for small tensors", "default: each byte moves once, through memory"
     cached = _cached_bytes(8, 4 << 20)
     rows = {}
-    for verb, *limits in (  # on one node, of ordinary and of symmetric tensors: up to where MPI is faster, and why
+    # On one node: the largest size for which MPI is faster, and the reason, for ordinary and for symmetric tensors.
+    for verb, *limits in (
         ("allreduce", (_cached_bytes(32, 1 << 20), OF_THREE_RANKS), (8 << 10, OF_OWN_CORES)),
         ("broadcast", (cached, small), (4 << 20, small)),
         ("reduce", (cached // 4, small), (512 << 10, small)),
@@ -265,11 +271,12 @@ def _defaults() -> dict[Key, list[Choice]]:
     ):
         for symmetric, (limit, why) in zip((False, True), limits, strict=True):
             rows[Key(verb, "node", symmetric)] = [Choice(limit, "mpi", why), Choice(math.inf, "shared", in_memory)]
-    anywhere = "default: fewer messages when small"
+    anywhere = "default: fewer messages for small tensors"
     by_links = "default: the links between nodes stay busy in both directions"
-    for verb, flavour, limit, why in (  # between nodes: the flavour for larger sizes; ``why`` says for how many nodes
+    # Between nodes: the flavour for sizes above the limit. OF_FEW_NODES marks limits that grow with the nodes.
+    for verb, flavour, limit, why in (
         ("allreduce", "hierarchical", 128 << 10, OF_FEW_NODES),
-        ("broadcast", "hierarchical", 128 << 10, anywhere),  # in trees
+        ("broadcast", "hierarchical", 128 << 10, anywhere),  # both methods are trees, so the limit does not grow
         ("reduce", "hierarchical", 128 << 10, anywhere),
         ("reduce_scatter", "hierarchical", 256 << 10, OF_FEW_NODES),
         ("allgather", "hierarchical", 2 << 20, OF_FEW_NODES),
@@ -283,7 +290,8 @@ def _defaults() -> dict[Key, list[Choice]]:
 def _gpu_defaults() -> dict[Key, list[Choice]]:
     """Return the rows for GPUs.
 
-    Links between GPUs, or their own memory, are used if all ranks reach each other through them; otherwise the host.
+    Tensors go through links between GPUs, or the GPUs' memory, if all ranks reach each other there. Otherwise they go
+    through the host.
     """
     nccl = Choice(math.inf, "nccl", "default: made for links between GPUs")
     cudaipc = Choice(math.inf, "cudaipc", "default: through the GPUs' memory alone")
@@ -294,9 +302,9 @@ def _gpu_defaults() -> dict[Key, list[Choice]]:
         rows[Key(verb, "node", True, "cuda")] = [cudaipc, nccl, staged]
     between_nodes = [
         nccl._replace(max_bytes=1 << 20),
-        Choice(1 << 20, "staged", "default: fewer messages when small"),
+        Choice(1 << 20, "staged", "default: fewer messages for small tensors"),
         nccl,
-        Choice(math.inf, "hierarchical", "default: each byte leaves a node once, not once a rank"),
+        Choice(math.inf, "hierarchical", "default: each byte leaves a node once, not once per rank"),
     ]
     for verb, symmetric in itertools.product(("allreduce", "reduce", "broadcast"), (False, True)):
         rows[Key(verb, "nodes", symmetric, "cuda")] = between_nodes

@@ -1,7 +1,11 @@
-"""Times of alternatives that take turns: machine load then hits all of them alike, and ratios within a run hold.
+"""Times of alternatives that are called alternately.
 
-The autotuner and the bench measure with these functions alone. A call on GPU tensors returns when its work has been
-queued; ``until_done`` makes from it a call that returns when the work is done.
+Other load on the machine then slows all alternatives equally, and the ratios of their times are valid within a run. The
+autotuner and the bench measure only with these functions. Alternative: measure one after the other. It is not used,
+because the load changes from second to second.
+
+A call on GPU tensors returns when its work has been queued. ``until_done`` makes of it a call that returns when the
+work is done.
 """
 
 from __future__ import annotations
@@ -26,16 +30,17 @@ def interleaved(
     max_turns: int,
     before: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict[str, list[float]]:
-    """Call each function once a turn, and return the times of its calls in seconds, one per turn, in order.
+    """Call each function once per turn, and return the times of its calls in seconds, one per turn, in order.
 
-    Collective over ``comm``: every rank gives functions of the same names in the same order, and gets the same times.
-    All ranks meet in a barrier before each call; the time of a call is that of the slowest rank. After one untimed turn
-    the first timed one tells how many turns fill about ``seconds`` (rank 0 decides), within ``min_turns`` and
-    ``max_turns``. The order of the functions changes from turn to turn, so that none always follows the same one.
-    ``before``, by the same names, is called untimed before each call, ahead of the barrier: to choose or warm buffers.
+    Collective over ``comm``: every rank passes functions of the same names in the same order, and gets the same times.
+    A barrier precedes each call, and the slowest rank determines the time of a call. After one untimed turn, the first
+    timed turn determines how many turns fill about ``seconds`` (rank 0 decides), within ``min_turns`` and
+    ``max_turns``. The order of the functions changes from turn to turn, so that no function always follows the same
+    one. The functions in ``before``, by the same names, are called untimed before the barrier, to choose or warm
+    buffers.
 
-    Raises ValueError unless 1 <= min_turns <= max_turns. What a function raises goes through; the other ranks then wait
-    for this one, so let it end the job.
+    Raises ValueError unless 1 <= min_turns <= max_turns. An error of a function passes through. The other ranks then
+    wait for this one, so let the error end the job.
     """
     if not 1 <= min_turns <= max_turns:
         raise ValueError(f"interleaved: min_turns={min_turns}, max_turns={max_turns}; give 1 <= min_turns <= max_turns")
@@ -43,8 +48,8 @@ def interleaved(
     _turn(comm, calls, 0)
     begin = time.perf_counter()
     turns = [_turn(comm, calls, 0)]
-    wanted = seconds / (time.perf_counter() - begin)
-    num_turns = comm.bcast(int(min(max(wanted, min_turns), max_turns)))
+    affordable = seconds / (time.perf_counter() - begin)
+    num_turns = comm.bcast(int(min(max(affordable, min_turns), max_turns)))
     turns += [_turn(comm, calls, turn) for turn in range(1, num_turns)]
     times = np.array(turns, dtype=np.float64)
     slowest = np.empty_like(times)
@@ -53,7 +58,7 @@ def interleaved(
 
 
 def until_done(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """``call``; on a GPU, the call and then waiting until the GPU has carried out all that this process gave it."""
+    """Return ``call``; for a GPU, a function that also waits until the GPU has carried out all work of this process."""
     if device.type == "cpu":
         return call
 
@@ -65,7 +70,7 @@ def until_done(call: Callable[[], object], device: torch.device) -> Callable[[],
 
 
 def order(num_functions: int, turn: int) -> list[int]:
-    """The order of ``num_functions`` functions in a turn: a zigzag 0, 1, -1, 2, -2, ... shifted by the turn.
+    """Return the order of ``num_functions`` functions in a turn: a zigzag 0, 1, -1, 2, -2, ... shifted by the turn.
 
     Within ``2 * num_functions`` turns every function follows every other one equally often (a Williams square).
     """
@@ -76,7 +81,7 @@ def order(num_functions: int, turn: int) -> list[int]:
 
 
 def _turn(comm: MPI.Comm, calls: Sequence[_BeforeAndCall], turn: int) -> list[float]:
-    """The time of each call on this rank."""
+    """Make each call once, and return their times on this rank."""
     times = [0.0] * len(calls)
     for index in order(len(calls), turn):
         before, call = calls[index]
@@ -89,4 +94,4 @@ def _turn(comm: MPI.Comm, calls: Sequence[_BeforeAndCall], turn: int) -> list[fl
 
 
 def _nothing() -> None:
-    """The call before a function that needs none."""
+    """Do nothing, as the ``before`` of a function without one."""

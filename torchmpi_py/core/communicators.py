@@ -1,16 +1,18 @@
 """Communicators: groups of ranks, and the stack of levels that names the current one.
 
-A *level* is a partition of the ranks into groups by a key; level 0 is the whole world. Seen from one rank a level is a
-Communicator: its ``inner`` is this rank's group (the level itself), its ``outer`` links this rank with its counterparts
-in the other groups of the same parent::
+A *level* is a partition of the ranks into groups by a key; level 0 is the whole world. On each rank, a level is
+represented by a Communicator. Its ``inner`` is this rank's group (the level itself). Its ``outer`` links this rank with
+its counterparts in the other groups of the same parent.
 
-    parent, 5 ranks, keys A A B B B         inner: {0 1} {2 3 4}
-    cartesian (equal groups, if wanted)     outer: one per inner rank, across all groups
-    tree (else)                             outer: the roots {0 2}; every other rank has one of its own
+- Parent: 5 ranks with the keys A A B B B. The inner groups are {0 1} and {2 3 4}.
+- Cartesian (equal groups, if requested): one outer communicator per inner rank, across all groups.
+- Tree (otherwise): one outer communicator of the roots {0 2}; every other rank is alone in its own.
 
-``push`` adds a level below the current one and leaves the current one current; ``set_communicator`` and ``at`` move.
-The *span* names the two levels that hierarchical collectives combine. Behaviour after TorchMPI's communicators
-(its resources.cpp), with groups in the same order in every column, any number of siblings, and keys of any length.
+``push`` adds a level below the current one, and does not change which level is current. ``set_communicator`` and ``at``
+change it. The *span* names the two levels that hierarchical collectives combine.
+
+The behaviour follows TorchMPI's communicators (its resources.cpp). In addition, groups have the same order in every
+column, a level may have any number of siblings, and keys may have any length.
 
 Every Communicator owns two channels (``channels.py``): ``direct`` for calls made by the user's thread, and
 ``background`` for the communication thread.
@@ -56,7 +58,8 @@ class Communicator:
 
     def __init__(self, group: MPI.Comm, place: Place, key: str) -> None:
         mine = np.array([*place, *sequences.offer()])
-        table = np.empty((group.size, mine.size), mine.dtype)  # numbers, because thousands of objects take a second
+        # An array of numbers, because the exchange of thousands of Python objects takes a second.
+        table = np.empty((group.size, mine.size), mine.dtype)
         group.Allgather(mine, table)
         places, offers = Places(table[:, : len(place)]), table[:, len(place) :]
         self.direct = Channel(group, places, DIRECT)
@@ -72,31 +75,31 @@ class Communicator:
         self.outer: Communicator | None = None
         self.is_cartesian = False
         self.parent: Communicator | None = None
-        self.companions: dict[str, Communicator] = {}  # what stands ``beside`` it, by key
+        self.companions: dict[str, Communicator] = {}  # the communicators that ``beside`` has made, by key
         self.is_free = False
-        self.is_stuck = False  # in an operation that was given up: MPI still uses it, so it cannot be freed
-        self.choices: dict[Any, Any] = {}  # the selector's, for this communicator
-        self.plans: dict[Any, Any] = {}  # of calls (``collectives/kept_plans.py``)
+        self.is_stuck = False  # an operation was given up, in which MPI still uses the communicator: never free it
+        self.choices: dict[Any, Any] = {}  # the selector's choices for this communicator
+        self.plans: dict[Any, Any] = {}  # the plans of repeated calls (``collectives/kept_plans.py``)
 
     @property
     def is_broken(self) -> bool:
-        """Whether a call has failed that other ranks may have carried out; later calls are refused."""
+        """Whether a call failed here that other ranks may have carried out; later calls are then refused."""
         return any(sequence.is_broken for sequence in self.sequences)
 
     def free(self) -> None:
         """Wait for the operations under way, and free the communicator's resources.
 
-        Every rank of the communicator must make this call. After a call that differed between ranks nothing is waited
-        for, and MPI keeps its part of the resources.
+        Every rank of the communicator must make this call. After a call that differed between ranks, ``free`` does not
+        wait, and MPI keeps its part of the resources.
 
         Raises:
-            CommunicatorError: the communicator is a level, which only ``mpi.stop()`` frees, or a thread uses it.
+            CommunicatorError: the communicator is a level, which only ``mpi.stop()`` frees, or a thread is using it.
             NotStarted: this process was forked from a started one.
         """
         if self.outer is not None:
             raise CommunicatorError(f"{self!r} is a level; levels live until mpi.stop()")
         if not self.is_free:
-            stack()  # NotStarted in a forked child
+            stack()  # raises NotStarted in a forked child
             if self.is_broken:
                 self._release(is_lost=True)
                 return
@@ -106,7 +109,7 @@ class Communicator:
             journal.run_together("free", self, self._release)
 
     def _release(self, *, is_lost: bool = False) -> None:
-        """Free all resources. Collective, unless the communicator ``is_lost``: one of its ranks has died."""
+        """Free all resources. Collective, unless the communicator ``is_lost``, which means that a rank has died."""
         if not self.is_free:
             self.is_free = True
             self.plans.clear()
@@ -122,12 +125,12 @@ class Communicator:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # Where the block raises, other ranks may be waiting for this one, so this rank alone cannot free.
+        # After an exception this rank must not call free, which is collective: the other ranks may be elsewhere.
         if kind is None or self.size == 1:
             self.free()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
-        """Itself: a copy of what uses a communicator uses the same one."""
+        """Return the communicator itself, so that a deep copy of an object that holds it shares it."""
         return self
 
     def __repr__(self) -> str:
@@ -139,7 +142,7 @@ class Stack:
     """The levels of a started process, the current level, and the span."""
 
     def __init__(self, world: MPI.Comm, place: Place, want_cartesian: bool, outer: Stack | None = None) -> None:
-        self.outer = outer  # that of the whole job, where this one is a group's, for an experiment
+        self.outer = outer  # the stack of the whole job, if this one belongs to a group that runs an experiment
         self.place = place
         self.want_cartesian = want_cartesian
         self.levels = [Communicator(world.Dup(), place, "global")]
@@ -149,10 +152,10 @@ class Stack:
         self.span = (0, 0)
         self.others: list[Communicator] = []
 
-    def keep(self, made: Communicator) -> Communicator:
-        """Free ``made`` at the end, unless it is freed before."""
-        self.others = [*(other for other in self.others if not other.is_free), made]
-        return made
+    def keep(self, comm: Communicator) -> Communicator:
+        """Free ``comm`` together with the stack, unless it is freed earlier; return ``comm``."""
+        self.others = [*(other for other in self.others if not other.is_free), comm]
+        return comm
 
     def push(self, key: str) -> int:
         """Add a level below the current one; return its index. Collective over the current level."""
@@ -166,26 +169,26 @@ class Stack:
         return len(self.levels) - 1
 
     def level(self, index: int) -> Communicator:
-        """The level of this index; ValueError if there is none."""
+        """Return the level with this index. ValueError if it does not exist."""
         if not isinstance(index, int) or not 0 <= index < len(self.levels):
             raise ValueError(f"level {index!r} does not exist; there are levels 0 to {len(self.levels) - 1}")
         return self.levels[index]
 
     def free(self, *, is_lost: bool = False) -> None:
-        """Free all communicators, the youngest first. Collective, unless they are ``is_lost``."""
+        """Free all communicators, the youngest first. Collective, unless ``is_lost``: then a rank has died."""
         for communicator in [*reversed(self.others), *reversed(self.levels)]:
             communicator._release(is_lost=is_lost)
 
 
 current_stack: Stack | None = None
-"""The level stack of the session; a session alone assigns it, and ``exits`` in a forked child."""
+"""The level stack of the session. Only a session assigns it, and ``exits`` in a forked child."""
 
 why_not = "call mpi.start() first"
-"""The advice of NotStarted while there is no session; a session alone assigns it, and ``exits`` in a forked child."""
+"""The advice in NotStarted without a session. Only a session assigns it, and ``exits`` in a forked child."""
 
 
 def stack() -> Stack:
-    """The session's stack; NotStarted, with the remedy, if there is none."""
+    """Return the session's stack. NotStarted, with the remedy, without a session."""
     if current_stack is None:
         raise NotStarted(f"torchmpi_py is not started in this process: {why_not}")
     return current_stack
@@ -201,31 +204,37 @@ def is_started() -> bool:
 
 
 class NoCommunicator:
-    """What ``split`` gives to a rank that stays out: false, and an error as ``comm=``, which None would not be."""
+    """The object that ``split`` returns on a rank that stays out.
+
+    It is false in a condition, and an error as ``comm=``. None would not be an error there: it means the current level.
+    """
 
     def __bool__(self) -> bool:
         return False
 
     def free(self) -> None:
-        """There is nothing to free."""
+        """Do nothing, because nothing was allocated."""
 
     def __enter__(self) -> NoCommunicator:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """There is nothing to free."""
+        """Do nothing, because nothing was allocated."""
 
     def __repr__(self) -> str:
         return "<NoCommunicator: this rank gave mpi.split the color None>"
 
 
 def resolve(comm: Communicator | None) -> Communicator:
-    """``comm``, or the current level. NotStarted, ValueError, TypeError or CommunicatorError if it cannot be used."""
+    """Return ``comm``, or the current level for None.
+
+    NotStarted, ValueError, TypeError or CommunicatorError if the communicator cannot be used.
+    """
     if comm is None:
         return current_stack.current if current_stack is not None else stack().current
     stack()
     if isinstance(comm, NoCommunicator):
-        raise ValueError(f"comm={comm!r}, which is in no group: make the call on the other ranks alone, `if comm:`")
+        raise ValueError(f"comm={comm!r}: this rank is in no group; make the call only on other ranks, with `if comm:`")
     if not isinstance(comm, Communicator):
         raise TypeError(f"comm={comm!r} is not a torchmpi_py communicator; make one with mpi.split or mpi.communicator")
     if comm.is_free:
@@ -257,8 +266,8 @@ def push_communicator(key: str | int) -> int:
     """
     if not isinstance(key, (str, int)):
         raise TypeError(f"push_communicator: key must be a str or an int, not {key!r}")
-    used = stack()
-    return journal.run_together("push_communicator", used.current, lambda: used.push(str(key)))
+    levels = stack()
+    return journal.run_together("push_communicator", levels.current, lambda: levels.push(str(key)))
 
 
 def set_communicator(level: int) -> None:
@@ -301,13 +310,13 @@ def at(level: int) -> Iterator[Communicator]:
         ...     mpi.rank() == world.rank
         True
     """
-    used = stack()
-    former = used.current
-    used.current = used.level(level)
+    levels = stack()
+    former = levels.current
+    levels.current = levels.level(level)
     try:
-        yield used.current
+        yield levels.current
     finally:
-        used.current = former
+        levels.current = former
 
 
 def set_collective_span(begin: int, end: int) -> None:
@@ -328,15 +337,15 @@ def set_collective_span(begin: int, end: int) -> None:
         ValueError: a level does not exist, or ``end`` is not below ``begin``.
         NotStarted: ``mpi.start()`` was not called.
     """
-    used = stack()
-    whole, below = used.level(begin), used.level(end)
+    levels = stack()
+    whole, below = levels.level(begin), levels.level(end)
     while below is not whole and below.parent is not None:
         below = below.parent
     if below is not whole:
         raise ValueError(f"set_collective_span: level end={end} is not below level begin={begin}")
-    communication_thread.current().drain()  # operations launched before combine the former levels
-    used.span = (begin, end)
-    for level in used.levels:
+    communication_thread.current().drain()  # operations already launched still combine the former levels
+    levels.span = (begin, end)
+    for level in levels.levels:
         level.choices.clear()
         level.plans.clear()
 
@@ -382,27 +391,28 @@ def split(color: int | None, key: int = 0) -> Communicator:
         ...     backwards.rank == mpi.size() - 1 - mpi.rank()
         True
     """
-    used = stack()
+    levels = stack()
 
     def make() -> Communicator | NoCommunicator:
-        # MPI takes numbers of 31 bits: the first rank of a color stands for it, and a place in the order for a key.
-        comm = used.current.direct.mpi
-        given = agree.gather_results(
+        # MPI takes numbers of 31 bits. So the first rank of a color replaces the color, and the position among the
+        # sorted keys replaces the key.
+        comm = levels.current.direct.mpi
+        pairs = agree.gather_results(
             comm.allgather, lambda: _checked(color, key), (ValueError,), str, agree.first_as(ValueError)
         )
-        colors, keys = zip(*given, strict=True)
+        colors, keys = zip(*pairs, strict=True)
         place = sorted(range(comm.size), key=lambda rank: (keys[rank], rank)).index(comm.rank)
         group: Any = comm.Split(MPI.UNDEFINED if color is None else colors.index(colors[comm.rank]), place)
-        return NoCommunicator() if color is None else Communicator(group, used.place, f"split {color}")
+        return NoCommunicator() if color is None else Communicator(group, levels.place, f"split {color}")
 
-    made = journal.run_together("split", used.current, make)
-    if isinstance(made, Communicator):
-        used.keep(made)
-    return made  # type: ignore[return-value]  # a NoCommunicator stands for an error where it is used
+    comm = journal.run_together("split", levels.current, make)
+    if isinstance(comm, Communicator):
+        levels.keep(comm)
+    return comm  # type: ignore[return-value]  # using a NoCommunicator as ``comm=`` is an error
 
 
 def _checked(color: Any, key: Any) -> tuple[int | None, int]:
-    """Color and key of a rank. ValueError for another color or key."""
+    """Return the color and key of a rank as whole numbers. ValueError for a color or key that is not valid."""
     whole, place = _whole_number(color), _whole_number(key)
     if color is not None and (isinstance(color, bool) or whole is None or whole < 0):
         raise ValueError(f"split: color must be a whole number >= 0, or None to stay out, not {color!r}")
@@ -412,18 +422,22 @@ def _checked(color: Any, key: Any) -> tuple[int | None, int]:
 
 
 def _whole_number(value: Any) -> int | None:
+    """Return ``value`` as an int; None if it is not a whole number."""
     try:
         return operator.index(value)
-    except (TypeError, RuntimeError):  # torch raises the latter for several elements
+    except (TypeError, RuntimeError):  # torch raises RuntimeError for a tensor of several elements
         return None
 
 
 def beside(comm: Communicator, key: str) -> Communicator:
-    """The communicator ``key`` of the ranks of ``comm``, with its own order of operations. Collective at first."""
+    """Return a companion of ``comm``, called ``key``: the same ranks, but an order of operations of its own.
+
+    The first call with a key is collective.
+    """
     if key not in comm.companions:
-        used = stack()
-        made = journal.run_together(key, comm, lambda: Communicator(comm.direct.mpi.Dup(), used.place, key))
-        comm.companions[key] = used.keep(made)
+        levels = stack()
+        companion = journal.run_together(key, comm, lambda: Communicator(comm.direct.mpi.Dup(), levels.place, key))
+        comm.companions[key] = levels.keep(companion)
     return comm.companions[key]
 
 
@@ -439,8 +453,9 @@ def communicator_names() -> str:
     return "\n".join(_describe(stack(), index, level) for index, level in enumerate(stack().levels))
 
 
-def _describe(used: Stack, index: int, level: Communicator) -> str:
-    roles = [name for name, here in (("current", level is used.current), ("span", index in used.span)) if here]
+def _describe(levels: Stack, index: int, level: Communicator) -> str:
+    """Return a line about a level: this rank's places in it, its form, and whether it is current or in the span."""
+    roles = [name for name, here in (("current", level is levels.current), ("span", index in levels.span)) if here]
     outer = f", outer rank {level.outer.rank} of {level.outer.size}" if level.outer is not None else ""
     return (
         f"level {index} {level.key!r}: rank {level.rank} of {level.size}{outer}, "
@@ -455,7 +470,7 @@ def _nodes(count: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Grouping:
-    """Colours and ranks of one rank of the parent for two MPI splits, after all ranks gave their keys."""
+    """Colours and ranks of one rank of the parent for two MPI splits, which follow from the keys of all ranks."""
 
     inner_colour: int
     inner_rank: int
@@ -465,7 +480,10 @@ class Grouping:
 
 
 def group_by_key(keys: Ranks[Hashable], rank: int, want_cartesian: bool) -> Grouping:
-    """The grouping of ``rank`` for the ``keys`` of ranks 0, 1, ... of the parent; groups count by their lowest rank."""
+    """Return the grouping of ``rank`` for the ``keys`` of ranks 0, 1, ... of the parent.
+
+    The groups are ordered by their lowest rank.
+    """
     groups: dict[Hashable, list[int]] = {}
     for member, key in enumerate(keys):
         groups.setdefault(key, []).append(member)

@@ -1,6 +1,6 @@
-"""Configuration: every size, threshold and deadline in one frozen dataclass, ``Tuning``; the reader of TORCHMPI_*.
+"""Configuration: ``Tuning`` holds every size, threshold and timeout; the functions read the variables TORCHMPI_*.
 
-Also the directories of files for later jobs, and how such files are written.
+The module also names the directories of files for later jobs, and writes these files (``keep``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOG = f"{PREFIX}LOG"
 ERRORS = f"{PREFIX}ERRORS"  # read by launch/notices.py
 TIMELINE = f"{PREFIX}TIMELINE"
 STARTED_PID = f"{PREFIX}STARTED_PID"
-EXPERIMENT = f"{PREFIX}EXPERIMENT"  # the experiment of a sweep that is under way in this process: its folder
+EXPERIMENT = f"{PREFIX}EXPERIMENT"  # folder of the sweep's experiment that runs in this process
 AT_DEADLINE = ("abort", "report", "raise")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _OTHER_NAMES = {"deadline_seconds": "DEADLINE"}
@@ -35,63 +35,68 @@ _READERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """Sizes and deadlines; pass one to ``mpi.start(tuning=...)``, or set ``TORCHMPI_<FIELD>`` in the environment.
+    """Sizes and timeouts, to pass as ``mpi.start(tuning=...)``; or set ``TORCHMPI_<FIELD>`` in the environment.
 
-    All ranks must use the same values, which decide on the messages that are sent.
+    All ranks must use the same values, because the values determine which messages are sent.
     """
 
     native_async_bytes: int = 64 << 10
-    """Asynchronous collectives up to this size are posted as MPI's own nonblocking calls (3 us from launch to result,
-    against 19 us through the communication thread); larger ones run on the communication thread, because MPI_Iallreduce
-    copies at launch (113 us for 4 MiB) and makes no progress while Python computes. See decision 002."""
+    """Largest size, in bytes, of asynchronous collectives that are posted as MPI's own nonblocking calls (3 us from
+    launch to result, against 19 us through the communication thread). Larger ones run on the communication thread.
+    MPI_Iallreduce would copy them at launch (113 us for 4 MiB) and make no progress while Python computes: see
+    decision 002."""
 
     message_bytes: int = 1 << 30
-    """Size of the longest MPI message. Longer data travel in pieces: MPI 3 counts in 32 bits."""
+    """Size of the longest MPI message, in bytes. Longer data travel in pieces, because MPI 3 counts in 32 bits."""
 
     wire_bytes: int = 4 << 20
-    """Size of the scratch memory for dtypes that are reduced in another dtype (16-bit floats in float32)."""
+    """Size, in bytes, of the scratch memory for dtypes that are reduced in another dtype (16-bit floats in float32)."""
 
     staging_bytes: int = 16 << 20
-    """Largest shared memory per rank through which flavour shared passes tensors that are not symmetric. The flavour
-    takes four times ``chunk_bytes`` for each communicator, once for blocking and once for asynchronous calls."""
+    """Largest shared memory per rank, in bytes, through which flavour shared passes tensors that are not symmetric.
+    The flavour uses four times ``chunk_bytes`` for each communicator, once for blocking and once for asynchronous
+    calls."""
 
     chunk_bytes: int = 1 << 20
-    """Largest chunk in which flavour shared copies ordinary tensors through shared memory (in an allreduce of two
-    ranks: twice this size). The ranks wait for each other once per chunk. Larger tensors are read in place if
-    that is faster: decision 028."""
+    """Largest chunk, in bytes, in which flavour shared copies ordinary tensors through shared memory (twice this size
+    in an allreduce of two ranks). The ranks wait for each other once per chunk. Larger tensors are read in place if
+    that is faster: see decision 028."""
 
     cache_bytes: int = 1536 << 10
-    """Size of the block that a reduction in shared memory works on, over all ranks' tensors: a share of a core's own
-    cache, but large enough to hide Python (2 ranks, 4 to 64 MiB: a quarter takes 1.1 to 1.4 times as long)."""
+    """Size, in bytes over all ranks' tensors, of the block that a reduction in shared memory works on. It is a share of
+    a core's own cache, but large enough to hide Python (2 ranks, 4 to 64 MiB: a quarter of it takes 1.1 to 1.4 times
+    as long)."""
 
     gpu_chunk_bytes: int = 4 << 20
-    """Largest chunk in which flavour staged copies tensors between GPU and host. Pinned memory has room for six chunks
-    per communicator and thread."""
+    """Largest chunk, in bytes, in which flavour staged copies tensors between GPU and host. Pinned memory has room for
+    six chunks per communicator and thread."""
 
     gpu_scratch_bytes: int = 128 << 20
-    """Largest GPU memory per rank, communicator and thread through which flavour cudaipc passes tensors that are not
-    symmetric; less if the largest tensor is smaller. The ranks wait for each other twice a piece of this size."""
+    """Largest GPU memory, in bytes per rank, communicator and thread, through which flavour cudaipc passes tensors that
+    are not symmetric. The flavour uses less if the largest tensor is smaller. The ranks wait for each other twice per
+    piece of this size."""
 
     gpu_cache_bytes: int = 24 << 20
-    """Size of the block that a reduction on a GPU works on, over all ranks' tensors: half of a large GPU's L2 cache."""
+    """Size, in bytes over all ranks' tensors, of the block that a reduction on a GPU works on: half of a large GPU's L2
+    cache."""
 
     fuse_bytes: int = 16 << 20
-    """Largest flat buffer in which small gradients, or parameters, travel together."""
+    """Largest flat buffer, in bytes, in which small gradients, or parameters, travel together."""
 
     alone_bytes: int = 1 << 20
-    """Smallest gradient, or parameter, that travels alone."""
+    """Smallest gradient, or parameter, that travels alone, in bytes."""
 
     deadline_seconds: float = 600
-    """Time after which an operation is reported, with the ranks that are late; ``at_deadline`` says what else happens.
-    0: no deadline. In the environment also TORCHMPI_DEADLINE."""
+    """Timeout of every operation, in seconds, after which a report names the late ranks. ``at_deadline`` says what else
+    happens. With 0 operations have no timeout. The environment variable may also be called TORCHMPI_DEADLINE."""
 
     at_deadline: str = "abort"
     """Effect of an operation that takes longer than ``deadline_seconds``: "abort" ends the job, "report" lets the
     operation go on, "raise" raises CollectiveTimeout in the program that waits."""
 
     unreachable_seconds: float = 15
-    """Time without a sign of life after which another host counts as unreachable: this is reported, and ends the job
-    (not with ``at_deadline`` "report"). 0: never."""
+    """Time, in seconds without a sign of life, after which another host counts as unreachable. This is reported and
+    ends the job, except with ``at_deadline`` "report". With 0 no host counts as unreachable."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -121,15 +126,15 @@ class Tuning:
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Tuning:
-    """The defaults, overridden by ``TORCHMPI_<FIELD>`` (for example TORCHMPI_FUSE_BYTES=1048576)."""
+    """Return the defaults, overridden by ``TORCHMPI_<FIELD>`` (for example TORCHMPI_FUSE_BYTES=1048576)."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(Tuning):
         names = [field.name.upper(), *filter(None, [_OTHER_NAMES.get(field.name)])]
-        given = {PREFIX + name: environ[PREFIX + name] for name in names if PREFIX + name in environ}
-        if len(set(given.values())) > 1:
-            settings = " and ".join(f"{name}={text}" for name, text in given.items())
-            raise ValueError(f"{settings} are the same setting: give one of them")
-        for name, text in given.items():
+        texts = {PREFIX + name: environ[PREFIX + name] for name in names if PREFIX + name in environ}
+        if len(set(texts.values())) > 1:
+            settings = " and ".join(f"{name}={text}" for name, text in texts.items())
+            raise ValueError(f"{settings} are the same setting: set only one of them")
+        for name, text in texts.items():
             try:
                 values[field.name] = _READERS[str(field.type)](text)
             except ValueError:
@@ -139,7 +144,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Tuning:
 
 
 def known_names() -> set[str]:
-    """Every variable TORCHMPI_... that the package reads or sets."""
+    """Return the names of all variables TORCHMPI_... that the package reads or sets."""
     fields = {f"{PREFIX}{field.name.upper()}" for field in dataclasses.fields(Tuning)}
     return (
         fields
@@ -149,7 +154,7 @@ def known_names() -> set[str]:
 
 
 def unknown_settings(environ: Mapping[str, str] = os.environ) -> str:
-    """A line about variables TORCHMPI_... without effect, which may be misspelt; "" if there are none."""
+    """Return a line about variables TORCHMPI_... without effect, which may be misspelt; "" without any."""
     short_names, texts = [name.removeprefix(PREFIX) for name in known_names()], []
     for name in sorted(environ):
         short_name = name.removeprefix(PREFIX)
@@ -161,34 +166,34 @@ def unknown_settings(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def tuning_directory(environ: Mapping[str, str] = os.environ) -> pathlib.Path:
-    """The directory of ``autotune``'s measurements: TORCHMPI_TUNING_DIR, else in the user's cache."""
-    given = environ.get(TUNING_DIR)
+    """Return the directory of ``autotune``'s measurements: TORCHMPI_TUNING_DIR, else one in the user's cache."""
+    directory = environ.get(TUNING_DIR)
     cache = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return pathlib.Path(given) if given else pathlib.Path(cache, "torchmpi_py")
+    return pathlib.Path(directory) if directory else pathlib.Path(cache, "torchmpi_py")
 
 
 def dump_directory(environ: Mapping[str, str] = os.environ) -> str:
-    """The directory for the last operations of a job that hangs: TORCHMPI_DUMP_DIR, else the temporary directory."""
+    """Return the directory for records of a hanging job: TORCHMPI_DUMP_DIR, else the temporary directory."""
     return environ.get(DUMP_DIR) or tempfile.gettempdir()
 
 
 def log_level(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The least level of what the package logs, from TORCHMPI_LOG; None: what Python's logging is set to."""
-    given = environ.get(LOG, "").upper()
-    if given and given not in _LOG_LEVELS:
+    """Return the lowest level of messages that the package logs (TORCHMPI_LOG); None: Python's logging decides."""
+    level = environ.get(LOG, "").upper()
+    if level and level not in _LOG_LEVELS:
         raise ValueError(f"{LOG}={environ[LOG]!r}: give one of {', '.join(_LOG_LEVELS).lower()}")
-    return given or None
+    return level or None
 
 
 def keep(path: pathlib.Path, content: object) -> None:
-    """Write a file for later jobs, as JSON; readers see the whole file or none. OSError if writing fails."""
+    """Write ``content`` as JSON to a file for later jobs. Readers see the whole file or none. OSError if it fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     trusted_files.refuse_others(path)
     file, temporary = tempfile.mkstemp(prefix=path.name, dir=path.parent)
     try:
         with open(file, "w", encoding="utf-8") as stream:
             json.dump(content, stream, indent=1)
-        os.chmod(temporary, 0o644)  # the directory may be shared
+        os.chmod(temporary, 0o644)  # readable for all, because users may share the directory
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
@@ -196,21 +201,21 @@ def keep(path: pathlib.Path, content: object) -> None:
 
 
 def profile_directory(environ: Mapping[str, str] = os.environ) -> pathlib.Path | None:
-    """The directory of traces, None without tracing: TORCHMPI_PROFILE, which ``torchmpirun --profile`` sets."""
-    given = environ.get(PROFILE)
-    return pathlib.Path(given).absolute() if given else None
+    """Return the directory of traces, or None without tracing. ``torchmpirun --profile`` sets TORCHMPI_PROFILE."""
+    directory = environ.get(PROFILE)
+    return pathlib.Path(directory).absolute() if directory else None
 
 
 def timeline_directory(environ: Mapping[str, str] = os.environ) -> str:
-    """The directory in which the ranks' boards stay, "" for none: TORCHMPI_TIMELINE, of ``torchmpirun --timeline``."""
+    """Return the directory where the ranks' boards stay, or "". ``torchmpirun --timeline`` sets TORCHMPI_TIMELINE."""
     return environ.get(TIMELINE, "")
 
 
 current = Tuning()
-"""The tuning of the session, assigned by ``use``, which a session alone calls. Read it as ``config.current``."""
+"""The tuning of the session. Only a session assigns it, through ``use``. Read it as ``config.current``."""
 
 can_raise = False
-"""Whether an operation raises at the deadline."""
+"""Whether an operation raises an error after its timeout."""
 
 
 def use(tuning: Tuning) -> None:

@@ -1,10 +1,13 @@
-"""Work, which is something under way, and the handles with which the program waits for it.
+"""Work, which is one operation or several, and the handles with which the program waits for work.
 
 A handle owns its work, and with the work every buffer, until the work is complete. The communication thread, or its
 table of posted requests, refers to the handle, so a program may drop the handle. Two kinds exist:
 
-ThreadHandle    the communication thread carries out the work, on duplicates of the communicators, in order of launch
-RequestHandle   the work was posted to MPI as nonblocking calls; MPI advances the transfer while a thread waits
+- ThreadHandle: the communication thread carries out the work, on duplicates of the communicators, in order of launch.
+- RequestHandle: the work was posted to MPI as nonblocking calls. MPI advances the transfer while a thread waits.
+
+Posting saves the switch to another thread, which takes longer than a small message. The communication thread serves
+large messages, because MPI makes no progress on posted calls while Python computes.
 """
 
 from __future__ import annotations
@@ -29,12 +32,12 @@ from torchmpi_py.errors import CollectiveTimeout, CommunicatorError, NotStarted,
 
 logger = logging.getLogger("torchmpi_py")
 R = TypeVar("R")
-_CANCEL_SECONDS = 1.0  # for the thread that waits to see it
+_CANCEL_SECONDS = 1.0  # time in which a waiting thread must notice that its receive is cancelled
 _STILL_PENDING = "The operation is still pending: call error.handle.wait(); do not repeat the call."
 
 
 class Work(Generic[R]):
-    """Something under way: one operation, or several with one result.
+    """One operation under way, or several with one result.
 
     The defaults suit work without communication. A subclass provides ``label`` and ``run``.
     """
@@ -42,15 +45,15 @@ class Work(Generic[R]):
     __slots__ = ()
 
     entry: Entry | None = None
-    """The entry in the journal; None: reports and deadlines do not see the work."""
+    """The entry in the journal; with None, neither reports nor timeouts cover the work."""
 
     @property
     def label(self) -> object:
-        """Return an object whose ``str`` names the work, also after ``release``; the handle keeps it."""
+        """Return an object whose ``str`` names the work, also after ``release``; the handle keeps the object."""
         raise NotImplementedError
 
     def run(self, in_background: bool = False) -> R:
-        """Carry out the work and return its result. ``in_background``: the caller is a communication thread."""
+        """Carry out the work and return its result; with ``in_background`` the caller is a communication thread."""
         raise NotImplementedError
 
     def finish(self) -> R:
@@ -66,10 +69,13 @@ class Work(Generic[R]):
         return ""
 
     def on_done(self) -> None:
-        """Run what follows the work; called once by the communication thread, after waiters can see the result."""
+        """Run the steps chained to the work.
+
+        The communication thread calls this once, after waiting threads can see the result.
+        """
 
     def release(self) -> None:
-        """Give up all buffers: the work is complete, or has failed."""
+        """Drop all references to buffers, because the work is complete or has failed."""
 
 
 class Handle(ABC, Generic[R]):
@@ -84,21 +90,24 @@ class Handle(ABC, Generic[R]):
         (True, True)
     """
 
-    to_array: Callable[[Any], R] | None = None  # makes an array of the result, in the first thread that waits
+    to_array: Callable[[Any], R] | None = None  # converts the result to an array, in the first thread that waits
     _array: Any = None
     _error: BaseException | None = None
     _error_was_seen = False
 
     def __init__(self, work: Work[R]) -> None:
-        self._work: Work[R] | None = work  # until it is complete
+        self._work: Work[R] | None = work  # None once the work is complete
         self._label = work.label
         self._result: R | None = None
         self._traceback: TracebackType | None = None
-        self._in_inference_mode = torch.is_inference_mode_enabled()  # a state of the thread that launches
+        self._in_inference_mode = torch.is_inference_mode_enabled()  # of the thread that launches the operation
 
     @abstractmethod
     def _complete(self, timeout_seconds: float | None) -> bool:
-        """Wait until the operation is complete (None: without limit; 0: only look). Return whether it is complete."""
+        """Wait until the operation is complete, and return whether it is.
+
+        A timeout of None waits without limit; 0 returns at once.
+        """
 
     def done(self) -> bool:
         """Return whether the operation is complete, with a result or an error; never block.
@@ -148,33 +157,33 @@ class Handle(ABC, Generic[R]):
         return result  # type: ignore[no-any-return]
 
     def _hand_over(self) -> None:
-        """Let this thread's further work on the result come after the operation."""
+        """Order this thread's later work on the result after the operation."""
 
     def is_settled(self) -> bool:
-        """Return whether the host has no more to do for the operation; a GPU may still be at work."""
+        """Return whether the host has finished its part of the operation; a GPU may still be at work."""
         return self._complete(0)
 
     def who_is_late(self) -> str:
-        """Return a sentence with the ranks that have not called the operation, or a question."""
+        """Return a sentence with the ranks that have not called the operation; a question if they are not known."""
         work = self._work
         return (work.late_ranks() if work is not None else "") or "Has every rank launched it?"
 
     def expect(self, limit_seconds: float | None = None) -> None:
         """Count the operation as waited for until it is complete or given up.
 
-        This is for waits inside torch's C++ code, which we cannot see. ``limit_seconds``: the limit of that wait, as in
-        ``wait``.
+        Callers use this for waits inside torch's C++ code, which we cannot observe. ``limit_seconds`` is the limit of
+        such a wait, as in ``wait``.
         """
         work = self._work
         if work is not None and work.entry is not None and not self._error_was_seen:
             if limit_seconds is not None:
                 backoff.limited[self] = work.entry[0], limit_seconds
             backoff.active[self] = work.entry[0]
-            if self._work is None:  # the operation has completed meanwhile
+            if self._work is None:  # the operation has become complete meanwhile
                 self._end_wait()
 
     def give_up(self) -> None:
-        """Stop counting the operation as waited for: it is no longer late, and its error is not logged."""
+        """Stop counting the operation as waited for: reports no longer call it late, and its error is not logged."""
         self._error_was_seen = True
         self._end_wait()
 
@@ -183,10 +192,10 @@ class Handle(ABC, Generic[R]):
         return contextlib.nullcontext()
 
     def synchronize(self) -> None:
-        """Block the host until the operation is complete, on a GPU too.
+        """Block the host until the operation is complete, also on a GPU.
 
         Raises:
-            Exception: the errors of ``wait``.
+            TorchMPIError: the operation failed; the errors of ``wait``.
         """
         self.wait()
 
@@ -194,13 +203,12 @@ class Handle(ABC, Generic[R]):
         """Raise NotStarted in a forked child, unless the operation was complete before the fork."""
         if self._work is not None and mpi_api.is_forked():
             raise NotStarted(
-                f"{self._label} was launched by the process from which this one was forked; only there can it be "
-                "waited for"
+                f"{self._label} was launched before this process was forked; wait for it in the parent process"
             )
 
     @contextlib.contextmanager
     def _waited_for(self) -> Iterator[None]:
-        """Mark, in a block, that a thread waits for the operation, so that reports may call it late."""
+        """Mark, inside a ``with`` block, that a thread waits for the operation, so that reports may call it late."""
         self._check_process()
         work, wait = self._work, object()
         if work is not None and work.entry is not None:
@@ -211,7 +219,7 @@ class Handle(ABC, Generic[R]):
             backoff.active.pop(wait, None)
 
     def _complete_within(self, seconds: float) -> bool:
-        """Return what ``_complete`` does within a program's limit, before which the operation is not late."""
+        """Call ``_complete`` with a limit from the program; the operation does not count as late before the limit."""
         work, wait = self._work, object()
         if work is not None and work.entry is not None:
             backoff.limited[wait] = work.entry[0], seconds
@@ -221,11 +229,12 @@ class Handle(ABC, Generic[R]):
             backoff.limited.pop(wait, None)
 
     def _end_wait(self) -> None:
+        """Remove the operation from the waits that ``expect`` has registered."""
         backoff.active.pop(self, None)
         backoff.limited.pop(self, None)
 
     def _end_with(self, step: Callable[[], R]) -> None:
-        """Run the operation's last step, keep its result or error, and give up the buffers."""
+        """Run the operation's last step, keep its result or error, and release the buffers."""
         try:
             if self._in_inference_mode == torch.is_inference_mode_enabled():
                 self._result = step()
@@ -248,7 +257,7 @@ class Handle(ABC, Generic[R]):
 
     def __del__(self) -> None:
         if self._error is not None and not self._error_was_seen:
-            logger.error("%s failed, and nobody waited for it: %r", self._label, self._error)
+            logger.error("%s failed, and no thread waited for it: %r", self._label, self._error)
 
 
 class ThreadHandle(Handle[R]):
@@ -266,11 +275,11 @@ class ThreadHandle(Handle[R]):
         assert work is not None
         self._end_with(self._run)
         self._is_over = True
-        self._open.release()  # threads that wait go on before what is chained to the operation runs
+        self._open.release()  # waiting threads continue before the steps chained to the operation run
         try:
             work.on_done()
-        except Exception:  # the thread has other operations to carry out
-            logger.exception("what was to follow %s has failed", self._label)
+        except Exception:  # the communication thread must go on, because it has other operations to carry out
+            logger.exception("a step chained to %s failed", self._label)
 
     def _run(self) -> R:
         assert self._work is not None
@@ -281,14 +290,15 @@ class ThreadHandle(Handle[R]):
             self._check_process()
         elif not self._is_over:
             with self._waited_for():
-                # The lock is there to sleep: while another thread takes and releases it the operation may be over.
+                # The lock only lets the thread sleep. ``_is_over`` decides, because ``acquire`` may also fail while
+                # another waiting thread holds the lock for a moment after the operation is over.
                 if self._open.acquire(timeout=lock_timeout(timeout_seconds)):
                     self._open.release()
         return self._is_over
 
 
 def _call_of(label: object) -> tuple[str | None, Any]:
-    """Return (collective, communicator) of an operation that is its own label; (None, None) for other work."""
+    """Return the collective and the communicator of an operation whose label is its plan; None for other work."""
     return getattr(label, "name", None), getattr(label, "comm", None)
 
 
@@ -324,18 +334,18 @@ def wait_all(handles: Iterable[Handle[Any]]) -> list[Any]:
             results.append(handle.wait())
         except Exception as error:
             if error is not handle._error and not isinstance(error, CollectiveTimeout):
-                raise  # from a signal's handler
+                raise  # a signal's handler raised the error, not the operation
             errors.append(error)
     if errors:
         first = errors[0]
         if len(errors) > 1 and hasattr(first, "add_note"):  # Python 3.11
-            first.add_note(f"{len(errors) - 1} more of the operations waited for failed")
+            first.add_note(f"wait_all: {len(errors) - 1} more operations failed")
         raise first
     return results
 
 
 class MpiRequest(Protocol):
-    """A nonblocking call, as mpi4py's Request."""
+    """A nonblocking call with the methods of mpi4py's Request."""
 
     def Test(self) -> bool: ...  # noqa: N802
 
@@ -347,7 +357,7 @@ class MpiRequest(Protocol):
 class RequestHandle(Handle[R]):
     """An operation posted to MPI as one or more nonblocking calls.
 
-    ``last_steps`` runs before the work's own ``finish``, once all ``requests`` are complete.
+    Once all ``requests`` are complete, ``last_steps`` runs before the work's own ``finish``.
     """
 
     def __init__(
@@ -358,7 +368,7 @@ class RequestHandle(Handle[R]):
         self._last_steps = last_steps
         self._failure: Exception | None = None
         self._is_cancelled = False
-        self._lock = threading.Lock()  # held by the thread that moves the transfer forward
+        self._lock = threading.Lock()  # held by the thread that advances the transfer
         self._table: dict[int, RequestHandle[Any]] = {}
 
     @property
@@ -367,7 +377,7 @@ class RequestHandle(Handle[R]):
         return _call_of(self._label)[1]
 
     def stay_in(self, table: dict[int, RequestHandle[Any]]) -> None:
-        """Stay in ``table`` until the operation is complete: MPI uses the buffers of a handle that is dropped."""
+        """Enter ``table`` until the operation is complete, so that MPI's buffers outlive the program's reference."""
         self._table = table
         table[id(self)] = self
 
@@ -381,10 +391,10 @@ class RequestHandle(Handle[R]):
     def _advance_until(self, timeout_seconds: float | None) -> bool:
         """Advance the transfer, one thread at a time; return whether it is complete within ``timeout_seconds``."""
         deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
-        # The main thread may block in MPI. Another one may still be here when the main thread ends MPI.
+        # Only the main thread may block in MPI: another thread could still be inside when the main thread ends MPI.
         blocks = timeout_seconds is None and threading.current_thread() is threading.main_thread()
         if not self._lock.acquire(timeout=lock_timeout(timeout_seconds)):
-            return False  # another thread is waiting for it
+            return False  # another thread advances the transfer
         try:
             while self._work is not None:
                 self._advance(self._work, wait=blocks)
@@ -395,7 +405,7 @@ class RequestHandle(Handle[R]):
                 elif time.monotonic() >= deadline:
                     return False
                 else:
-                    time.sleep(0)  # no longer: MPI may move large messages forward in these looks alone
+                    time.sleep(0)  # no longer pause, because MPI may advance large messages only inside these calls
             return True
         finally:
             self._lock.release()
@@ -408,8 +418,8 @@ class RequestHandle(Handle[R]):
                     self._requests[-1].Wait()
                 elif not self._requests[-1].Test():
                     return
-            # The other requests go on: MPI may still write into their buffers. So does this one, where what is raised
-            # comes from a signal's handler.
+            # After MPI's error the other requests stay under way, because MPI may still write into their buffers. An
+            # exception of a signal's handler passes through here, and this request stays under way too.
             except (MPI.Exception, TorchMPIError) as error:
                 self._failure = self._failure or work.explain(error)
             self._requests.pop()
@@ -426,7 +436,7 @@ class RequestHandle(Handle[R]):
         return self._work.finish()
 
     def settle(self) -> None:
-        """Block until the operation is complete, in a wait that does not count, and raise nothing."""
+        """Block until the operation is complete, and raise nothing. Reports do not count this wait."""
         self._advance_until(None)
 
     def cancel(self) -> None:
@@ -438,7 +448,8 @@ class RequestHandle(Handle[R]):
         self._advance_until(_CANCEL_SECONDS)
 
     def _take_back(self, work: Work[R]) -> None:
-        cancelled = CommunicatorError(f"{self._label} was cancelled: nothing has come for it")
+        """Cancel the requests, and end the operation with an error."""
+        cancelled = CommunicatorError(f"{self._label} was cancelled: no message has arrived for it")
         self._failure = cancelled._of_call(*_call_of(self._label))
         for request in self._requests:
             request.Cancel()

@@ -1,8 +1,9 @@
-"""A program that tries whether this MPI takes addresses of GPU memory: ``python cuda_trial.py cuda:0``.
+"""A program that tries whether this MPI accepts addresses of GPU memory: ``python cuda_trial.py cuda:0``.
 
-The program is a process, and a job of one rank, of its own: an MPI that takes such an address for one of the host
-crashes. So each trial is announced on standard output before it is made; the parent reads there where the program
-ended, and how. Nothing of the package is imported; the host (``cpu``) serves as well.
+The program runs in its own process, as a job of one rank, because an MPI that takes a GPU address for a host address
+crashes. Therefore the program announces each trial on standard output before it makes the trial. The parent reads
+there in which trial the program ended, and how. The program imports nothing from the package. With ``cpu`` it makes the
+trials on host memory.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-MARK = "cuda_trial:"  # before lines for the parent; an MPI may write on standard output too
+MARK = "cuda_trial:"  # begins the lines for the parent, because MPI may also write to standard output
 TRYING, WRONG, FAILED, RIGHT = "trying", "wrong", "failed", "right"
-LAST_SECONDS = 120  # the parent may have been killed
+LAST_SECONDS = 120  # the program ends itself then, because the parent may have been killed
 
-# The calls, on x = 0, 2, 4, ... and y = 0, 5, 10, ...; and the first multiple that they leave in y.
+# The calls, on x = 0, 2, 4, ... and y = 0, 5, 10, ..., and the step of the multiples that they leave in y.
 TRIALS: dict[str, tuple[Callable[[Any, Any, Any], object], int]] = {
-    "Sendrecv": (lambda mpi, x, y: mpi.COMM_SELF.Sendrecv(x, 0, 0, y, 0, 0), 2),  # a message to itself
+    "Sendrecv": (lambda mpi, x, y: mpi.COMM_SELF.Sendrecv(x, 0, 0, y, 0, 0), 2),  # a message of the rank to itself
     "Allreduce": (lambda mpi, x, y: mpi.COMM_SELF.Allreduce(x, y, mpi.SUM), 2),  # over one rank
-    "Reduce_local": (lambda mpi, x, y: mpi.SUM.Reduce_local(x, y), 7),  # what a reduction over several is made of
+    "Reduce_local": (lambda mpi, x, y: mpi.SUM.Reduce_local(x, y), 7),  # the addition within a reduction of many ranks
 }
-COUNTS = (16, 1 << 18)  # 64 bytes go at once; 1 MiB by the way for large messages
+COUNTS = (16, 1 << 18)  # MPI sends 64 bytes eagerly, and 1 MiB by its method for large messages
 
 
 def reports(mpi: Any, device: str) -> Iterator[str]:
-    """The lines for the parent, in order: each trial before it is made, and the end."""
+    """Make the trials, and yield the lines for the parent: one before each trial, and one at the end."""
     for count in COUNTS:
         for name in TRIALS:
             what = f"{name} of {4 * count} bytes"
@@ -43,7 +44,7 @@ def reports(mpi: Any, device: str) -> Iterator[str]:
 
 
 def is_right(mpi: Any, name: str, device: str, count: int) -> bool:
-    """Make a trial with ``count`` numbers in float32, which holds them exactly. Whether the result is right."""
+    """Make a trial with ``count`` whole numbers, which float32 holds exactly; return whether the result is right."""
     import torch
 
     call, factor = TRIALS[name]
@@ -55,14 +56,15 @@ def is_right(mpi: Any, name: str, device: str, count: int) -> bool:
 
 
 def _message(mpi: Any, x: Any) -> list[Any]:
+    """Return ``x`` as an MPI message."""
     return [mpi.memory.fromaddress(x.data_ptr(), x.nbytes), mpi.FLOAT]
 
 
 def main(device: str) -> None:
-    """Take the GPU, then start MPI, in the order of ``start(with_cuda=True)``; make the trials and report each."""
+    """Select the GPU, start MPI, in this order like ``start(with_cuda=True)``, and make and report the trials."""
     signal.alarm(LAST_SECONDS)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is an answer
-    del sys.path[0]  # the folder of this file, whose names are not meant for others
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file, because a crash is an expected result
+    del sys.path[0]  # the folder of this file, whose modules could hide others of the same name
     import torch
 
     if device != "cpu":

@@ -1,26 +1,28 @@
-"""Flavour ``cudaipc``: collectives through GPU memory that the ranks of a node map, several ranks to a GPU or one.
+"""Flavour ``cudaipc``: collectives through GPU memory that the ranks of a node map, with one or several ranks per GPU.
 
-Reductions and moves over peer views, as in flavour ``shared``, on the caller's stream (``two_shot.py``). allreduce is
-done in place where the result is symmetric: each rank reduces the slice that it owns and stores it into all peers. In
-the other collectives every rank reads what it needs from its owners. On S bytes a rank an allreduce reads S and
-writes S, and copies S in and out of scratch memory if its result is not symmetric.
+Reductions and moves work on peer views, like flavour ``shared``, on the caller's stream (``two_shot.py``). An allreduce
+works in place if the result is symmetric: each rank reduces the slice that it owns, and stores it into the tensors of
+all peers. In the other collectives every rank reads the data that it needs from the ranks that own them. An allreduce
+of S bytes per rank reads S and writes S, and copies S into and out of scratch memory if its result is not symmetric.
 
-Every collective is an *exchange*, in which every rank shows the others a tensor of equal shape: ``rows`` rows, of
-which all or some *columns* at a time. The tensor is the caller's own where that is symmetric on all ranks (its *home*),
-and then all columns are shown at once. Else it is a piece of the channel's *scratch* memory, as large as the largest
-tensor so far, up to ``Tuning.gpu_scratch_bytes``; a larger tensor takes several pieces. The steps, for a piece:
+Every collective is an *exchange*, in which every rank shows the others a tensor of equal shape. The tensor has ``rows``
+rows, and the rank shows all of its *columns*, or some at a time. If the caller's tensors are symmetric on all ranks,
+each rank shows its own one (its *home*), with all columns at once. Otherwise a rank shows a piece of the channel's
+*scratch* memory, which is as large as the largest tensor so far, up to ``Tuning.gpu_scratch_bytes``. A larger tensor
+needs several pieces. The steps, for a piece:
 
 1. ``fill``: put this rank's columns there, on the current stream; record the event READY
 2. barrier (the first one also compares headers, and shows whether all have homes); follow all READY events
 3. ``work`` on the tensors of all ranks; record the event DONE
-4. barrier; follow all DONE events; ``drain``: fetch what the others left here
+4. barrier; follow all DONE events, then ``drain``: fetch the results that the others left here
 
-Exchanges may run on one stream now and on another then: each first follows the one before it. So the host takes two
-barriers a piece, whatever the number of ranks, and waits for no GPU. Where a rank cannot show anything before the first
-barrier, because scratch must be made or grown, or where kinds of memory differ, the exchange takes a third barrier.
+Two exchanges may run on different streams, so each exchange first follows the one before it. The host makes two
+barriers per piece, whatever the number of ranks, and waits for no GPU. The exchange needs a third barrier if a rank
+cannot show anything before the first one, because scratch memory must be allocated or enlarged, or if kinds of memory
+differ.
 
-After TorchMPI's cudaIPC collectives, rings which met on the host 2 (P-1) + 1 times and ordered them after the local
-stream alone; here ranks meet twice, and all streams are followed.
+TorchMPI's cudaIPC collectives were rings. Their ranks synchronized on the host 2 (P-1) + 1 times, and a ring was
+ordered only after the local stream. Here ranks synchronize twice, and follow the streams of all ranks.
 """
 
 from __future__ import annotations
@@ -49,24 +51,24 @@ from torchmpi_py.memory.cuda_ipc import DONE, READY, peer_events
 _LEAST_BYTES = 1 << 20
 T = TypeVar("T")
 Columns = Callable[[T, int, int], None]
-"""What is done with the tensor, or the tensors of all ranks, of the columns from a begin to an end."""
+"""A function of the tensor, or the tensors of all ranks, with the columns from a start to an end."""
 
 
 class CudaIpc(Flavour):
-    """GPU memory mapped by peers."""
+    """Collectives through GPU memory that peers map."""
 
     name = "cudaipc"
     exchanges_headers = True
 
     def __init__(self, devices: Iterable[str] = ("cuda",)) -> None:
-        self.devices = frozenset(devices)  # type: ignore[misc]  # tests carry it out on the host
+        self.devices = frozenset(devices)  # type: ignore[misc]  # tests use the flavour on the host
 
     def missing(self, device: str) -> str:
         return symmetric.unavailable_because or (gpus.why_no_ipc() if device == "cuda" else "")
 
     def refuses(self, channel: Channel) -> str:
         if channel.num_nodes > 1:
-            return f"the communicator spreads over {channel.num_nodes} nodes"
+            return f"the communicator spans {channel.num_nodes} nodes"
         return "" if gpus.table() is None else gpus.why_no_ipc(channel.places)
 
     def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
@@ -111,7 +113,7 @@ class CudaIpc(Flavour):
         self.gather(channel, x, out, channel.rank, sizes)
 
     def gather(self, channel: Channel, x: Tensor, out: Tensor | None, root: int, sizes: Sizes) -> None:
-        """Each rank shows what it brings, of its own size, and those with ``out`` read all of it."""
+        """Show this rank's ``x``, which has its own size; ranks with ``out`` read the ``x`` of all ranks."""
         group, x = _group(channel, x), x.view(-1)
         work = _reads([] if out is None else [(part.view(-1), rank, 0) for rank, part in enumerate(sizes.split(out))])
 
@@ -123,7 +125,7 @@ class CudaIpc(Flavour):
 
 
 def _reduction(out: Tensor | None, row: int, how: Kernel) -> Columns[Sequence[Tensor]]:
-    """The work of a rank that reduces a row of all ranks into ``out``, which is flat; of none without ``out``."""
+    """Return the work of a rank that reduces a row of all ranks into the flat ``out``; without ``out``, no work."""
 
     def work(views: Sequence[Tensor], begin: int, end: int) -> None:
         if out is not None:
@@ -134,7 +136,7 @@ def _reduction(out: Tensor | None, row: int, how: Kernel) -> Columns[Sequence[Te
 
 
 def _reads(moves: Sequence[tuple[Tensor, int, int]]) -> Columns[Sequence[Tensor]]:
-    """The work of a rank that reads: each flat tensor from a rank, and there from a row."""
+    """Return the work of a rank that reads; ``moves`` are flat tensors, each with the rank and row to read from."""
 
     def work(views: Sequence[Tensor], begin: int, end: int) -> None:
         for line, rank, row in moves:
@@ -145,7 +147,7 @@ def _reads(moves: Sequence[tuple[Tensor, int, int]]) -> Columns[Sequence[Tensor]
 
 
 def _showing(what: str, x: Tensor, work: Columns[Sequence[Tensor]], *, shows: bool = True) -> IpcExchange:
-    """Return the exchange of a collective whose ranks only read; without ``shows`` this rank's part is not read."""
+    """Return the exchange of a collective that reads from ``x``; without ``shows``, no rank reads this rank's ``x``."""
 
     def fill(shown: Tensor, begin: int, end: int) -> None:
         if shows:
@@ -155,20 +157,21 @@ def _showing(what: str, x: Tensor, work: Columns[Sequence[Tensor]], *, shows: bo
 
 
 def _group(channel: Channel, x: Tensor) -> IpcGroup:
+    """Return the channel's group for the device of ``x``."""
     return channel.keep((IpcGroup, x.device), lambda made: IpcGroup(made, x.device))
 
 
 def _nothing(shown: Tensor, begin: int, end: int) -> None:
-    """``fill`` or ``drain`` of a collective that has nothing to copy."""
+    """Do nothing, as ``fill`` or ``drain`` of a collective without such a step."""
 
 
 @dataclasses.dataclass
 class IpcExchange:
-    """The description of an exchange. The callbacks get tensors of shape (rows, end - begin): these columns."""
+    """The description of an exchange. The callbacks get tensors of shape (rows, end - begin) with these columns."""
 
     what: str
     x: Tensor
-    shape: tuple[int, int]  # rows and columns, equal on all ranks if they do the same
+    shape: tuple[int, int]  # rows and columns, equal on all ranks unless they make different calls
     work: Columns[Sequence[Tensor]]
     home: Tensor | None = None
     fill: Columns[Tensor] = _nothing
@@ -183,38 +186,38 @@ class IpcGroup:
         self._channel, self._device = channel, device
         self._events = peer_events(channel, device)
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._most_bytes = sys.maxsize  # of scratch that there is memory for
+        self._most_bytes = sys.maxsize  # largest scratch that could be allocated
 
     def run(self, exchange: IpcExchange) -> None:
         """Carry out an exchange, on the current stream. Collective."""
-        self._events.enter()  # follow the exchange before this one, which may have run on another stream
+        self._events.enter()  # follow the previous exchange, which may have run on another stream
         try:
             self._carry_out(exchange)
         finally:
             self._events.leave()
 
     def _carry_out(self, exchange: IpcExchange) -> None:
-        # Step 1, of the first piece: fill what this rank shows, if it can show something yet.
+        # Step 1, for the first piece: fill the tensor that this rank shows, if it can already show one.
         shown = self._shown_first(exchange)
         if shown is not None:
             exchange.fill(shown, 0, shown.shape[1])
         self._events.record(READY)
-        # Step 2: the headers have the place of what is shown; an empty tensor has none.
+        # Step 2: the headers contain the place of this tensor, which an empty tensor does not have.
         place = exchange.x[:0] if shown is None else shown.reshape(-1)
         num_columns, count = exchange.shape[1], math.prod(exchange.shape)
         headers = self.node.exchange_headers(exchange.what, place, count=count)
         if not count:
             return
         if headers.read is None:
-            # Kinds differ, or a rank has too little scratch: all ranks go by scratch, and start again with step 1.
+            # Kinds of memory differ, or a rank has too little scratch: all ranks use scratch, and repeat step 1.
             shown = None
             self._make_room(count * exchange.x.itemsize)
         elif shown is not None and shown.shape[1] == num_columns:
-            # One piece was enough: homes, or a tensor that fits into scratch.
+            # One piece is enough, because all tensors are homes or fit into scratch.
             self._finish(exchange, shown, headers.read, 0, num_columns)
             return
         for begin, end in chunks(0, num_columns, self._step(exchange)):
-            if begin or shown is None:  # steps 1 and 2 of the further pieces
+            if begin or shown is None:  # steps 1 and 2 of all further pieces
                 shown = self._piece(exchange, end - begin)
                 exchange.fill(shown, begin, end)
                 self._events.record(READY)
@@ -222,10 +225,10 @@ class IpcGroup:
             self._finish(exchange, shown, [0] * self._channel.size, begin, end)
 
     def _shown_first(self, exchange: IpcExchange) -> Tensor | None:
-        """The home; else the first piece of scratch, unless there is not enough."""
+        """Return the home, or else the first piece of scratch; None if there is too little scratch."""
         if exchange.home is not None:
-            found = symmetric.find(exchange.home)
-            if found is not None and self.node.is_within(found[0]):
+            location = symmetric.find(exchange.home)
+            if location is not None and self.node.is_within(location[0]):
                 return exchange.home.view(exchange.shape)
         num_bytes = math.prod(exchange.shape) * exchange.x.itemsize
         if not num_bytes or self._scratch.numel() < self._wanted_bytes(num_bytes):
@@ -233,44 +236,45 @@ class IpcGroup:
         return self._piece(exchange, min(exchange.shape[1], self._step(exchange)))
 
     def _finish(self, exchange: IpcExchange, shown: Tensor, offsets: Sequence[int], begin: int, end: int) -> None:
-        """Steps 2 (after the barrier), 3 and 4 of a piece; ``offsets``: of each rank's tensor in the segment."""
+        """Make steps 2 (after the barrier), 3 and 4; ``offsets``: positions of the ranks' tensors in the segment."""
         views = [view.view(shown.shape) for view in self.node.views(shown.view(-1), offsets)]
-        self._events.follow(READY)  # this rank's stream waits until the streams of all ranks have filled
+        self._events.follow(READY)  # this rank's stream waits until the streams of all ranks have filled their tensors
         exchange.work(views, begin, end)
         self._events.record(DONE)
         self.node.barrier()
-        self._events.follow(DONE)  # and until no stream reads or writes this rank's tensor any more
+        self._events.follow(DONE)  # ... and here until no stream reads or writes this rank's tensor any more
         exchange.drain(shown, begin, end)
 
     def _step(self, exchange: IpcExchange) -> int:
-        """Columns in a piece of scratch."""
+        """Return the number of columns in a piece of scratch."""
         return max(1, self._scratch.numel() // (exchange.shape[0] * exchange.x.itemsize))
 
     def _piece(self, exchange: IpcExchange, columns: int) -> Tensor:
+        """Return scratch memory with this number of columns."""
         num_bytes = exchange.shape[0] * columns * exchange.x.itemsize
         return self._scratch[:num_bytes].view(exchange.x.dtype).view(-1, columns)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Let the scratch be as large as it should be, or as there is memory for. Collective; equal on all ranks."""
-        wanted = self._wanted_bytes(num_bytes)
-        while self._scratch.numel() < wanted:
-            self._scratch = self._scratch.new_empty(0)  # first, so that there is room for the new one
+        """Enlarge the scratch for tensors of ``num_bytes``, as far as memory allows. Collective; equal on all ranks."""
+        size_bytes = self._wanted_bytes(num_bytes)
+        while self._scratch.numel() < size_bytes:
+            self._scratch = self._scratch.new_empty(0)  # freed first, so that its memory is available for the new one
             try:
-                with torch.inference_mode(False):  # it is kept, for calls outside of that mode too
-                    self._scratch = symmetric.memory(self._channel, wanted, self._device)
+                with torch.inference_mode(False):  # later calls outside of this mode use the scratch too
+                    self._scratch = symmetric.memory(self._channel, size_bytes, self._device)
             except Unavailable:
-                wanted //= 2
-                if wanted < _LEAST_BYTES:
+                size_bytes //= 2
+                if size_bytes < _LEAST_BYTES:
                     raise
-                self._most_bytes = wanted
+                self._most_bytes = size_bytes
 
     def _wanted_bytes(self, num_bytes: int) -> int:
-        """The size of scratch for tensors of so many bytes: powers of two, so that scratch grows seldom."""
+        """Return the size of scratch for tensors of ``num_bytes``: a power of two, so that scratch seldom grows."""
         limit = max(_LEAST_BYTES, config.current.gpu_scratch_bytes)
         return min(limit, self._most_bytes, max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length()))
 
     def free(self) -> None:
-        """Give scratch memory and events back, after all GPUs have finished. Collective."""
+        """Release scratch memory and events, after all GPUs have finished. Collective."""
         devices.of(self._device).synchronize()
         self._channel.mpi.Barrier()
         del self._scratch

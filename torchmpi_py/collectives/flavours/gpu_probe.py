@@ -1,12 +1,12 @@
-"""What the GPUs of this job can do beside torch: two trials when the package starts with GPUs.
+"""Two trials of GPU memory, which run when the package starts with GPUs.
 
-``probe``: whether the MPI takes addresses of GPU memory (is *CUDA-aware*), by trial, not by its name or version. An MPI
-that is not crashes on such an address, or gives wrong values. So a child process tries (``cuda_trial.py``), one on each
-node, and only when all succeed does a rank hand GPU memory to MPI. The *verdict* of a node is kept in a file with the
-facts it holds for (MPI, its library and settings, torch, host, GPU); the next job reads the file.
+``probe`` tries whether the MPI accepts addresses of GPU memory (is *CUDA-aware*). The name and version of an MPI do not
+tell. An MPI that is not CUDA-aware crashes on such an address, or gives wrong values. Therefore one child process on
+each node makes the trial (``cuda_trial.py``). Ranks pass GPU memory to MPI only if all trials succeed. The *verdict* of
+a node is saved in a file with its facts (MPI, its library and settings, torch, host, GPU), which the next job reads.
 
-``run``: whether ranks can use each other's GPU memory and events. Not every container or virtual machine lets processes
-do so, and there are machines where peers read wrong values.
+``run`` tries whether ranks can use each other's GPU memory and events. Some containers and virtual machines do not
+allow this, and on some machines peers read wrong values.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ FORMAT = 1
 LIMIT_SECONDS = 60.0
 NUM_BYTES = 1 << 16
 
-# What makes a process a rank of a job: a child that had it would join, or wait for, a job that does not expect it.
-# TORCHMPIRUN_JOB_DIR stays, so that torchmpirun finds the child when it cleans up.
+# Prefixes of variables that make a process a rank of a job. A child with these variables would join, or wait for, a job
+# that does not expect it. TORCHMPIRUN_JOB_DIR stays, so that torchmpirun finds the child when it cleans up.
 _OF_JOB = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL", "PALS_", "MV2_COMM_WORLD_", "SLURM_", "TORCHMPI_")
-_OF_OPEN_MPI_JOB = ("ess", "pmix", "orte_", "num_procs", "initial_wdir")  # mpirun's own, among the user's OMPI_MCA_
+_OF_OPEN_MPI_JOB = ("ess", "pmix", "orte_", "num_procs", "initial_wdir")  # OMPI_MCA_ names that mpirun sets, not users
 _KEPT = ("OMPI_MCA_", "OMPI_ALLOW_RUN_AS_ROOT", "PMIX_MCA_", "PRTE_ALLOW_RUN_AS_ROOT")
-# The settings by which an MPI, or what is below it, learns of GPUs.
+# Prefixes of settings that decide whether an MPI, or a library below it, supports GPUs.
 _SETTINGS = ("OMPI_MCA_", "MPICH_", "MPIR_CVAR_", "MV2_", "I_MPI_OFFLOAD", "UCX_", "FI_", "PSM")
 
-why_no_gpu_memory = "it is not known whether the MPI takes GPU memory; call mpi.start(with_cuda=True) first"
-"""Why GPU memory must not be handed to MPI, or empty. The same on all ranks; a session alone assigns it."""
+why_no_gpu_memory = "it is not known whether the MPI accepts GPU memory; call mpi.start(with_cuda=True) first"
+"""Why ranks must not pass GPU memory to MPI, or empty. It is the same on all ranks; only a session assigns it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Why MPI does not take GPU memory (empty: it does). ``is_final``: the trial came as far as GPU memory."""
+    """Why MPI does not accept GPU memory (empty: it does); ``is_final``: the trial has reached GPU memory."""
 
     why_not: str
     is_final: bool = True
 
 
 class GpuFacts(NamedTuple):
-    """The facts that a verdict holds for."""
+    """The facts of a job; a verdict is valid only for jobs with the same facts."""
 
     mpi: str
     library: str
@@ -74,16 +74,17 @@ class GpuFacts(NamedTuple):
     gpu: str
 
     def path(self) -> pathlib.Path:
-        """The file for the verdict."""
+        """Return the path of the file for the verdict."""
         host = re.sub(r"[^A-Za-z0-9.+]+", "_", self.host)
         digest = hashlib.sha256(repr(tuple(self)).encode()).hexdigest()[:12]
         return config.tuning_directory() / f"cuda_aware-{host}-{digest}.json"
 
 
 def probe(world: Communicator) -> str:
-    """Why MPI does not take GPU memory on all nodes, or empty. Collective over ``world``.
+    """Return why MPI does not accept GPU memory on some node, or an empty text. Collective over ``world``.
 
-    The first rank of each node reads the file, or else runs a child process on its GPU: some seconds, once.
+    The first rank of each node reads the file. Without a file it runs a child process on its GPU, which takes some
+    seconds.
     """
     channel = world.direct
     reason = _no_gpu()
@@ -94,15 +95,16 @@ def probe(world: Communicator) -> str:
 
 
 def _no_gpu() -> str:
+    """Return why this rank has no GPU, or an empty text."""
     return "" if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device"
 
 
 def _verdict() -> Verdict:
-    """The verdict on this node, from its file or a new trial."""
+    """Return the verdict on this node, from its file or a new trial."""
     facts = _facts()
-    kept = read(facts)
-    if kept is not None:
-        return kept
+    saved = read(facts)
+    if saved is not None:
+        return saved
     verdict = run_trial(command(f"cuda:{torch.cuda.current_device()}"))
     if verdict.is_final:
         with contextlib.suppress(OSError):
@@ -111,6 +113,7 @@ def _verdict() -> Verdict:
 
 
 def _facts() -> GpuFacts:
+    """Return the facts of this job on this rank."""
     settings = sorted(f"{k}={v}" for k, v in singleton_environment(os.environ).items() if k.startswith(_SETTINGS))
     return GpuFacts(
         mpi=MPI.Get_library_version().strip("\0 \n"),
@@ -123,7 +126,7 @@ def _facts() -> GpuFacts:
 
 
 def _library() -> str:
-    """The files of MPI's library and when they were written: one of the same version may be built with CUDA."""
+    """Return the files of MPI's library and their times: another build of the same version may support CUDA."""
     with contextlib.suppress(OSError):
         lines = pathlib.Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
         paths = {line.split(maxsplit=5)[5] for line in lines if "/libmpi" in line}
@@ -132,16 +135,17 @@ def _library() -> str:
 
 
 def command(device: str) -> list[str]:
-    """The command line of the trial."""
+    """Return the command line of the trial."""
     return [sys.executable, cuda_trial.__file__, device]
 
 
 def singleton_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment in which a process is a job of one rank."""
+    """Return an environment in which a process is a job of one rank."""
     return {name: value for name, value in environment.items() if not _is_of_job(name)}
 
 
 def _is_of_job(name: str) -> bool:
+    """Return whether a variable makes a process a rank of a job."""
     if name.startswith("OMPI_MCA_"):
         return name.removeprefix("OMPI_MCA_").startswith(_OF_OPEN_MPI_JOB)
     return name.startswith(_OF_JOB) and not name.startswith(_KEPT)
@@ -150,7 +154,7 @@ def _is_of_job(name: str) -> bool:
 def run_trial(command: Sequence[str], limit_seconds: float = LIMIT_SECONDS) -> Verdict:
     """Run a trial in a child process, and judge it by its output and exit status. Raises nothing."""
     try:
-        # A file, not a pipe: a process that the child has started could hold a pipe open for ever.
+        # A file, not a pipe, because a process that the child has started could keep a pipe open for ever.
         with tempfile.TemporaryFile() as file:
             environment, nothing = singleton_environment(os.environ), subprocess.DEVNULL
             child = subprocess.Popen(command, stdin=nothing, stdout=file, stderr=subprocess.STDOUT, env=environment)
@@ -158,12 +162,12 @@ def run_trial(command: Sequence[str], limit_seconds: float = LIMIT_SECONDS) -> V
             file.seek(0)
             output = file.read().decode(errors="replace")
     except OSError as error:
-        return Verdict(f"it is not known whether this MPI is CUDA-aware: no trial could start: {error}", is_final=False)
+        return Verdict(f"it is not known whether this MPI is CUDA-aware: cannot start a trial: {error}", is_final=False)
     return judge(output, status, limit_seconds)
 
 
 def _wait(child: subprocess.Popen[bytes], limit_seconds: float) -> int | None:
-    """The exit status of a child process; None if it ran past the limit, and was killed."""
+    """Return the exit status of a child process; None if it exceeded the limit, and was killed."""
     try:
         return child.wait(limit_seconds)
     except subprocess.TimeoutExpired:
@@ -174,13 +178,13 @@ def _wait(child: subprocess.Popen[bytes], limit_seconds: float) -> int | None:
 
 
 def judge(output: str, status: int | None, limit_seconds: float) -> Verdict:
-    """The verdict on a trial: its output, errors included, and its exit status (None: it did not end in time)."""
+    """Return the verdict on a trial with this output and exit status (None: it did not end in time)."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     reports = [line.partition(cuda_trial.MARK)[2].strip() for line in lines if cuda_trial.MARK in line]
     word, _, what = reports[-1].partition(" ") if reports else ("", "", "")
     if word == cuda_trial.RIGHT:
         return Verdict("")
-    during = f"on GPU memory, in {what}" if word == cuda_trial.TRYING else "before it came to GPU memory"
+    during = f"on GPU memory, in {what}" if word == cuda_trial.TRYING else "before it used GPU memory"
     if word == cuda_trial.WRONG:
         end = f"gave wrong values in {what}"
     elif word == cuda_trial.FAILED:
@@ -190,14 +194,14 @@ def judge(output: str, status: int | None, limit_seconds: float) -> Verdict:
     elif status < 0:
         end = f"crashed with signal {-status} ({signal.strsignal(-status)}) {during}"
     else:
-        end = f"ended with exit code {status} {during}: {lines[-1] if lines else 'it said nothing'}"
+        end = f"ended with exit code {status} {during}: {lines[-1] if lines else 'no output'}"
     if not reports:
         return Verdict(f"it is not known whether this MPI is CUDA-aware: a trial {end}", is_final=False)
     return Verdict(f"this MPI is not CUDA-aware: a trial {end}; use another flavour, or an MPI built with CUDA")
 
 
 def read(facts: GpuFacts) -> Verdict | None:
-    """The verdict that is kept for these facts; None if there is none that can be read and understood."""
+    """Return the saved verdict for these facts; None if it does not exist or cannot be read."""
     path = facts.path()
     try:
         content = trusted_files.read_json(path, owners={path.parent.stat().st_uid})
@@ -210,16 +214,16 @@ def read(facts: GpuFacts) -> Verdict | None:
         return None
     if not isinstance(why, str):
         return None
-    return Verdict(f"{why}; delete {path} to have it tried again" if why else "")
+    return Verdict(f"{why}; delete {path} to repeat the trial" if why else "")
 
 
 def write(facts: GpuFacts, verdict: Verdict) -> None:
-    """Keep a verdict in its file, which is there as a whole or not at all. OSError if the file cannot be written."""
+    """Save a verdict in its file; readers see the whole file or none. OSError if the file cannot be written."""
     config.keep(facts.path(), {"format": FORMAT, "facts": facts._asdict(), "why_not": verdict.why_not})
 
 
 def run(world: Channel, device: torch.device) -> None:
-    """Let every IPC group try; where one cannot, it is switched off for all. Collective over ``world``."""
+    """Try GPU IPC in every group of ranks; if one fails, switch IPC off on all ranks. Collective over ``world``."""
     if gpus.why_no_ipc():
         return
     group = world.split([gpus.group(place) for place in world.places])
@@ -235,7 +239,7 @@ def run(world: Channel, device: torch.device) -> None:
 
 
 def _try_out(group: Channel, device: torch.device) -> None:
-    """Every rank fills its memory, and reads that of all. Unavailable where values are wrong or cannot be read."""
+    """Fill this rank's memory, and read the memory of all ranks. Unavailable if values are wrong or unreadable."""
     part, segment = cuda_ipc.allocate(group.mpi, group.places, NUM_BYTES, device, lambda segment: None)
     events = cuda_ipc.PeerEvents(group, device)
     part.fill_(_value(group.rank))
@@ -248,10 +252,11 @@ def _try_out(group: Channel, device: torch.device) -> None:
     except RuntimeError as error:
         raise Unavailable(agree.first_line(error)) from None
     finally:
-        group.mpi.Barrier()  # before memory and events go
+        group.mpi.Barrier()  # memory and events must live until all ranks have read
     if wrong:
         raise Unavailable(f"rank {group.rank} of {group.size} reads wrong values from {wrong}")
 
 
 def _value(rank: int) -> int:
+    """Return the byte, never 0, with which a rank fills its memory."""
     return rank % 255 + 1

@@ -1,21 +1,26 @@
-"""Flavour ``hierarchical``: the fast memory inside groups of ranks first, the network between groups for the rest.
+"""Flavour ``hierarchical``: fast memory within groups of ranks first, then the network between groups.
 
-The *groups* are the nodes of a communicator; for the level at which the span begins they are the groups of the level at
-which the span ends (``set_collective_span``). Each rank has an *inner* channel, its group, and an *outer* one: its
-column, the ranks with the same inner rank in all groups, or where groups are unequal the roots of the groups alone.
+The *groups* are the nodes of a communicator. If the span begins at its level, they are the groups of the level at which
+the span ends (``set_collective_span``). Each rank has an *inner* channel, its group, and an *outer* channel, its
+column: the ranks with the same inner rank in all groups. If groups are unequal, only the roots of the groups have a
+column.
 
-allreduce, M equal groups of m ranks, S bytes: reduce-scatter inside (each rank owns S/m), allreduce of every slice
-across groups by its owners, allgather inside. 2 S (M-1)/M bytes leave each group, with a ring outside, whatever m is.
-Unequal groups: reduce to the group's root, allreduce across the roots, broadcast inside. reduce_scatter is the first
-half of that, allgather the second one: S (M-1)/M bytes leave each group. broadcast and reduce go by the roots: S bytes
-enter each other group, or leave it. An allgather of unequal groups or parts goes by the roots too, in one piece.
+- allreduce of S bytes, M equal groups of m ranks: reduce-scatter inside (each rank owns S/m), allreduce of every slice
+  across groups by its owners, allgather inside. 2 S (M-1)/M bytes leave each group, with a ring outside, whatever m is.
+- allreduce, unequal groups: reduce to the group's root, allreduce across the roots, broadcast inside.
+- reduce_scatter: the first half of an allreduce. S (M-1)/M bytes leave each group.
+- allgather: the second half. S (M-1)/M bytes leave each group. With unequal groups or parts it uses the roots, in one
+  piece.
+- broadcast and reduce: through the roots. S bytes enter each other group, or leave it.
 
-Work goes in *pieces*: while some travel between groups, each as a walk (``Flavour.walk``), the next one is worked on
-inside; of broadcast and reduce one piece travels at a time. A piece is as large as the outer flavour needs to send one
-chunk to each neighbour, so what is under way fills both directions of a group's link, and the memory inside is at work
-meanwhile.
+The work is divided into *pieces*. While some pieces travel between groups, each as a walk (``Flavour.walk``), the ranks
+work on the next one inside. In broadcast and reduce only one piece travels at a time. A piece is so large that the
+outer flavour can send one chunk to each neighbour. So the pieces under way fill both directions of a group's link,
+while the memory inside is also busy.
 
-After TorchMPI's hierarchical collectives, which had no such thing on CPUs, and no inner root mapping.
+Alternative: one flavour for all ranks, such as a ring. It is not used between nodes, because each rank of a node would
+send its own bytes over the network. The idea is that of TorchMPI's hierarchical collectives, which had no such
+collectives on CPUs, and did not map the root to an inner rank.
 """
 
 from __future__ import annotations
@@ -37,19 +42,19 @@ from torchmpi_py.core.communicators import Communicator
 
 CHUNK_BYTES = 512 << 10
 LEAST_CHUNK_BYTES = 64 << 10
-"""Bytes of a piece for each rank that carries it and each group: a chunk of the ring between groups, or less."""
+"""Bytes of a piece, for each group and each rank that carries the piece: a chunk of the outer ring, or less."""
 
 MOST_PIECE_BYTES = 32 << 20
-"""Largest piece: some are kept in scratch memory, where many groups would make them large."""
+"""Largest piece. Several pieces lie in scratch memory, which would otherwise grow with the number of groups."""
 
-PIECES_UNDER_WAY = 3  # between groups, while the next one is reduced inside
+PIECES_UNDER_WAY = 3  # pieces that travel between groups while the next one is reduced inside
 
 
 class Members(NamedTuple):
     """The flavours to combine: ``inners`` and ``rooted`` inside groups, ``outer`` between them.
 
-    Collectives with a root use the rooted ones. The first flavour that can serve the group is used. The last one
-    serves any group, and carries messages between two ranks.
+    Collectives with a root use the flavours in ``rooted``. The first flavour that can serve the group is used. The last
+    one serves any group, and carries messages between two ranks.
     """
 
     inners: Sequence[Flavour]
@@ -58,7 +63,7 @@ class Members(NamedTuple):
 
 
 class Hierarchical(Flavour):
-    """One flavour inside groups, one between them, for each type of device."""
+    """Collectives by one flavour inside groups and another between groups, for each type of device."""
 
     name = "hierarchical"
 
@@ -72,7 +77,7 @@ class Hierarchical(Flavour):
     def refuses(self, channel: Channel) -> str:
         if span_end(channel) is not None or channel.num_nodes > 1:
             return ""
-        remedy = "set_collective_span(begin, end) with end below begin names groups of your own"
+        remedy = "to define groups of your own, call set_collective_span(begin, end) with end below begin"
         return f"all ranks are on one node; {remedy}"
 
     @of_a_part
@@ -85,13 +90,13 @@ class Hierarchical(Flavour):
         form(channel, source.view(-1), destination.view(-1), kernel(source.dtype, op))
 
     def _allreduce_by_slices(self, channel: Channel, x: Tensor, out: Tensor, how: Kernel) -> None:
-        """Allreduce where all groups are equal: every rank carries the slice that it owns between the groups."""
+        """Carry out an allreduce of equal groups: between groups, every rank reduces the slice that it owns."""
         groups, inner, outer = self._parts(channel, x)
         size, index = groups.inner.size, groups.inner.rank
 
         def reduce_inside(piece: slice) -> tuple[Tensor, Walk]:
             partial, target = how.partial(x[piece]), out[piece]
-            if partial.numel() % size:  # equal slices: the last piece may need some zeros more
+            if partial.numel() % size:  # slices must be equal, so the last piece may need some more zeros
                 partial = torch.nn.functional.pad(partial, (0, -partial.numel() % size))
             count = partial.numel() // size
             if how.is_plain and inner.scatters_in_place and partial.numel() == target.numel():
@@ -111,7 +116,7 @@ class Hierarchical(Flavour):
         _overlap(chunks(0, x.numel(), _step(x, groups, size)), reduce_inside, spread_inside)
 
     def _allreduce_by_roots(self, channel: Channel, x: Tensor, out: Tensor, how: Kernel) -> None:
-        """Allreduce where groups are unequal: the roots of the groups carry whole pieces between groups."""
+        """Carry out an allreduce of unequal groups: between groups, the roots reduce whole pieces."""
         groups, inner, outer = self._parts(channel, x, with_root=True)
         is_root = groups.inner.rank == 0
 
@@ -135,7 +140,8 @@ class Hierarchical(Flavour):
             outer.reduce(groups.outer, source, destination, op, root)
             return
         (group, index), point = groups.location[root], self.members[x.device.type].rooted[-1]
-        # A piece: inside to the group's root, between groups to the root of root's group, inside on to root.
+        # Each piece is reduced inside to the group's root, then between groups to the root of root's group, and sent
+        # inside to root.
         for piece in chunks(0, x.numel(), _chain_step(x)):
             total = _own(how, x[slice(*piece)])
             inner.reduce(groups.inner, total, total, how.op, 0)
@@ -182,7 +188,7 @@ class Hierarchical(Flavour):
         pieces = chunks(0, out.numel(), max(1, _step(source, groups, groups.inner.size) // channel.size))
 
         def reduce_inside(piece: slice) -> tuple[Tensor, Walk]:
-            # Row i of the partial results: what the ranks with inner rank i are to get, in the order of the groups.
+            # Row i of the partial results belongs to the ranks with inner rank i, in the order of the groups.
             partial = how.partial(rows[groups.by_columns, piece].view(-1))
             mine = partial.new_empty(partial.numel() // groups.inner.size)
             inner.reduce_scatter(groups.inner, partial, mine, how.op)
@@ -220,14 +226,14 @@ class Hierarchical(Flavour):
         _overlap(pieces, gather_between_groups, spread_inside)
 
     def _allgather_by_roots(self, channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> None:
-        """Allgather where the ranks bring different sizes, or groups are unequal."""
+        """Carry out an allgather of different sizes, or of unequal groups."""
         groups, inner, outer = self._parts(channel, x, with_root=True)
-        # 1. Inside: all parts of the group to its root.
+        # 1. Inside, the root gathers all parts of the group.
         mine = groups.members[groups.group]
         is_root = groups.inner.rank == 0
         part = x.new_empty((sum(sizes.rows[rank] for rank in mine), *x.shape[1:])) if is_root else None
         inner.gather(groups.inner, x, part, 0, sizes.of(mine))
-        # 2. Between: the roots gather the groups, and bring the parts into the order of ranks.
+        # 2. Between groups, the roots gather the parts of all groups, and bring them into the order of ranks.
         if part is not None:
             in_order = [rank for members in groups.members for rank in members]
             is_sorted = in_order == sorted(in_order)
@@ -237,11 +243,11 @@ class Hierarchical(Flavour):
                 parts = sizes.split(out)
                 for rank, rows in zip(in_order, sizes.of(in_order).split(gathered), strict=True):
                     parts[rank].copy_(rows)
-        # 3. Inside: the whole from the root to all.
+        # 3. Inside, the root broadcasts the result.
         inner.broadcast(groups.inner, out, 0)
 
     def _parts(self, channel: Channel, x: Tensor, *, with_root: bool = False) -> tuple[NodeGroups, Flavour, Flavour]:
-        """The groups of the channel, and the flavours inside and between them for tensors like ``x``."""
+        """Return the groups of the channel, and the flavours inside and between them for tensors like ``x``."""
         groups, device = groups_of(channel), x.device.type
         members = self.members[device]
         inners = members.rooted if with_root else members.inners
@@ -252,14 +258,14 @@ class Hierarchical(Flavour):
 def _overlap(
     pieces: Sequence[Bounds], begin: Callable[[slice], tuple[Tensor, Walk]], end: Callable[[slice, Tensor], None]
 ) -> None:
-    """Work on pieces: ``begin`` inside the groups, walk between them, ``end`` inside; some pieces are under way.
+    """Work on pieces: ``begin`` inside the groups, a walk between them, ``end`` inside; some pieces are under way.
 
-    ``begin`` returns what ``end`` gets, and the walk. All ranks start and finish the same walks in the same order, and
-    a walk has equally many steps on all ranks: so two ranks agree on the order of their messages, and one tag is
+    ``begin`` returns the tensor for ``end``, and the walk. All ranks start and finish the same walks in the same order,
+    and a walk has equally many steps on all ranks. So two ranks agree on the order of their messages, and one tag is
     enough. For trees one tag would not be enough.
     """
     begun: dict[int, Tensor] = {}
-    under_way: dict[int, tuple[Walk, Requests]] = {}  # the first one is resumed next
+    under_way: dict[int, tuple[Walk, Requests]] = {}  # in the order in which the walks are resumed
 
     def resume(k: int, walk: Walk) -> None:
         for requests in itertools.islice(walk, 1):
@@ -282,7 +288,7 @@ def _overlap(
 
 
 class NodeGroups:
-    """The groups of a channel's ranks, kept with the channel. Groups count by their lowest rank."""
+    """The groups of a channel's ranks, ordered by their lowest rank; kept with the channel."""
 
     def __init__(self, channel: Channel) -> None:
         colours = _colours(channel)
@@ -291,30 +297,30 @@ class NodeGroups:
         self.group, _ = self.location[channel.rank]
         self.are_equal = len({len(members) for members in self.members}) == 1
         self.are_single = len(self.members) == channel.size
-        """Whether each rank is a group, so that the flavour between groups does all."""
+        """Whether each rank is a group of its own, so that the flavour between groups does all the work."""
         self.inner = channel.split(colours)
         indices = [self.location[rank][1] for rank in range(channel.size)]
-        self.outer = channel.split(indices)  # columns; the first one holds the roots of all groups
+        self.outer = channel.split(indices)  # this rank's column; the first column has the roots of all groups
         self.roots = self.outer
         columns = zip(*self.members, strict=True) if self.are_equal else []
         self.by_columns = [rank for column in columns for rank in sorted(column)]
-        """Where groups are equal: the ranks of the first column in the order of ``outer``, then the second column's."""
+        """For equal groups: the ranks of the first column in the order of ``outer``, then of the second, and so on."""
 
     def free(self) -> None:
-        """Give the channels back."""
+        """Free the channels."""
         self.outer.free()
         self.inner.free()
 
 
 def groups_of(channel: Channel) -> NodeGroups:
-    """The groups of a channel, for the span in use."""
+    """Return the groups of a channel for the current span."""
     return channel.keep((NodeGroups, communicators.stack().span), NodeGroups)
 
 
 def span_end(channel: Channel) -> Communicator | None:
-    """The level whose groups are combined on a channel: where the span ends, if it begins there.
+    """Return the level at which the span ends, if the span begins at the level of ``channel``.
 
-    None where it does not, or where those groups are not smaller: then nodes are the groups.
+    None if the span begins elsewhere, or if the groups of the level are not smaller; then nodes are the groups.
     """
     stack = communicators.stack()
     level, groups = (stack.levels[index] for index in stack.span)
@@ -323,40 +329,41 @@ def span_end(channel: Channel) -> Communicator | None:
 
 
 def _colours(channel: Channel) -> list[int]:
-    """For every rank of a channel a number that the ranks of its group, and no others, have. Collective."""
+    """Return a number for every rank of a channel, which is the same only within a group. Collective."""
     end = span_end(channel)
     if end is None:
         return list(channel.places.nodes.tolist())
-    firsts = channel.mpi.allgather(end.direct.places[0])  # no message on a communicator that another thread may use
+    # The allgather uses the channel, because another thread may be using the communicator of the level.
+    firsts = channel.mpi.allgather(end.direct.places[0])
     return [firsts.index(first) for first in firsts]
 
 
 def _step(x: Tensor, groups: NodeGroups, num_carriers: int) -> int:
-    """Elements of a piece of ``x``, a multiple of the number of ranks of a group that carry it between groups.
+    """Return the number of elements of a piece of ``x``, a multiple of the number of ranks that carry it per group.
 
-    Small tensors make smaller pieces, so that several are under way. On GPUs pieces are larger: the ranks of a group
-    meet on the host for each.
+    Small tensors have smaller pieces, so that several are under way. On GPUs pieces are larger, because the ranks of a
+    group synchronize on the host once per piece.
     """
     itemsize, num_chunks = max(4, x.itemsize), num_carriers * len(groups.members)
     if x.is_cuda:
         piece_bytes = config.current.gpu_cache_bytes
     else:
-        wanted = x.numel() * itemsize // (2 * PIECES_UNDER_WAY)
-        piece_bytes = min(max(wanted, num_chunks * LEAST_CHUNK_BYTES), num_chunks * CHUNK_BYTES)
+        share_bytes = x.numel() * itemsize // (2 * PIECES_UNDER_WAY)
+        piece_bytes = min(max(share_bytes, num_chunks * LEAST_CHUNK_BYTES), num_chunks * CHUNK_BYTES)
         piece_bytes = min(piece_bytes, MOST_PIECE_BYTES)
     return max(1, piece_bytes // itemsize // num_carriers) * num_carriers
 
 
 def _own(how: Kernel, x: Tensor) -> Tensor:
-    """``x`` in the form that partial results have, in memory of its own, which may be overwritten."""
+    """Return ``x`` as a partial result in new memory, which may be overwritten."""
     return x.view(how.dtype).clone() if how.is_plain else how.partial(x)
 
 
 def _nothing(*_chunk: int) -> None:
-    """A stage in which pieces are under way; the barrier between stages, as ranks wait for each other anyway."""
+    """Do nothing: in a stage in which pieces travel, and between stages, where the walks already make ranks wait."""
 
 
 def _chain_step(x: Tensor) -> int:
-    """Elements of a piece that the roots of the groups pass on; while one travels, the next one is reduced inside."""
+    """Return the number of elements of a piece that the roots pass on, while ranks work on the next one inside."""
     piece_bytes = config.current.gpu_cache_bytes if x.is_cuda else CHUNK_BYTES
     return max(1, piece_bytes // max(4, x.itemsize))

@@ -1,12 +1,13 @@
-"""Flavour ``mpi``: stock MPI through mpi4py; GPU tensors too where the MPI takes addresses of GPU memory.
+"""Flavour ``mpi``: stock MPI through mpi4py, also for GPU tensors if the MPI accepts addresses of GPU memory.
 
 Each collective is written once, as the *steps* it takes (``mpi_steps.py``): names and arguments of blocking MPI calls.
-The blocking form makes the steps one after the other. The asynchronous form of small collectives, which take a single
-step, and of send and recv posts the nonblocking call of the same name; the steps go on when that call is complete.
+The blocking form makes the steps one after the other. The asynchronous form posts the nonblocking call of the same
+name, if the collective is small and takes a single step, or is send or recv. The steps continue when that call is
+complete.
 
-MPI knows nothing of streams: before each call on a GPU tensor the host waits for all work in the current stream, the
-conversions of the steps before included. Of GPU tensors only send and recv are posted; for collectives the
-communication thread does the waiting.
+MPI knows nothing of streams. Before each call on a GPU tensor the host waits for all work in the current stream, which
+includes the conversions of earlier steps. For GPU tensors only send and recv are posted. For collectives the
+communication thread waits.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ R = TypeVar("R")
 
 
 def _in_steps(steps: Callable[..., Steps]) -> Callable[..., None]:
-    """Carry out the ``steps`` of a collective one after the other, on the device of its first tensor."""
+    """Return a method that carries out the ``steps`` of a collective one after the other."""
 
     def carry_out(_: Flavour, channel: Channel, x: Tensor, *others: Any) -> None:
         for name, arguments in steps(channel.mpi, x, *others):
@@ -42,7 +43,7 @@ def _in_steps(steps: Callable[..., Steps]) -> Callable[..., None]:
 
 
 class Mpi(Flavour):
-    """Stock MPI."""
+    """Collectives of stock MPI."""
 
     name = "mpi"
     devices = frozenset({"cpu", "cuda"})
@@ -53,7 +54,8 @@ class Mpi(Flavour):
     def bind(self, plan: Plan) -> tuple[Callable[..., Any], Post | None]:
         """Post small collectives and all send and recv to MPI; leave the rest to the communication thread.
 
-        Point-to-point messages must not queue: a receive launched before its counterpart's send would block the thread.
+        Messages between two ranks must not wait in the thread's queue, because a receive launched before the send of
+        the other rank would block the thread.
         """
         work, post = super().bind(plan)
         comm = plan.comm.direct.mpi
@@ -95,7 +97,7 @@ class Mpi(Flavour):
         mpi_steps.sendreceive(channel.mpi, x, out, source, destination)
 
     def broadcast_object(self, channel: Channel, obj: object, root: int) -> Any:
-        from mpi4py.util import pkl5  # objects of any size, large buffers out of band
+        from mpi4py.util import pkl5  # sends objects of any size, and large buffers out of band
 
         return pkl5.Intracomm(channel.mpi).bcast(obj, root)
 
@@ -106,9 +108,9 @@ class Mpi(Flavour):
 
 
 def _only_call(plan: Plan) -> tuple[str, Callable[..., tuple[Any, ...]]] | None:
-    """The name of the only MPI call of a plan, and its arguments as a function of the plan's tensors.
+    """Return the name of the only MPI call of a plan, and its arguments as a function of the plan's tensors.
 
-    None where there may be several calls, or conversions; then a generator makes the steps, which takes longer.
+    None if the plan may need several calls, or conversions. A generator then makes the steps, which takes longer.
     """
     if plan.num_bytes > config.current.message_bytes:
         return None
@@ -125,33 +127,35 @@ def _only_call(plan: Plan) -> tuple[str, Callable[..., tuple[Any, ...]]] | None:
     mpi_type, mpi_op = how.mpi_type, how.mpi_op
 
     def arguments_of(source: Tensor, destination: Tensor) -> tuple[Any, ...]:
-        address, given = destination.data_ptr(), source.data_ptr()
-        sent: mpi_buffers.Buffer = in_place if given == address else [memory(given, num_bytes), mpi_type]
+        address, start = destination.data_ptr(), source.data_ptr()
+        sent: mpi_buffers.Buffer = in_place if start == address else [memory(start, num_bytes), mpi_type]
         return sent, [memory(address, num_bytes), mpi_type], mpi_op
 
     return "Allreduce", arguments_of
 
 
 def _allgather_at_once(comm: MPI.Comm, sizes: Sizes) -> Callable[[Tensor, Tensor], None] | None:
-    """The allgather in one call without a generator; None where that is not possible."""
+    """Return an allgather in one MPI call without a generator; None if one call is not enough."""
     memory, own_bytes, all_bytes = MPI.memory.fromaddress, sizes.num_bytes[comm.rank], sum(sizes.num_bytes)
     if not sizes.are_equal or all_bytes > config.current.message_bytes:
         return None
 
     def work(x: Tensor, out: Tensor) -> None:
-        address, given = out.data_ptr(), x.data_ptr()
-        if address - own_bytes < given < address + all_bytes:  # as in copy_if_overlapping, without a call
-            given = (x := x.clone()).data_ptr()
-        comm.Allgather([memory(given, own_bytes), MPI.BYTE], [memory(address, all_bytes), MPI.BYTE])
+        address, source = out.data_ptr(), x.data_ptr()
+        if address - own_bytes < source < address + all_bytes:  # the same test as copy_if_overlapping, without a call
+            source = (x := x.clone()).data_ptr()
+        comm.Allgather([memory(source, own_bytes), MPI.BYTE], [memory(address, all_bytes), MPI.BYTE])
 
     return work
 
 
 def _keep(operation: Operation[R], requests: Sequence[handles.MpiRequest], *steps: Any) -> handles.Handle[R]:
+    """Return the handle of posted requests, which the communication thread's table keeps alive."""
     return communication_thread.current().keep(handles.RequestHandle(operation, requests, *steps))
 
 
 def _post_message(comm: MPI.Comm, operation: Operation[R]) -> handles.Handle[R]:
+    """Post a send or a recv."""
     x = operation.arguments[0]
     if x.is_cuda:
         mpi_buffers.synchronize_stream(x)
@@ -161,24 +165,26 @@ def _post_message(comm: MPI.Comm, operation: Operation[R]) -> handles.Handle[R]:
 def _post_call(
     call: Callable[..., MPI.Request], arguments_of: Callable[..., tuple[Any, ...]], operation: Operation[R]
 ) -> handles.Handle[R]:
+    """Post a collective whose only MPI call needs no conversion."""
     return _keep(operation, [call(*arguments_of(*operation.arguments))])
 
 
 def _post_step(comm: MPI.Comm, operation: Operation[R]) -> handles.Handle[R]:
+    """Post the only step of a collective, with conversions before and after it."""
     steps = getattr(mpi_steps, operation.plan.method)(comm, *operation.arguments, *operation.plan.others)
-    first = next(steps, None)  # None: there are no elements
+    first = next(steps, None)  # None for tensors without elements
     requests = [] if first is None else [getattr(comm, _posted_as(first[0]))(*first[1])]
     return _keep(operation, requests, functools.partial(_run_out, operation, steps))
 
 
 @functools.cache
 def _posted_as(name: str) -> str:
-    """The nonblocking call of MPI for a blocking one: Ibcast for Bcast."""
+    """Return the name of MPI's nonblocking call for a blocking one: Ibcast for Bcast."""
     return f"I{name.lower()}"
 
 
 def _run_out(operation: Operation[Any], remaining: Steps) -> None:
-    """The conversions of an operation whose only step was posted, once that step is complete."""
+    """Carry out the conversions of an operation whose only step was posted and is complete."""
     for step in remaining:
         raise AssertionError(f"{operation.plan}: posted as one message, but step {step[0]} follows")
 

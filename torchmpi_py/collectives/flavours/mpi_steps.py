@@ -1,15 +1,15 @@
-"""The steps of each collective over stock MPI: which blocking MPI calls, with which buffers, in which order.
+"""The steps of each collective over stock MPI: blocking MPI calls, with their buffers, in their order.
 
-Messages longer than ``Tuning.message_bytes`` travel in pieces. Where an MPI collective would count beyond 32 bits in
-total, the collective is composed of calls that do not: allgather of broadcasts, reduce_scatter of reduces, others of
-messages between pairs, by the plans of ``schedule.py``.
+Messages longer than ``Tuning.message_bytes`` travel in pieces. If the counts of an MPI collective could exceed 32 bits
+in total, smaller calls replace it. An allgather becomes broadcasts, and a reduce_scatter becomes reduces. The others
+become messages between pairs, by the plans of ``schedule.py``.
 
-The tag of a message holds its dtype, so that the bits of one dtype never arrive as values of another, at no byte more.
-A message of another dtype does not match a receive; the receive finds the message in a probe, and raises
-(``Receipt``). A header in the message would need a copy, or a derived datatype, which makes large messages 3 to 20
-times slower.
+The tag of a message contains its dtype, so that the bits of one dtype never arrive as values of another. This costs no
+additional bytes. A message of another dtype does not match a receive; the receive finds the message in a probe, and
+raises an error (``Receipt``). Alternative: a header in the message. It is not used, because it needs a copy, or a
+derived datatype, which makes large messages 3 to 20 times slower.
 
-Tensors are flat. A generator goes on when its last step is complete: what follows a ``yield`` (a division, a
+Tensors are flat. A generator continues when its last step is complete, so code after a ``yield`` (a division, a
 conversion) sees the result. On a GPU the work before a ``yield`` has only been queued; the caller of MPI waits for that
 work first.
 """
@@ -39,41 +39,43 @@ Steps = Iterator[Step]
 
 _DTYPES = [None, *sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)]
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-TAGS_PER_KIND = 64  # more than there are dtypes
+TAGS_PER_KIND = 64  # more than the number of dtypes
 MESSAGE, EXCHANGE, INTERNAL = (kind * TAGS_PER_KIND for kind in range(3))
-"""The first tags of each kind: a receive that is under way must not catch a piece of another collective."""
-_LOOK_SECONDS = 100e-6  # from one look for a message of another dtype to the next one; a look takes some microseconds
-_SEARCH_SECONDS = 0.05  # from one search for messages of other dtypes, behind messages of other tags, to the next one
+"""The first tag of each kind. The kinds differ, so that a pending receive never gets a piece of another collective."""
+# The time between two probes for a message of another dtype. A probe takes some microseconds.
+_LOOK_SECONDS = 100e-6
+# The time between two searches for messages of other dtypes behind messages of other tags.
+_SEARCH_SECONDS = 0.05
 
 
 def broadcast(comm: MPI.Comm, x: Tensor, root: int) -> Steps:
-    """Bcast."""
+    """Yield a Bcast for each piece."""
     for (piece,) in mpi_buffers.pieces(config.current.message_bytes, x.itemsize, x):
         yield "Bcast", (mpi_buffers.raw(piece), root)
 
 
 def allreduce(comm: MPI.Comm, source: Tensor, destination: Tensor, op: str) -> Steps:
-    """Allreduce."""
+    """Yield an Allreduce for each piece."""
     return _reduced(comm, source, destination, op)
 
 
 def reduce(comm: MPI.Comm, source: Tensor, destination: Tensor, op: str, root: int) -> Steps:
-    """Reduce."""
+    """Yield a Reduce for each piece."""
     return _reduced(comm, source, destination if comm.rank == root else None, op, root)
 
 
 def _reduced(comm: MPI.Comm, source: Tensor, destination: Tensor | None, op: str, *root: int) -> Steps:
-    """Reduce to ``root``, or Allreduce. ``destination`` is None where no result is due."""
+    """Yield the steps of a reduce to ``root``, or of an allreduce; without ``destination`` this rank gets no result."""
     how = mpi_buffers.reduction(source.dtype, op)
     limit = config.current.message_bytes if how.encode is None else config.current.wire_bytes
-    target = source if destination is None else destination  # not written without a destination
+    target = source if destination is None else destination  # only a placeholder if this rank gets no result
     for piece, received in mpi_buffers.pieces(limit, how.itemsize, source, target):
         sent = piece if how.encode is None else how.encode(piece)
         result = received if how.encode is None else sent
-        given, taken = mpi_buffers.pair(sent, result, how.mpi_type)
+        send_buffer, receive_buffer = mpi_buffers.pair(sent, result, how.mpi_type)
         if destination is None:
-            given, taken = mpi_buffers.typed(sent, how.mpi_type), None
-        yield "Reduce" if root else "Allreduce", (given, taken, how.mpi_op, *root)
+            send_buffer, receive_buffer = mpi_buffers.typed(sent, how.mpi_type), None
+        yield "Reduce" if root else "Allreduce", (send_buffer, receive_buffer, how.mpi_op, *root)
         if destination is not None and how.divide:
             result.div_(comm.size)
         if destination is not None and how.decode is not None:
@@ -81,7 +83,7 @@ def _reduced(comm: MPI.Comm, source: Tensor, destination: Tensor | None, op: str
 
 
 def reduce_scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, op: str) -> Steps:
-    """Reduce_scatter_block; large: a reduce per rank."""
+    """Yield a Reduce_scatter_block; for large tensors, a reduce per rank."""
     how = mpi_buffers.reduction(source.dtype, op)
     limit = config.current.message_bytes if how.encode is None else config.current.wire_bytes
     if source.numel() * how.itemsize > limit:
@@ -101,7 +103,7 @@ def reduce_scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, op: str)
 
 
 def alltoall(comm: MPI.Comm, source: Tensor, destination: Tensor) -> Steps:
-    """Alltoall; large: messages between pairs of ranks."""
+    """Yield an Alltoall; for large tensors, messages between pairs of ranks."""
     if source.nbytes <= config.current.message_bytes:
         yield "Alltoall", (mpi_buffers.raw(source), mpi_buffers.raw(destination))
         return
@@ -111,9 +113,9 @@ def alltoall(comm: MPI.Comm, source: Tensor, destination: Tensor) -> Steps:
 
 
 def scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, root: int) -> Steps:
-    """Scatter; large: messages from root."""
+    """Yield a Scatter; for large tensors, messages from root."""
     if source.nbytes <= config.current.message_bytes:
-        source = copy_if_overlapping(source, destination)  # alone, a rank may give one memory for both
+        source = copy_if_overlapping(source, destination)  # on one rank, both may be the same memory
         yield "Scatter", (mpi_buffers.raw(source) if comm.rank == root else None, mpi_buffers.raw(destination), root)
         return
     bounds = in_order([destination.nbytes] * comm.size)
@@ -124,37 +126,38 @@ def scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, root: int) -> S
 
 
 def _messages(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """The pieces that travel as a message each: one without bytes for empty tensors, which the other side may not be.
+    """Return the pieces that travel as one message each.
 
-    Without it the next message would come in its place.
+    Empty tensors also have one piece, because the tensor on the other side may not be empty. Without an empty message,
+    the next message would match this receive.
     """
     if tensors[0].numel() == 0:
         return (tensors,)
     return mpi_buffers.pieces(config.current.message_bytes, tensors[0].itemsize, *tensors)
 
 
-def _exchanges(comm: MPI.Comm, given: Tensor, received: Tensor, plan: Iterable[Iterable[schedule.Step]]) -> Steps:
-    """Sendrecv for every step of a plan; one of the two messages may be empty. RanksDisagree if fewer bytes come."""
-    (sent, _), (came, _), tag = mpi_buffers.raw(given), mpi_buffers.raw(received), INTERNAL + _CODES[given.dtype]
+def _exchanges(comm: MPI.Comm, source: Tensor, target: Tensor, plan: Iterable[Iterable[schedule.Step]]) -> Steps:
+    """Yield a Sendrecv for every step of a plan, whose messages may be empty. RanksDisagree if fewer bytes arrive."""
+    (sent, _), (room, _), tag = mpi_buffers.raw(source), mpi_buffers.raw(target), INTERNAL + _CODES[source.dtype]
     for step in itertools.chain.from_iterable(plan):
-        status, piece = MPI.Status(), came[slice(*step.received)]
+        status, piece = MPI.Status(), room[slice(*step.received)]
         send_buffer = [sent[slice(*step.sent)], MPI.BYTE]
         yield "Sendrecv", (send_buffer, step.to, tag, [piece, MPI.BYTE], step.source, tag, status)
         if (arrived := status.Get_elements(MPI.BYTE)) != len(piece):  # MPI itself accepts a shorter message
             raise RanksDisagree(
                 f"rank {step.source} sent {arrived} bytes where {len(piece)} were expected; the rest of the tensor is "
-                "as it was. Sender and receiver need tensors of the same dtype and number of elements"
+                "unchanged. Sender and receiver need tensors of the same dtype and number of elements"
             )
 
 
 def in_order(lengths: Iterable[int]) -> list[schedule.Bounds]:
-    """The bounds of slices of these lengths, one after the other."""
+    """Return the bounds of slices of these lengths, which lie one after the other."""
     ends = list(itertools.accumulate(lengths))
     return list(zip([0, *ends], ends, strict=False))
 
 
 def send(comm: MPI.Comm, x: Tensor, destination: int) -> Steps:
-    """Send."""
+    """Yield a Send for each piece."""
     for (piece,) in _messages(x):
         yield "Send", (mpi_buffers.raw(piece), destination, MESSAGE + _CODES[x.dtype])
 
@@ -178,16 +181,16 @@ def sendreceive(comm: MPI.Comm, x: Tensor, out: Tensor, source: int, destination
             raise
 
 
-_abandoned: list[object] = []  # sends that broke off: MPI may still read what they hold
+_abandoned: list[object] = []  # sends that broke off: MPI may still read from their buffers
 
 
 class Receipt:
-    """A posted receive, which must bring as many bytes as it has room for, of the same dtype.
+    """A posted receive, whose message must have the dtype of the piece, and exactly as many bytes.
 
-    The receive is not posted where the first message from its source is one that does not fit, and is taken back where
-    a message of another dtype arrives first. Both messages are received, so that the next receive gets the next one.
-    Two messages may arrive between two looks: then a receive gets the first message of its own dtype, and the next
-    receive finds the other one.
+    The receive is not posted if the first message from its source does not fit, and is cancelled if a message of
+    another dtype arrives first. In both cases that message is received, so that the next receive gets the next message.
+    Two messages may arrive between two probes. Then a receive gets the first message of its own dtype, and the next
+    receive finds the other message.
     """
 
     def __init__(self, comm: MPI.Comm, piece: Tensor, source: int, tag: int) -> None:
@@ -201,28 +204,29 @@ class Receipt:
         else:
             self.request = comm.Irecv(mpi_buffers.raw(piece), source, self.tag)
 
-    def Test(self) -> bool:  # noqa: N802 - as mpi4py's Request
+    def Test(self) -> bool:  # noqa: N802 - the name in mpi4py's Request
         if self._error is not None:
             raise self._error
-        # A signal's handler may raise between the end of the request, which is null then, and the check.
+        # A signal handler may have raised after the end of the request, which is null then, and before the check.
         try:
             if self.request and not self.request.Test(self.status) and not self._is_cut_off():
                 return False
         except MPI.Exception as error:
-            self.request = MPI.REQUEST_NULL  # it is over, and must not be cancelled
+            self.request = MPI.REQUEST_NULL  # the request is complete, and must not be cancelled
             if error.Get_error_class() != MPI.ERR_TRUNCATE:
                 raise
             raise self._misfit(self.status, f"more than {self.num_bytes}") from error
         if self.status.Is_cancelled():
-            return True  # the function that has cancelled the receive raises the error
+            return True  # the caller of Cancel raises the error
         if (arrived := self.status.Get_elements(MPI.BYTE)) != self.num_bytes:
             raise self._misfit(self.status, arrived)
         return True
 
     def _finds_misfit(self, most_bytes: float) -> bool:
-        """Whether the first message from the source has this receive's kind, and another dtype, or too many bytes.
+        """Return whether the first message from the source has this kind, but another dtype or too many bytes.
 
-        ``status`` is the status of that message. Behind a message of another kind the search takes longer, and is rare.
+        Sets ``status`` to the status of that message. A search behind messages of other kinds takes longer, and is
+        rare.
         """
         tags: Iterable[int] = (MPI.ANY_TAG,)
         if time.monotonic() > self._next_search:
@@ -234,13 +238,13 @@ class Receipt:
         return is_of_kind and (self.status.tag != self.tag or self.status.Get_elements(MPI.BYTE) > most_bytes)
 
     def _is_cut_off(self) -> bool:
-        """Whether the receive is over after all; RanksDisagree if a message of another dtype came in its place."""
+        """Return whether the receive is complete after all; RanksDisagree if a message of another dtype has arrived."""
         if (now := time.monotonic()) < self._next_look:
             return False
         self._next_look = now + _LOOK_SECONDS
         if not self._finds_misfit(math.inf):
             return False
-        # A receive whose own message is still on its way cannot be cancelled, and the message found comes behind it.
+        # A receive that already matches a message cannot be cancelled; the misfit then belongs to the next receive.
         ended = MPI.Status()
         self.request.Cancel()
         self.request.Wait(ended)
@@ -251,11 +255,13 @@ class Receipt:
         raise self._error
 
     def _receive_misfit(self) -> RanksDisagree:
+        """Receive the message that does not fit, and return the error about it."""
         num_bytes = self.status.Get_elements(MPI.BYTE)
         self._comm.Recv([bytearray(num_bytes), MPI.BYTE], self.status.source, self.status.tag)
         return self._misfit(self.status, num_bytes)
 
     def _misfit(self, status: MPI.Status, num_bytes: int | str) -> RanksDisagree:
+        """Return the error about a message that does not fit."""
         sent, expected = (_DTYPES[tag % TAGS_PER_KIND] for tag in (status.tag, self.tag))
         return RanksDisagree(
             f"rank {status.source} sent {num_bytes} bytes of {sent} where {self.num_bytes} bytes of {expected} were "
@@ -267,10 +273,10 @@ class Receipt:
 
     def Wait(self) -> None:  # noqa: N802
         while not self.Test():
-            os.sched_yield()  # no pause: MPI may move large messages forward in these looks alone
+            os.sched_yield()  # without a pause, because MPI may advance large messages only inside these calls
 
     def wait_or_cancel(self) -> None:
-        """``Wait``; after an exception, also of a signal's handler, MPI no longer writes to the tensor."""
+        """Wait; after an exception, also of a signal handler, cancel, so that MPI no longer writes to the tensor."""
         try:
             self.Wait()
         except BaseException:
@@ -281,24 +287,24 @@ class Receipt:
 
 
 def post_recv(comm: MPI.Comm, x: Tensor, source: int, tag: int = MESSAGE) -> list[Receipt]:
-    """Irecv of every piece."""
+    """Post an Irecv for every piece."""
     return [Receipt(comm, piece, source, tag) for (piece,) in _messages(x)]
 
 
 def post_send(comm: MPI.Comm, x: Tensor, destination: int, tag: int = MESSAGE) -> list[MPI.Request]:
-    """Isend of every piece."""
+    """Post an Isend for every piece."""
     return [comm.Isend(mpi_buffers.raw(piece), destination, tag + _CODES[x.dtype]) for (piece,) in _messages(x)]
 
 
 def allgather(comm: MPI.Comm, x: Tensor, out: Tensor, sizes: Sizes) -> Steps:
-    """Allgather(v); large: a broadcast per rank."""
+    """Yield an Allgather or Allgatherv; for large tensors, a broadcast per rank."""
     if out.nbytes > config.current.message_bytes:
         for root, part in enumerate(sizes.split(out)):
             if root == comm.rank:
                 copy_to(part, x)
             yield from broadcast(comm, part, root)
         return
-    x = copy_if_overlapping(x, out)  # MPI would have to know of all ranks that they are in place
+    x = copy_if_overlapping(x, out)  # MPI's IN_PLACE is valid only on all ranks together
     if sizes.are_equal:
         yield "Allgather", (mpi_buffers.raw(x), mpi_buffers.raw(out))
     else:
@@ -306,7 +312,7 @@ def allgather(comm: MPI.Comm, x: Tensor, out: Tensor, sizes: Sizes) -> Steps:
 
 
 def gather(comm: MPI.Comm, x: Tensor, out: Tensor | None, root: int, sizes: Sizes) -> Steps:
-    """Gatherv; large: messages to root."""
+    """Yield a Gatherv; for large tensors, messages to root."""
     if sum(sizes.num_bytes) <= config.current.message_bytes:
         spec = None if out is None else [mpi_buffers.raw(out)[0], sizes.num_bytes, mpi_buffers.raw(out)[1]]
         x = x if out is None else copy_if_overlapping(x, out)

@@ -1,10 +1,11 @@
-"""Collectives within a node for tensors that are not symmetric: in the faster of two ways (``trials.py``).
+"""Collectives within a node for tensors that are not symmetric, by the faster of two methods (``trials.py``).
 
-*staged*       through the slots of the channel (``staging.py``): always, and alone for what fits into a chunk
-               (in an allreduce of two ranks: into two slots, and does not come here)
-*single copy*  by reads of the peers' tensors where they lie (``single_copy.py``): where the kernel allows it
+- *staged*: through the slots of the channel (``staging.py``). This method is always possible, and the only one for
+  tensors that fit into a chunk.
+- *single copy*: by reads of the peers' tensors where they lie (``single_copy.py``), if the kernel allows such reads.
 
-Both give the same bits.
+Both methods give the same bits. An allreduce of two ranks that fits into two slots does not use this module
+(``staging.allreduce_at_once``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torchmpi_py.collectives.reductions import Kernel
 
 
 def allreduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, headers: Headers) -> None:
-    """Every rank's ``out`` becomes the reduction of all ``x``."""
+    """Write the reduction of all ``x`` into every rank's ``out``."""
     ways, xs, outs = [partial(staging.allreduce, node, x, out, how)], headers.read_at, headers.written_at
     if xs is not None and outs is not None:
         ways.append(partial(single_copy.allreduce, node, x, out, how, (xs, outs)))
@@ -27,7 +28,7 @@ def allreduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, headers: Hea
 
 
 def broadcast(node: NodeGroup, x: Tensor, root: int, headers: Headers) -> None:
-    """Every rank's ``x`` becomes root's."""
+    """Copy the ``x`` of ``root`` into the ``x`` of every rank."""
     ways = [partial(staging.broadcast, node, x, root)]
     if headers.read_at is not None:
         ways.append(partial(single_copy.broadcast, node, x, root, headers.read_at))
@@ -35,7 +36,7 @@ def broadcast(node: NodeGroup, x: Tensor, root: int, headers: Headers) -> None:
 
 
 def gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, counts: list[int], headers: Headers) -> None:
-    """On ranks with ``parts`` (all, or root alone) part r becomes rank r's ``x``, of ``counts[r]`` elements."""
+    """Copy rank r's ``x``, of ``counts[r]`` elements, into part r on ranks with ``parts`` (all ranks, or root)."""
     ways = [partial(staging.gather, node, x, parts, counts)]
     if headers.read_at is not None:
         ways.append(partial(single_copy.gather, node, x, parts, headers.read_at))
@@ -43,7 +44,7 @@ def gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, counts: list[
 
 
 def exchange(node: NodeGroup, wanted: Exchange, headers: Headers) -> None:
-    """Each rank gives a row of its tensor to each rank."""
+    """Send a row of each rank's tensor to each rank."""
     ways = [partial(staging.exchange, node, wanted)]
     if headers.read_at is not None:
         ways.append(partial(single_copy.exchange, node, wanted, headers.read_at))
@@ -52,7 +53,7 @@ def exchange(node: NodeGroup, wanted: Exchange, headers: Headers) -> None:
 
 
 def _go(node: NodeGroup, kind: tuple[object, ...], num_bytes: int, ways: list[partial[None]]) -> None:
-    """Go the way that is fastest for calls of this kind and about this size, or the only one."""
+    """Use the method that is fastest for calls of this kind and about this size, or the only one."""
     if len(ways) == 1:
         ways[0]()
     else:

@@ -1,12 +1,13 @@
-"""The allreduce of flavour ``shared`` on tensors of one dtype and size, with everything that such calls share.
+"""The allreduce of flavour ``shared`` on tensors of one dtype and size, with the state that these calls have in common.
 
-*in place*   symmetric tensors that lie at the same offset on all ranks: in two shots (``two_shot.py``), whose steps are
-             kept by the address of the tensor. Buckets of a training loop go this way.
-*at once*    small ordinary tensors: the values come with the headers (``staging.allreduce_at_once``)
-*by headers* everything else, and calls in which the ranks have chosen different ways: as their headers say
+- *in place*: for symmetric tensors that lie at the same offset on all ranks, in two shots (``two_shot.py``). The steps
+  are kept by the address of the tensor. Buckets of a training loop use this method.
+- *at once*: for small ordinary tensors, whose values travel with the headers (``staging.allreduce_at_once``).
+- *by headers*: for everything else, and for calls in which the ranks have chosen different methods. The headers
+  determine how the data moves.
 
-A rank chooses between the first two ways by its own tensors. The ways have different headers. So all ranks see whether
-they have chosen the same way, before one of them changes a result.
+A rank chooses between the first two methods by its own tensors. The methods have different headers, so all ranks see
+whether they have chosen the same method before any rank changes a result.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from torchmpi_py.collectives.reductions import kernel
 from torchmpi_py.core import config
 from torchmpi_py.memory import symmetric
 
-_MOST_KEPT = 1024  # tensors of a size, and sizes
+_MOST_KEPT = 1024  # largest number of tensors of one size, and of sizes
 
 
 class _InPlace(NamedTuple):
-    """What an allreduce of a symmetric tensor needs when it comes again: good while its segment lives."""
+    """The state of an allreduce for later calls with the same symmetric tensor; valid while the segment lives."""
 
     segment: symmetric.AnySegment
     header: bytes
@@ -43,18 +44,18 @@ class PreparedAllreduce:
         self._turns = [node.staged(self._what, x, turn) for turn in (0, 1)] if is_at_once else []
 
     def run(self, source: Tensor, destination: Tensor) -> None:
-        """``destination`` becomes the reduction of all ``source``; the two are one tensor, or do not overlap."""
-        x = source if source.dim() == 1 else source.view(-1)  # a view takes 1 us
+        """Write the reduction of all ``source`` into ``destination``; the two are the same tensor or do not overlap."""
+        x = source if source.dim() == 1 else source.view(-1)  # avoids a view, which takes 1 us
         out, address, node = x, x.data_ptr(), self._node
         if source is destination or address == destination.data_ptr():
             ready = self._in_place.get(address)
             if ready is None or not ready.segment.is_live:
-                found = symmetric.find(x)
-                ready = None if found is None else self._prepare(x, *found)
+                location = symmetric.find(x)
+                ready = None if location is None else self._prepare(x, *location)
             if ready is not None:
                 self._run_in_place(x, ready)
                 return
-            is_ordinary = found is None
+            is_ordinary = location is None
         else:
             out = destination.view(-1)
             is_ordinary = symmetric.find(x) is None and symmetric.find(out) is None
@@ -64,7 +65,7 @@ class PreparedAllreduce:
             self._run_by_headers(x, out, node.read_headers(self._what, x))
 
     def run_adopting(self, x: Tensor) -> None:
-        """``run`` in place on ordinary memory that may be moved to where all ranks map it, if it is so on all ranks."""
+        """Reduce ``x`` in place; first move its ordinary memory to where all ranks map it, if all ranks can do so."""
         node = self._node
         if node.can_adopt and symmetric.find(x) is None:
             node.announce(node.adoptable_header(self._what, x))
@@ -72,20 +73,20 @@ class PreparedAllreduce:
             if not headers.are_adoptable:
                 self._run_by_headers(x, x, headers)
                 return
-            node.can_adopt = symmetric.adopt(node.channel, x)  # in which all ranks meet: they have read the headers
+            node.can_adopt = symmetric.adopt(node.channel, x)  # collective, so all ranks have read the headers by then
             for prepared in node.prepared.values():
                 prepared.drop_dead()
         self.run(x, x)
 
     def drop_dead(self) -> None:
-        """Drop what was prepared in segments that are no more."""
+        """Drop the state of tensors whose segments have been freed."""
         self._in_place = {at: ready for at, ready in self._in_place.items() if ready.segment.is_live}
 
     def _prepare(self, x: Tensor, segment: symmetric.AnySegment, offset: int) -> _InPlace | None:
-        """The steps if all ranks' tensors lie at the same offset of their parts; None if a rank has no part."""
+        """Return the state for tensors that lie at the same offset on all ranks; None if a rank has no part."""
         if not self._node.is_within(segment):
             return None
-        with torch.inference_mode(False):  # the steps are kept, for calls outside of that mode too
+        with torch.inference_mode(False):  # later calls outside of this mode use the steps too
             views = self._node.views(x, [offset] * self._node.size)
         steps = two_shot.allreduce(views, views, self._node.rank, config.current.cache_bytes)
         self.drop_dead()
@@ -95,20 +96,25 @@ class PreparedAllreduce:
         return ready
 
     def _run_in_place(self, x: Tensor, ready: _InPlace) -> None:
+        """Reduce ``x`` in place by the prepared steps, if all ranks do so; else by headers."""
         node = self._node
-        if node.announce(ready.header):  # equal headers: all tensors lie at the same offset, as planned
+        if node.announce(ready.header):  # equal headers mean that all tensors lie at the prepared offset
             two_shot.carry_out(ready.steps, self._how)
             node.barrier()
         else:
             self._run_by_headers(x, x, node.read_headers(self._what, x))
 
     def _run_by_headers(self, x: Tensor, out: Tensor, headers: Headers) -> None:
-        """Allreduce in the best way for where the tensors lie; ``x`` may be ``out`` on this rank alone."""
+        """Carry out the allreduce by the best method for the places of the tensors.
+
+        ``x`` may be ``out`` on this rank but not on another one.
+        """
         node, how = self._node, self._how
         if headers.written is None:
             ordinary.allreduce(node, x, out, how, headers)
             return
-        # In place: the results are symmetric. Where the inputs are not, each rank publishes them in its result first.
+        # The results are symmetric, so ranks work in place. If the inputs are not, each rank first publishes its input
+        # in its result.
         destinations = node.views(out, headers.written)
         if headers.read is not None:
             sources = node.views(x, headers.read)
@@ -121,7 +127,7 @@ class PreparedAllreduce:
 
 
 def of(node: NodeGroup, x: Tensor, op: str) -> PreparedAllreduce:
-    """The allreduce with ``op`` of tensors like ``x``, which the node group keeps."""
+    """Return the allreduce with ``op`` of tensors like ``x``, which the node group keeps."""
     key = (op, x.dtype, x.numel())
     prepared: PreparedAllreduce | None = node.prepared.get(key)
     if prepared is None:

@@ -1,29 +1,30 @@
 """Flavour ``ring``: collectives of messages between pairs of ranks, for CPU tensors, within a node and across nodes.
 
-Collectives follow the plans of ``schedule.py``, which defines slice, chunk, round, step. This is the transfer. A rank
-takes a few rounds by turns, so that while it adds what came for one, the messages of the others are under way. Of a
-tensor of S bytes (the larger of input and output) each of P ranks sends
+Collectives follow the plans of ``schedule.py``, which defines slice, chunk, round and step. This module transfers the
+data. A rank works on a few rounds alternately, so that while it adds the values of one round, the messages of the
+others are under way. Of a tensor of S bytes (the larger of input and output) each of P ranks sends:
 
 allreduce       2 S (P-1)/P   twice around the ring: reduce_scatter, then allgather
 reduce_scatter  S (P-1)/P     around the ring; every rank on the way adds its own values to a chunk
-allgather       S (P-1)/P     around the ring; so on average when the slices have unequal sizes
+allgather       S (P-1)/P     around the ring (on average, if the slices have unequal sizes)
 alltoall        S (P-1)/P     directly, with the ranks at distance 1, then 2, and so on
 broadcast       S             down a chain of all ranks, or in few chunks down a binomial tree, where some send more
-reduce          S             the same, upwards. By way of reduce_scatter the root would get 2 S (P-1)/P bytes, and the
-                              root sets the pace; through the chain it gets S
+reduce          S             the same, upwards. With a reduce_scatter and a gather the root would get 2 S (P-1)/P
+                              bytes, and the root sets the pace. Through the chain it gets S
 gather, scatter S/P           directly, all of it to or from the root
 
-in chunks of up to CHUNK_BYTES, and in no message longer than ``Tuning.message_bytes``. 16-bit floats are added as
-float32, and partial sums travel as float32 (``reductions.py``), which doubles the bytes of that half; but not in its
-first step around the ring, where each rank sends values of its own, nor with two ranks, where there is no other step.
+The data travels in chunks of up to CHUNK_BYTES, and no message is longer than ``Tuning.message_bytes``. 16-bit floats
+are added as float32, and partial sums travel as float32 (``reductions.py``), which doubles the bytes of the
+reduce_scatter. Its first step around the ring sends 16 bits, because each rank sends its own values. Two ranks make no
+other step.
 
-The total of an element is computed by one rank, in an order that the plan fixes, and passed on unchanged: all ranks get
-the same bits, and so do two runs. Beside the tensors a reduction takes 2 * ROUNDS_UNDER_WAY * CHUNK_BYTES of memory
-for received chunks, kept for the next reduction, and for a short time about as much again where values travel in
-another form than they are stored in; the other collectives take none.
+One rank computes the total of an element, in an order that the plan fixes, and the others pass it on unchanged. So all
+ranks get the same bits, and so do two runs. In addition to the tensors, a reduction uses 2 * ROUNDS_UNDER_WAY *
+CHUNK_BYTES of memory for received chunks, which it keeps for the next reduction. If values travel in another form than
+they are stored in, it uses about as much again for a short time. The other collectives need no memory.
 
-The ring is that of Baidu's and Horovod's allreduce and of TorchMPI's p2p collectives. No allreduce can send less:
-Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
+The ring is the algorithm of Baidu's and Horovod's allreduce and of TorchMPI's p2p collectives. No allreduce can send
+less: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
 """
 
 from __future__ import annotations
@@ -47,28 +48,27 @@ from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.core.tensors import copy_to
 
 CHUNK_BYTES = 512 << 10
-"""Largest chunk. A message costs 10 us beside its bytes, more through TCP, where 128 KiB would take half as long again
-and 256 KiB a fifth. 1 MiB would save 3 % in shared memory, 7 % through TCP (allreduce of 16 and 64 MiB on 2 ranks); but
-it would halve the number of chunks, without which nothing is under way while another is added, and fill a chain more
-slowly."""
+"""Largest chunk. A message costs 10 us in addition to its bytes, and more through TCP, where chunks of 128 KiB would
+take 50 % longer, and chunks of 256 KiB 20 %. Chunks of 1 MiB would save 3 % in shared memory and 7 % through TCP
+(allreduce of 16 and 64 MiB on 2 ranks). But half as many chunks overlap less, and fill a chain more slowly."""
 
 LEAST_CHUNK_BYTES = 64 << 10
 CHUNKS_OF_A_SLICE = 4
-"""Chunks of a slice that is too small for so many of CHUNK_BYTES: while one is added the others travel."""
+"""Number of chunks of a slice that is too small for this number of CHUNK_BYTES: while one is added, others travel."""
 
 ROUNDS_UNDER_WAY = 3
-"""Rounds by turns. Within a node, where the receiver copies, their number matters little; through TCP 3 rounds save a
-tenth of the time of 1, as much as 4 do."""
+"""Number of rounds that a rank works on alternately. Within a node, where the receiver copies, it matters little.
+Through TCP 3 rounds save a tenth of the time of 1 round, and 4 save no more."""
 
 
 class Ring(Flavour):
-    """Messages between pairs of ranks."""
+    """Collectives of messages between pairs of ranks."""
 
     name = "ring"
     devices = frozenset({"cpu"})
 
     def walk(self, verb: str, channel: Channel, *arguments: Any) -> Walk:
-        """allreduce, reduce_scatter, allgather: their rounds have equally many steps on all ranks. Others: at once."""
+        """Carry out a collective in parts if its rounds have equally many steps on all ranks, else in one part."""
         of_verb: Any = {"allreduce": _allreduce, "reduce_scatter": _reduce_scatter, "allgather": _allgather}
         if verb not in of_verb:
             return super().walk(verb, channel, *arguments)
@@ -131,7 +131,7 @@ def _reduce_scatter(channel: Channel, source: Tensor, destination: Tensor, op: s
     reduction, me, out = _Reduction(channel, source, op), channel.rank, destination.view(-1)
     if channel.size == 1:
         return reduction.alone(out)
-    before = me * out.numel()  # elements of the whole before this rank's slice
+    before = me * out.numel()  # number of elements before this rank's slice
     bounds = in_order([out.numel()] * channel.size)
 
     def around(pieces: list[Bounds]) -> Walk:
@@ -147,42 +147,42 @@ def _reduce(channel: Channel, source: Tensor, destination: Tensor, op: str, root
         return reduction.alone(out)
     pieces = chunks(0, source.numel(), reduction.step([(0, source.numel())]))
     tree = schedule.tree(channel.rank, channel.size, root, len(pieces))
-    # Up the tree: a rank adds its values to what its children send; only root writes the total into ``out``.
+    # Up the tree: a rank adds its values to the values of its children. Only root writes the total into ``out``.
     return (reduction.walk(schedule.reduce(tree, piece), out[slice(*piece)] if is_root else None) for piece in pieces)
 
 
 def _allgather(channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> Iterable[Walk]:
-    copy_to(sizes.split(out)[channel.rank], x)  # the others' parts come around the ring, and are sent on from ``out``
+    copy_to(sizes.split(out)[channel.rank], x)  # ``out`` also receives the parts of the others, and sends them on
     rounds = schedule.rounds(in_order(sizes.num_bytes), _chunk_bytes(max(sizes.num_bytes)))
     return _Copies(channel, out, out).walks(schedule.allgather(channel.rank, pieces) for pieces in rounds)
 
 
 def _run(rounds: Iterable[Walk]) -> None:
-    """All rounds of a verb, some at a time."""
+    """Carry out all rounds of a collective, some at a time."""
     complete(schedule.in_turns(iter(rounds), ROUNDS_UNDER_WAY))
 
 
 class _Copies:
-    """Walks rounds whose messages carry plain bytes: sent from ``given``, received into ``received``."""
+    """Rounds whose messages carry plain bytes, sent from ``source`` and received into ``target``."""
 
-    def __init__(self, channel: Channel, given: Tensor, received: Tensor) -> None:
+    def __init__(self, channel: Channel, source: Tensor, target: Tensor) -> None:
         self.comm = channel.mpi
-        self.tensors = given, received  # alive as long as a walk: MPI has their addresses
-        self.given, _ = mpi_buffers.raw(given)
-        self.received, _ = mpi_buffers.raw(received)
+        self.tensors = source, target  # must live as long as a walk, because MPI has their addresses
+        self.source, _ = mpi_buffers.raw(source)
+        self.target, _ = mpi_buffers.raw(target)
 
     def walk(self, steps: Iterable[Step]) -> Walk:
-        """One round."""
+        """Post one round."""
         for step in steps:
-            yield post(self.comm, step, self.given[slice(*step.sent)], self.received[slice(*step.received)])
+            yield post(self.comm, step, self.source[slice(*step.sent)], self.target[slice(*step.received)])
 
     def walks(self, plan: Iterable[Iterable[Step]]) -> Iterable[Walk]:
-        """All rounds."""
+        """Return the walks of all rounds."""
         return map(self.walk, plan)
 
 
 class _Reduction:
-    """Walks rounds whose messages carry partial results."""
+    """Rounds whose messages carry partial results."""
 
     def __init__(self, channel: Channel, source: Tensor, op: str) -> None:
         self.comm = channel.mpi
@@ -192,39 +192,39 @@ class _Reduction:
         self.pool = channel.keep((ChunkPool, _largest_chunk_bytes()), ChunkPool)
 
     def step(self, bounds: Sequence[Bounds]) -> int:
-        """Elements of a chunk of slices with these bounds."""
+        """Return the number of elements of a chunk, for slices with these bounds."""
         itemsize, longest = self.how.dtype.itemsize, max(end - begin for begin, end in bounds)
         return max(1, _chunk_bytes(longest * itemsize) // itemsize)
 
     def walk(self, steps: Sequence[Step], target: Tensor | None, *, is_ring: bool = False) -> Walk:
-        """One round. With ``target``, the last message completes the reduction of these elements, written there.
+        """Carry out one round. With ``target``, the last message completes the reduction, which is written there.
 
-        ``is_ring``: in the first step all ranks send values of their own, as they are if that is shorter.
+        With ``is_ring``, all ranks send their own values in the first step, unconverted if that is shorter.
 
-        Two buffers take turns: this rank adds its values to a message where the message has arrived, and sends the
-        result from there while the next message arrives in the other buffer.
+        Two buffers alternate. This rank adds its values to the message in one buffer, and sends the result from there.
+        Meanwhile the next message arrives in the other buffer.
         """
         how, incoming, other = self.how, self.pool.borrow(), self.pool.borrow()
         plain_target = target.view(how.dtype) if target is not None and how.is_plain else None
-        held, partial = NOTHING, self.x[:0]  # the elements that were added last, and the partial result
+        last_bounds, partial = NOTHING, self.x[:0]  # the elements that were added last, and their partial result
 
         def mine(bounds: Bounds) -> Tensor:
-            return partial if bounds == held else how.partial(self.x[slice(*bounds)])
+            return partial if bounds == last_bounds else how.partial(self.x[slice(*bounds)])
 
         as_it_is = is_ring and self.x.itemsize < how.dtype.itemsize
         for step in steps:
-            # Post both messages: the partial result (in the first step this rank's own values), and the next one.
+            # Post both messages: send the partial result (in the first step this rank's own values), receive the next.
             begin, end = step.received
-            given, dtype = (self.x[slice(*step.sent)], self.x.dtype) if as_it_is else (mine(step.sent), how.dtype)
-            came = incoming[: (end - begin) * dtype.itemsize].view(dtype)
-            yield post(self.comm, step, mpi_buffers.raw(given)[0], mpi_buffers.raw(came)[0])
-            came, as_it_is = how.partial(came) if as_it_is else came, False
-            # Both are complete: add this rank's values to what came, in the last step right into the target.
+            sent, dtype = (self.x[slice(*step.sent)], self.x.dtype) if as_it_is else (mine(step.sent), how.dtype)
+            chunk = incoming[: (end - begin) * dtype.itemsize].view(dtype)
+            yield post(self.comm, step, mpi_buffers.raw(sent)[0], mpi_buffers.raw(chunk)[0])
+            chunk, as_it_is = how.partial(chunk) if as_it_is else chunk, False
+            # Both are complete: add this rank's values to the received chunk, in the last step right into the target.
             if end > begin:
-                out = plain_target if plain_target is not None and step is steps[-1] else came
-                held, partial = step.received, how.combine(mine(step.received), came, out=out)
+                out = plain_target if plain_target is not None and step is steps[-1] else chunk
+                last_bounds, partial = step.received, how.combine(mine(step.received), chunk, out=out)
             incoming, other = other, incoming
-        # The owner of the chunk has the reduction: divide (avg) and bring it into the dtype of the tensor.
+        # The owner of the chunk has the reduction. Divide it for avg, and convert it to the dtype of the tensor.
         if target is not None and target.numel():
             result = how.result(partial, self.num_ranks, target.dtype)
             if plain_target is None:
@@ -232,43 +232,43 @@ class _Reduction:
         self.pool.unused += (incoming, other)
 
     def alone(self, out: Tensor) -> Iterable[Walk]:
-        """The rounds of a rank that is alone: none."""
+        """Reduce on a single rank, which needs no rounds."""
         self.how.reduce([self.x], out)
         return ()
 
 
 class ChunkPool:
-    """Buffers of a chunk each, kept with a channel: to touch new memory costs as much as to receive into it."""
+    """Buffers of one chunk each, kept with a channel: to touch new memory costs as much as to receive into it."""
 
     def __init__(self, channel: Channel) -> None:
         self.num_bytes = max(_largest_chunk_bytes(), torch.complex128.itemsize)
         self.unused: list[Tensor] = []
 
     def borrow(self) -> Tensor:
-        """A buffer; the borrower puts it back among the ``unused`` when no message comes or goes there any more."""
+        """Return a buffer, which the borrower puts back into ``unused`` when no message uses it any more."""
         if self.unused:
             return self.unused.pop()
-        with torch.inference_mode(False):  # it is kept, for calls outside of that mode too
+        with torch.inference_mode(False):  # later calls outside of this mode use the buffer too
             return torch.empty(self.num_bytes, dtype=torch.uint8, device="cpu")
 
     def free(self) -> None:
         self.unused.clear()
 
 
-def post(comm: MPI.Comm, step: Step, given: Any, received: Any) -> Requests:
-    """Post a step's messages; none where there are no bytes."""
+def post(comm: MPI.Comm, step: Step, source: Any, target: Any) -> Requests:
+    """Post the messages of a step, except empty ones, and return their requests."""
     requests = []
-    if len(received):  # the receive first, so that the message finds its place
-        requests.append(comm.Irecv([received, MPI.BYTE], step.source, INTERNAL))
-    if len(given):
-        requests.append(comm.Isend([given, MPI.BYTE], step.to, INTERNAL))
+    if len(target):  # the receive first, so that an arriving message finds its buffer
+        requests.append(comm.Irecv([target, MPI.BYTE], step.source, INTERNAL))
+    if len(source):
+        requests.append(comm.Isend([source, MPI.BYTE], step.to, INTERNAL))
     return requests
 
 
 def _chunk_bytes(slice_bytes: int) -> int:
-    """Size of the chunks of slices: small slices make CHUNKS of them, so that one is added while others travel."""
-    wanted = -(-slice_bytes // CHUNKS_OF_A_SLICE // LEAST_CHUNK_BYTES) * LEAST_CHUNK_BYTES
-    return min(_largest_chunk_bytes(), max(LEAST_CHUNK_BYTES, wanted))
+    """Return the size of the chunks of slices; small slices have CHUNKS_OF_A_SLICE chunks, if these are not tiny."""
+    share_bytes = -(-slice_bytes // CHUNKS_OF_A_SLICE // LEAST_CHUNK_BYTES) * LEAST_CHUNK_BYTES
+    return min(_largest_chunk_bytes(), max(LEAST_CHUNK_BYTES, share_bytes))
 
 
 def _largest_chunk_bytes() -> int:

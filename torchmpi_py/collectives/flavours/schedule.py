@@ -1,18 +1,18 @@
-"""Who works on which elements, and when: plain arithmetic on integers, tested for 1 to 37 ranks inside one process.
+"""Plans of which rank works on which elements, and when: arithmetic on integers, tested for 1 to 37 ranks in a process.
 
-*slice*   the part of a tensor that one rank owns
-*chunk*   a piece of a tensor or of a slice that is worked on at a time, so that it stays in cache or fits in a buffer
-          or a message; ``Bounds`` (begin, end), which may be empty
-*tick*    in a pipeline, the time between two meetings of all ranks
+- *slice*: The part of a tensor that one rank owns.
+- *chunk*: A piece of a tensor or of a slice that a rank works on at a time. It stays in cache, or fits in a buffer or a
+  message. ``Bounds`` (begin, end) describe a chunk, which may be empty.
+- *tick*: In a pipeline, the time between two barriers.
 
-In the plans of flavour ring, which say who sends which elements to whom:
+The plans of flavour ring determine which rank sends which elements to which rank:
 
-*round*   the chunks with one number, one of each slice, on their way through the ranks; no round waits for another
-*step*    a rank's work at a time in a round: post one message to a rank and one from a rank, wait for both, and use
-          what came. Bounds sent count in the memory sent from, bounds received in the memory received into; of empty
-          bounds there is no message
-*tree*    who passes on to whom between the root and all others: a *chain*, where every rank has one child, or
-          a *binomial* tree, where every rank that has the data at some time gives it to one more
+- *round*: The chunks with one number, one of each slice, on their way through the ranks. No round waits for another.
+- *step*: A rank's work at a time in a round. The rank posts one message to a rank and one from a rank, waits for both,
+  and uses the received data. Bounds refer to the memory from which the rank sends, or into which it receives. Empty
+  bounds need no message.
+- *tree*: The ranks through which data travels between the root and all others. In a *chain*, every rank has one child.
+  In a *binomial* tree, every rank that has the data at some time sends it to one more.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ ALIGNMENT = 64  # elements: two ranks never write into one cache line
 
 Bounds = tuple[int, int]  # begin, end
 NOTHING: Bounds = (0, 0)
-broken_off: list[object] = []  # what errors have left of messages under way
+broken_off: list[object] = []  # messages that were under way when an error ended the work
 
 
 @functools.lru_cache(maxsize=1024)
 def slices(count: int, size: int) -> tuple[Bounds, ...]:
-    """``count`` elements cut into ``size`` slices in order, as equal as the alignment lets them be."""
+    """Return ``count`` elements cut into ``size`` slices in order, as equal as the alignment permits."""
     blocks = -(-count // ALIGNMENT)
     ends = [min(count, blocks * (rank + 1) // size * ALIGNMENT) for rank in range(size)]
     return tuple(zip([0, *ends], ends, strict=False))
 
 
 def chunks(begin: int, end: int, step: int) -> list[Bounds]:
-    """The range cut into pieces of ``step`` elements; the last one may be shorter."""
+    """Return the range cut into pieces of ``step`` elements; the last piece may be shorter."""
     return [(at, min(at + step, end)) for at in range(begin, end, step)]
 
 
 def pipeline(num_chunks: int, stages: Sequence[Callable[[int], None]], meet: Callable[[], None]) -> None:
-    """Take every chunk through all stages: in tick t stage s works on chunk t - s; ranks meet after each tick.
+    """Take every chunk through all stages: in tick t stage s works on chunk t - s, and ``meet`` follows each tick.
 
-    What a stage leaves in one of two alternating buffers (chunk modulo 2) is read by the next stage one tick later, and
-    overwritten one tick after that. num_chunks + len(stages) - 1 ticks: ranks meet also for no chunks at all.
+    A stage writes into one of two alternating buffers (chunk modulo 2). The next stage reads it one tick later, and it
+    is overwritten one tick after that. The ticks are num_chunks + len(stages) - 1, so ranks also meet without chunks.
     """
     for tick in range(num_chunks + len(stages) - 1):
         for depth, stage in enumerate(stages):
@@ -59,7 +59,7 @@ def pipeline(num_chunks: int, stages: Sequence[Callable[[int], None]], meet: Cal
 
 
 class Step(NamedTuple):
-    """Send to rank ``to`` what lies within ``sent``; receive from rank ``source`` what belongs within ``received``."""
+    """A message to rank ``to`` with the elements ``sent``, and one from rank ``source`` for elements ``received``."""
 
     to: int
     sent: Bounds
@@ -68,23 +68,23 @@ class Step(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """One rank's neighbours: ``parent`` towards the root (None there), and ``children``, that of most ranks first."""
+    """The neighbours of a rank: ``parent``, which is None on the root, and ``children``, the largest subtree first."""
 
     parent: int | None
     children: list[int]
 
 
 def rounds(bounds: Sequence[Bounds], step: int) -> Iterator[list[Bounds]]:
-    """Round k: elements k * step to (k + 1) * step of every slice, empty for slices that have ended by then."""
+    """Yield rounds: round k has the elements k * step to (k + 1) * step of every slice, as far as the slice goes."""
     longest = max(end - begin for begin, end in bounds)
     for at in range(0, longest, step):
         yield [(min(begin + at, end), min(begin + at + step, end)) for begin, end in bounds]
 
 
 def reduce_scatter(rank: int, pieces: Sequence[Bounds]) -> list[Step]:
-    """One round around the ring, P - 1 steps, after which this rank has the whole reduction of ``pieces[rank]``.
+    """Return one round around the ring, P - 1 steps, after which this rank has the reduction of ``pieces[rank]``.
 
-    A chunk starts at the rank behind its owner's; every rank on the way adds its own values to what came.
+    A chunk starts at the rank after its owner. Every rank on the way adds its own values to the received ones.
     """
     size = len(pieces)
     right, left = (rank + 1) % size, (rank - 1) % size
@@ -92,14 +92,14 @@ def reduce_scatter(rank: int, pieces: Sequence[Bounds]) -> list[Step]:
 
 
 def allgather(rank: int, pieces: Sequence[Bounds]) -> list[Step]:
-    """One round around the ring, P - 1 steps: what came in one step is passed on in the next; all get all pieces."""
+    """Return one round around the ring, P - 1 steps, in which each rank passes on the piece of the step before."""
     size = len(pieces)
     right, left = (rank + 1) % size, (rank - 1) % size
     return [Step(right, pieces[rank - s], left, pieces[rank - 1 - s]) for s in range(size - 1)]
 
 
 def alltoall(rank: int, size: int, length: int, step: int) -> Iterator[list[Step]]:
-    """Rounds of one step: with the ranks at distance 1, 2, ... one after the other, so that no rank is asked by two."""
+    """Yield rounds of one step with the ranks at distance 1, 2, ..., so that no rank receives from two at a time."""
     for distance in range(1, size):
         to, source = (rank + distance) % size, (rank - distance) % size
         for begin, end in chunks(0, length, step):
@@ -108,7 +108,7 @@ def alltoall(rank: int, size: int, length: int, step: int) -> Iterator[list[Step
 
 
 def gather(rank: int, root: int, bounds: Sequence[Bounds], step: int) -> Iterator[list[Step]]:
-    """Rounds of one step: every rank sends its slice, counted from 0, to root, which takes them in rank order."""
+    """Yield rounds of one step: every rank sends its slice, counted from 0, to root, which receives in rank order."""
     for source, (begin, end) in enumerate(bounds):
         if source != root and rank in (source, root):
             for lower, upper in chunks(begin, end, step):
@@ -119,26 +119,27 @@ def gather(rank: int, root: int, bounds: Sequence[Bounds], step: int) -> Iterato
 
 
 def scatter(rank: int, root: int, bounds: Sequence[Bounds], step: int) -> Iterator[list[Step]]:
-    """Rounds of one step, as of ``gather``: root sends every rank its slice."""
+    """Return rounds of one step, which reverse ``gather``: root sends every rank its slice."""
     return map(reversed_in_time, gather(rank, root, bounds, step))
 
 
 def broadcast(tree: Tree, piece: Bounds) -> list[Step]:
-    """One chunk down the tree."""
+    """Return the steps of one chunk down the tree."""
     received = [] if tree.parent is None else [Step(tree.parent, NOTHING, tree.parent, piece)]
     return received + [Step(child, piece, child, NOTHING) for child in tree.children]
 
 
 def reduce(tree: Tree, piece: Bounds) -> list[Step]:
-    """One chunk up the tree: each rank adds its own values to what its children send, and sends the total on."""
+    """Return the steps of one chunk up the tree: each rank adds its values to those of its children, and sends on."""
     return reversed_in_time(broadcast(tree, piece))
 
 
 def tree(rank: int, size: int, root: int, num_chunks: int) -> Tree:
-    """This rank's place in the faster of the two trees.
+    """Return this rank's place in the faster of the two trees.
 
-    In units of one message's time, C chunks take C + P - 2 through the chain, whose ranks all send at the same time,
-    and about C * ceil(log2(P)) from the root of a binomial tree, which sends every chunk to that many children.
+    In units of one message's time, C chunks take C + P - 2 through the chain, whose ranks all send at the same time.
+    From the root of a binomial tree they take about C * ceil(log2(P)), because it sends every chunk to that many
+    children.
     """
     depth = (size - 1).bit_length()
     kind = chain if num_chunks + size - 2 < num_chunks * depth else binomial
@@ -147,25 +148,25 @@ def tree(rank: int, size: int, root: int, num_chunks: int) -> Tree:
 
 
 def chain(place: int, size: int) -> Tree:
-    """The neighbours of a place in the chain 0, 1, ..., size - 1."""
+    """Return the neighbours of a place in the chain 0, 1, ..., size - 1."""
     return Tree(place - 1 if place else None, [place + 1] if place + 1 < size else [])
 
 
 def binomial(place: int, size: int) -> Tree:
-    """The neighbours of a place in the binomial tree with root 0: a parent's number has one bit less."""
+    """Return the neighbours of a place in the binomial tree with root 0, where a parent's number has one bit less."""
     lowest_bit = place & -place if place else 1 << (size - 1).bit_length()
     distances = [1 << bit for bit in reversed(range(lowest_bit.bit_length() - 1))]
     return Tree(place - lowest_bit if place else None, [place + d for d in distances if place + d < size])
 
 
 def reversed_in_time(steps: Sequence[Step]) -> list[Step]:
-    """The last step first, and what was sent is received: from gathering to scattering, from down a tree to up."""
+    """Return the steps in reverse order, with sending and receiving exchanged: a gather becomes a scatter."""
     return [Step(s.source, s.received, s.to, s.sent) for s in reversed(steps)]
 
 
 @contextmanager
 def kept_from(under_way: object) -> Iterator[None]:
-    """If an error, or GeneratorExit, ends the work, never give back what is under way: MPI may still write there."""
+    """Keep ``under_way`` alive for ever if an error, or GeneratorExit, ends the block: MPI may still write there."""
     try:
         yield
     except BaseException:
@@ -174,21 +175,21 @@ def kept_from(under_way: object) -> Iterator[None]:
 
 
 def in_turns(rounds: Iterable[Iterator[T]], limit: int) -> Iterator[T]:
-    """Advance up to ``limit`` iterators at a time, by turns, the oldest first; when one ends, the next one begins.
+    """Advance up to ``limit`` iterators alternately, the oldest first; when one ends, the next one begins.
 
-    What an iterator yields is for the caller to wait for: it is handed out when the turn comes round again, just before
-    the iterator is resumed. Rounds of equal length reach their n-th steps in order, on all ranks alike; so two ranks
-    agree on the order of their messages, and one tag is enough.
+    The caller waits for the values that an iterator yields. The function yields each value in the next turn of its
+    iterator, just before the iterator is resumed. Rounds of equal length reach their n-th steps in the same order on
+    all ranks. So two ranks agree on the order of their messages, and one tag is enough.
     """
     waiting = iter(rounds)
     active: collections.deque[tuple[Iterator[T], T]] = collections.deque()
     with kept_from(active):
         while True:
             while len(active) < limit and (one := next(waiting, None)) is not None:
-                active.extend((one, wanted) for wanted in itertools.islice(one, 1))
+                active.extend((one, pending) for pending in itertools.islice(one, 1))
             if not active:
                 return
-            one, wanted = active[0]
-            yield wanted
+            one, pending = active[0]
+            yield pending
             active.popleft()
             active.extend((one, following) for following in itertools.islice(one, 1))

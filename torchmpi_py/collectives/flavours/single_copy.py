@@ -1,11 +1,12 @@
-"""Collectives within a node that read ordinary tensors where they lie: in the memory of the peers (``peer_memory.py``).
+"""Collectives within a node that read ordinary tensors directly from the memory of the peers (``peer_memory.py``).
 
-Each byte is copied once, by the kernel, into the reader's own memory: no slots, and few meetings. A page costs more
-than a page of shared memory does. But where the cores of two ranks share no cache, slots cost still more: a store into
-memory that the peer has read waits until the peer's cache has given it up.
+The kernel copies each byte once, into the reader's own memory. This needs no slots, and few barriers. Reading a page in
+this way costs more than reading a page of shared memory. But slots cost still more if the cores of two ranks share no
+cache. Then a store into memory that the peer has read waits until the peer's cache has released it.
 
-The ranks have met, with the addresses of all tensors. As in ``staging.py`` each element is reduced in rank order. No
-rank leaves before all have read: a call that is complete on one rank has had the data of all.
+Before a function here is called, the ranks have exchanged the addresses of all tensors. As in ``staging.py``, each
+element is reduced in rank order. No rank returns before all have read, so a call that is complete on one rank has used
+the data of all.
 """
 
 from __future__ import annotations
@@ -22,22 +23,23 @@ from torchmpi_py.core.tensors import copy_to
 from torchmpi_py.memory.peer_memory import PeerMemory
 
 _BLOCK_BYTES = 6 << 20
-"""Of the blocks of all ranks and the result together. More than fits into a core's own cache, for a page costs less in
-a long read: with a quarter 1.1 to 1.4 times as long (2 ranks, 16 and 64 MiB), with four times as much 1.0 to 1.2."""
+"""Size of the blocks of all ranks and the result together. It exceeds a core's own cache, because a page costs less in
+a long read. Blocks of a quarter of this size take 1.1 to 1.4 times as long (2 ranks, 16 and 64 MiB), and blocks of four
+times this size 1.0 to 1.2 times."""
 
 
 def allreduce(
     node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, addresses: tuple[Sequence[int], Sequence[int]]
 ) -> None:
-    """Every rank's ``out`` becomes the reduction of all ``x``: two shots, as in ``two_shot.py``.
+    """Write the reduction of all ``x`` into every rank's ``out``, in two shots, as in ``two_shot.py``.
 
-    ``addresses``: of all ``x``, and of all ``out``, by rank.
+    ``addresses`` are the addresses of all ``x``, and of all ``out``, by rank.
     """
     xs, outs = addresses
     bounds = slices(x.numel(), node.size)
     lower, upper = bounds[node.rank]
     _reduce(node, x[lower:upper], out[lower:upper], how, [address + lower * x.itemsize for address in xs])
-    node.barrier()  # the results of all slices are there
+    node.barrier()  # the results of all slices are complete
     for rank in _others(node):
         lower, upper = bounds[rank]
         _peers(node).read(rank, outs[rank] + lower * x.itemsize, out[lower:upper])
@@ -45,14 +47,14 @@ def allreduce(
 
 
 def broadcast(node: NodeGroup, x: Tensor, root: int, xs: Sequence[int]) -> None:
-    """Every rank's ``x`` becomes root's."""
+    """Copy the ``x`` of ``root`` into the ``x`` of every rank."""
     if node.rank != root:
         _peers(node).read(root, xs[root], x)
     node.barrier()
 
 
 def gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, xs: Sequence[int]) -> None:
-    """On ranks with ``parts`` (all, or root alone) part r becomes rank r's ``x``."""
+    """Copy rank r's ``x`` into part r on ranks with ``parts`` (all ranks, or root)."""
     if parts is not None:
         copy_to(parts[node.rank], x)
         for rank in _others(node):
@@ -61,20 +63,20 @@ def gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, xs: Sequence[
 
 
 def exchange(node: NodeGroup, wanted: Exchange, xs: Sequence[int]) -> None:
-    """Each rank gives a row of its tensor to each rank; ``xs``: where the rows begin."""
+    """Send a row of each rank's tensor to each rank; ``xs`` are the addresses of the first rows."""
     rows, outs, how, root = wanted
     at = node.rank * outs[0].nbytes
     if how is not None:
-        assert rows is not None, "all ranks give what is reduced"
+        assert rows is not None, "all ranks have rows to reduce"
         _reduce(node, rows[node.rank], outs[0], how, [address + at for address in xs])
     elif root is not None:
         if node.rank == root:
-            assert rows is not None, "the root gives"
+            assert rows is not None, "the root has rows"
             copy_to(outs[0], rows[root])
         else:
             _peers(node).read(root, xs[root] + at, outs[0])
     else:
-        assert rows is not None, "all ranks give"
+        assert rows is not None, "all ranks have rows"
         copy_to(outs[node.rank], rows[node.rank])
         for rank in _others(node):
             _peers(node).read(rank, xs[rank] + at, outs[rank])
@@ -82,7 +84,7 @@ def exchange(node: NodeGroup, wanted: Exchange, xs: Sequence[int]) -> None:
 
 
 def _reduce(node: NodeGroup, own: Tensor, out: Tensor, how: Kernel, addresses: Sequence[int]) -> None:
-    """``out`` becomes the reduction of ``own`` and, of the peers, as many elements at ``addresses``."""
+    """Write the reduction of ``own`` and of the elements at the ``addresses`` of the peers into ``out``."""
     step = max(1024, _BLOCK_BYTES // ((node.size + 1) * own.itemsize) // ALIGNMENT * ALIGNMENT)
     blocks = torch.empty(node.size - 1, min(step, own.numel()), dtype=own.dtype, device="cpu")
     others = _others(node)
@@ -95,10 +97,11 @@ def _reduce(node: NodeGroup, own: Tensor, out: Tensor, how: Kernel, addresses: S
 
 
 def _others(node: NodeGroup) -> list[int]:
-    """The other ranks, from the next one on, so that not all read the same one at a time."""
+    """Return the other ranks, starting with the next one, so that not all ranks read from the same one at a time."""
     return [(node.rank + distance) % node.size for distance in range(1, node.size)]
 
 
 def _peers(node: NodeGroup) -> PeerMemory:
+    """Return the access to the memory of the peers."""
     assert node.peers is not None, "all ranks can read each other's memory"
     return node.peers

@@ -1,13 +1,16 @@
 """Flavour ``staged``: GPU tensors through pinned host memory, where a flavour for CPU tensors does the work.
 
-In chunks of ``Tuning.gpu_chunk_bytes``: while the ranks' processors work on chunk k, chunk k+1 comes down from the GPU
-and chunk k-1 goes up to it, on a stream each. The flavour serves GPUs of any kind and number, on any number of nodes.
-S bytes a rank go down and up for an allreduce of S. Point-to-point messages go in one piece, so that a GPU tensor may
-meet a CPU tensor. Calls return when the last chunk is on its way up, ordered in the caller's stream.
+The work is done in chunks of ``Tuning.gpu_chunk_bytes``. While the ranks' processors work on chunk k, chunk k+1 is
+copied down from the GPU, and chunk k-1 is copied up to it, on a stream each. The flavour serves GPUs of any kind and
+number, on any number of nodes. An allreduce of S bytes copies S bytes per rank down, and S bytes up. Messages between
+two ranks travel in one piece, so that a GPU tensor can match a CPU tensor. Calls return when the last copy up is
+queued, ordered in the caller's stream.
 
-Three *slots*, each with a part for what is given and one for what is received, take turns. A slot is filled again only
-when what was received in it has gone up. The slots lie in symmetric memory, which CUDA pins as any other: where a
-flavour of the host reduces such memory in place, a chunk is copied twice in all, down and up.
+Three *slots* alternate, each with one part for inputs and one for results. A slot is filled again only after its
+results have been copied up. The slots lie in symmetric memory, which CUDA can pin. If the host's flavour reduces this
+memory in place, a chunk is copied only twice, down and up.
+
+Alternative: pass GPU memory to MPI. It is not used here, because it needs a CUDA-aware MPI.
 """
 
 from __future__ import annotations
@@ -34,9 +37,9 @@ GIVEN, RECEIVED = 0, 1
 
 
 class Staged(Flavour):
-    """Through the host. ``inners``: the flavours for the host's part, each with the least bytes of a chunk for it.
+    """Collectives through the host; ``inners`` are the flavours for CPU tensors, each with its smallest chunk in bytes.
 
-    The first one that can serve a chunk does so. ``point`` carries messages between two ranks.
+    The first flavour that can serve a chunk does so. ``point`` carries messages between two ranks.
     """
 
     name = "staged"
@@ -46,7 +49,7 @@ class Staged(Flavour):
     ) -> None:
         self.inners = inners
         self.point = point
-        self.devices = frozenset(devices)  # type: ignore[misc]  # tests carry it out on the host
+        self.devices = frozenset(devices)  # type: ignore[misc]  # tests use the flavour on the host
 
     def missing(self, device: str) -> str:
         if device != "cuda" or torch.cuda.is_available():
@@ -91,10 +94,10 @@ class Staged(Flavour):
         gives: bool = True,
         takes: bool = True,
     ) -> None:
-        """Verbs that work on columns one by one, of one row or of a row for each rank.
+        """Carry out a collective that treats each column on its own, with one row or a row for each rank.
 
-        The result of one row takes the place of the input in the slot. ``gives``, ``takes``: whether values of this
-        rank come down, and whether the result goes up.
+        In collectives with one row the result replaces the input in the slot. ``gives`` and ``takes`` say whether this
+        rank's values are copied down, and whether its result is copied up.
         """
         slots, is_in_place = _slots(channel, rows), verb in ("allreduce", "reduce", "broadcast")
         pieces = chunks(0, rows.shape[1], max(1, slots.chunk_bytes // (rows.shape[0] * rows.itemsize)))
@@ -134,7 +137,7 @@ class Staged(Flavour):
         line, slots = x.view(-1), _slots(channel, x)
         lines = [] if out is None else [part.view(-1) for part in sizes.split(out)]
         totals = [num_bytes // x.itemsize for num_bytes in sizes.num_bytes]
-        # Ranks with less to give bring empty parts to the last chunks.
+        # Ranks with fewer elements have empty parts in the last chunks.
         pieces = chunks(0, max(totals), max(1, slots.chunk_bytes // (channel.size * x.itemsize)))
 
         def counts(k: int) -> list[int]:
@@ -157,8 +160,8 @@ class Staged(Flavour):
             call(channel, given(k), None if out is None else result, *root, piece)
 
         def put(k: int) -> None:
-            for mine, got in zip(lines, torch.split(received(k), counts(k)), strict=False):
-                mine[slice(*pieces[k])].copy_(got, non_blocking=True)
+            for target, part in zip(lines, torch.split(received(k), counts(k)), strict=False):
+                target[slice(*pieces[k])].copy_(part, non_blocking=True)
 
         slots.pipeline(len(pieces), fetch, work, put)
 
@@ -176,7 +179,7 @@ class Staged(Flavour):
         x.copy_(host)
 
     def _inner(self, verb: str, channel: Channel, num_bytes: int) -> Flavour:
-        """The flavour that does the host's part."""
+        """Return the flavour that does the work on the host."""
         return next(
             flavour
             for flavour, least_bytes in self.inners
@@ -206,7 +209,7 @@ class HostSlots:
         self._left = [self._device.event() for _ in range(NUM_SLOTS)]
 
     def part(self, chunk: int, which: int, dtype: torch.dtype, count: int) -> Tensor:
-        """The memory for a chunk that comes down (GIVEN), or for a result in memory of its own (RECEIVED); flat."""
+        """Return the flat memory for the input of a chunk (GIVEN), or for a result in separate memory (RECEIVED)."""
         begin = (2 * (chunk % NUM_SLOTS) + which) * self._part_bytes
         return self._memory[begin : begin + count * dtype.itemsize].view(dtype)
 
@@ -217,20 +220,21 @@ class HostSlots:
         work: Callable[[int], object],
         put: Callable[[int], object],
     ) -> None:
-        """``fetch`` chunks (down), ``work`` on them on the host, ``put`` results (up), in order of the current stream.
+        """Copy chunks down (``fetch``), work on them on the host (``work``), and copy results up (``put``).
 
-        Work that is queued after this call sees the results; the host does not wait for the last ones to go up.
+        The current stream orders the copies. Work that is queued after this call sees the results; the host does not
+        wait for the last copies up.
         """
         current, begin = self._device.current(), self._device.event()
         begin.record(current)
-        self._down.wait_event(begin)  # and what comes up has come down before
+        self._down.wait_event(begin)  # a copy up follows its copy down, so only ``_down`` has to wait
         for chunk in range(num_chunks + 1):
-            if chunk < num_chunks:  # the next chunk sets out from the GPU ...
+            if chunk < num_chunks:  # the copy of the next chunk from the GPU starts ...
                 with self._device.on(self._down):
                     self._down.wait_event(self._left[chunk % NUM_SLOTS])
                     fetch(chunk)
                     self._came[chunk % NUM_SLOTS].record(self._down)
-            if chunk > 0:  # ... while the host works on the one that has come down, and sends it up
+            if chunk > 0:  # ... while the host works on the chunk before, and starts its copy to the GPU
                 before = chunk - 1
                 self._came[before % NUM_SLOTS].synchronize()
                 work(before)
@@ -241,18 +245,19 @@ class HostSlots:
             current.wait_event(event)
 
     def free(self) -> None:
-        """Wait for what is under way, and let go of the memory."""
+        """Wait for the copies under way, and release the memory."""
         self._device.synchronize()
         self._device.unpin(self._memory)
         del self._memory
 
 
 def _slots(channel: Channel, x: Tensor) -> HostSlots:
+    """Return the channel's slots for the device of ``x``."""
     return channel.keep((HostSlots, x.device), lambda made: HostSlots(made, x.device))
 
 
 def _post_on_host(post: Post, operation: Operation[Any]) -> Handle[Any]:
-    """Post a message from, or to, a copy on the host. A send first waits, on the host, for the values to be there."""
+    """Post a message from, or to, a copy on the host. Before a send, the host waits until it has the values."""
     (x,), is_send = operation.arguments, operation.plan.name == "send"
     host, device = _on_host(x), devices.of(x.device)
     launched = device.event()
@@ -262,7 +267,7 @@ def _post_on_host(post: Post, operation: Operation[Any]) -> Handle[Any]:
 
     def conclude(_: object) -> Any:
         if not is_send:
-            device.current().wait_event(launched)  # it may be the stream of another thread
+            device.current().wait_event(launched)  # the current stream may belong to another thread than the launch
             x.copy_(host)
         return operation.target if operation.conclude is None else operation.conclude(None)
 
@@ -270,5 +275,5 @@ def _post_on_host(post: Post, operation: Operation[Any]) -> Handle[Any]:
 
 
 def _on_host(x: Tensor) -> Tensor:
-    """Memory of the host for a copy of ``x``."""
+    """Return host memory for a copy of ``x``."""
     return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)

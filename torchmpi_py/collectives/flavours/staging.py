@@ -1,17 +1,18 @@
 """Collectives within a node for tensors that are not symmetric: through the slots of a channel, chunk by chunk.
 
-Each collective is a pipeline (``schedule.pipeline``) of stages, between which all ranks meet:
+Each collective is a pipeline (``schedule.pipeline``) of stages, with a barrier between two stages:
 
-1. copy in: each rank copies its chunk into its in slot, but for what it reads itself
-2. reduce, where there is something to reduce: of a chunk each rank reduces the slice that it owns into its out slot, as
-   in the first shot of ``two_shot.py``
-3. copy out: each rank reads from the slots of the others
+1. Copy in: each rank copies its chunk into its in slot, except the part that it reads itself.
+2. Reduce, in collectives that reduce: each rank reduces the slice of a chunk that it owns into its out slot, as in the
+   first shot of ``two_shot.py``.
+3. Copy out: each rank reads from the slots of the others.
 
-While one chunk is reduced the next is copied in and the last one out, so the ranks meet once per chunk. The memory that
-peers share is four slots a rank, however large the tensors.
+While one chunk is reduced, the next one is copied in and the last one out. So the ranks need one barrier per chunk, and
+four slots of shared memory per rank, however large the tensors are.
 
-An allreduce of two ranks is done in one shot: each reduces all of a chunk into its own result. As many bytes pass
-between them as with a slice for each, and they meet once less. Nothing is in out slots, so that chunks take two slots.
+An allreduce of two ranks is done in one shot: each rank reduces all of a chunk into its own result. The two ranks
+exchange as many bytes as with a slice for each, but need one barrier less. The out slots are unused, so a chunk may use
+two slots.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torchmpi_py.core.tensors import copy_to
 
 
 def allreduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, root: int | None = None) -> None:
-    """Every rank's ``out`` becomes the reduction of all ``x``; with ``root`` only that rank's. Collective."""
+    """Write the reduction of all ``x`` into every rank's ``out``; with ``root``, only into the one of root."""
     if root is None and takes_one_shot(node, how):
         _one_shot(node, x, out, how)
         return
@@ -35,7 +36,7 @@ def allreduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, root: int | 
     def copy_in(k: int) -> None:
         begin, end = pieces[k]
         lower, upper = slices(end - begin, node.size)[me]
-        # The slices that the others own; this rank reads its own slice from ``x``.
+        # Copy the slices that the others own; this rank reads its own slice from ``x``.
         given = node.given(me, k, dtype, end - begin)
         given[:lower].copy_(x[begin : begin + lower])
         given[upper:].copy_(x[begin + upper : end])
@@ -49,7 +50,7 @@ def allreduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, root: int | 
         ]
         own = out[begin + lower : begin + upper]
         if root == me:
-            how.reduce(sources, own)  # no other rank needs it
+            how.reduce(sources, own)  # no other rank needs the result
             return
         # The result goes to the out slot for the others, and is copied into ``out`` while it is in the cache.
         reduced = node.reduced(me, k, dtype, upper - lower)
@@ -59,7 +60,7 @@ def allreduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, root: int | 
 
     def copy_out(k: int) -> None:
         begin, end = pieces[k]
-        # The slices that the others have reduced.
+        # Copy the slices that the others have reduced.
         for rank, (lower, upper) in enumerate(slices(end - begin, node.size)):
             if rank != me and root in (None, me):
                 out[begin + lower : begin + upper].copy_(node.reduced(rank, k, dtype, upper - lower))
@@ -68,21 +69,20 @@ def allreduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, root: int | 
 
 
 def takes_one_shot(node: NodeGroup, how: Kernel) -> bool:
-    """Whether each rank computes all results of an allreduce.
+    """Return whether each rank computes all results of an allreduce.
 
-    Only of two ranks. Values that are not plain are cheaper to send than to convert twice. Bits of complex products
-    depend on where a thread begins, so that two processes may compute different ones.
+    This is faster only with two ranks, and with plain values: other values are cheaper to send than to convert twice.
+    The bits of complex products depend on where a thread starts, so two processes may compute different bits.
     """
     return node.size == 2 and how.is_plain and not (how.dtype.is_complex and how.op != "sum")
 
 
 def allreduce_at_once(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, ready: tuple[bytes, list[Tensor]]) -> bool:
-    """``allreduce`` in one shot of what fits into two slots: the values come with the headers, in slots of this turn.
+    """Carry out an allreduce that fits into two slots in one shot; return False if the headers differ.
 
-    ``ready``: the header and these slots by rank, from ``node.staged``.
-
-    No barrier follows: these slots are written again in the turn after next, when all ranks have announced the next one
-    and so have read the slots. False if the headers differ; then nothing has changed but slots.
+    The values travel with the headers, in the slots of this turn. ``ready`` has the header and these slots by rank,
+    from ``node.staged``. No barrier follows. These slots are written again in the turn after next. By then all ranks
+    have announced the next turn, and therefore have read the slots. If the headers differ, only slots have changed.
     """
     header, slots = ready
     slots[node.rank].copy_(x)
@@ -93,6 +93,7 @@ def allreduce_at_once(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, read
 
 
 def _one_shot(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel) -> None:
+    """Carry out an allreduce in one shot, in chunks of two slots."""
     pieces = chunks(0, x.numel(), max(1, 2 * node.chunk_bytes // x.itemsize))
 
     def copy_in(k: int) -> None:
@@ -109,7 +110,7 @@ def _one_shot(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel) -> None:
 
 
 def broadcast(node: NodeGroup, x: Tensor, root: int) -> None:
-    """Every rank's ``x`` becomes root's."""
+    """Copy the ``x`` of ``root`` into the ``x`` of every rank."""
     pieces = chunks(0, x.numel(), node.chunk_bytes // x.itemsize)
 
     def copy_in(k: int) -> None:
@@ -126,9 +127,9 @@ def broadcast(node: NodeGroup, x: Tensor, root: int) -> None:
 
 
 def gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, counts: list[int]) -> None:
-    """On ranks with ``parts`` (all, or root alone) part r becomes rank r's ``x``, of ``counts[r]`` elements.
+    """Copy rank r's ``x``, of ``counts[r]`` elements, into part r on ranks with ``parts`` (all ranks, or root).
 
-    Ranks with less to give make empty copies in the last chunks.
+    Ranks with fewer elements make empty copies in the last chunks.
     """
     step = node.chunk_bytes // x.itemsize
     num_chunks = -(-max(counts) // step)
@@ -147,7 +148,7 @@ def gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, counts: list[
 
 
 def exchange(node: NodeGroup, wanted: Exchange) -> None:
-    """Each rank gives a row of its tensor to each rank."""
+    """Send a row of each rank's tensor to each rank."""
     rows, outs, how, root = wanted
     me, size, dtype = node.rank, node.size, outs[0].dtype
     count = outs[0].numel()
@@ -155,7 +156,7 @@ def exchange(node: NodeGroup, wanted: Exchange) -> None:
 
     def copy_in(k: int) -> None:
         begin, end = pieces[k]
-        if rows is not None:  # this rank gives: its row for each other rank, side by side in one slot
+        if rows is not None:  # copy the row for each other rank, side by side, into one slot
             given = node.given(me, k, dtype, size * (end - begin)).view(size, end - begin)
             for rank in range(size):
                 if rank != me:
@@ -163,7 +164,7 @@ def exchange(node: NodeGroup, wanted: Exchange) -> None:
 
     def copy_out(k: int) -> None:
         begin, end = pieces[k]
-        # From each rank that gives, the row for this rank; this rank's own row comes from its tensor.
+        # The row for this rank comes from the slot of each rank that has rows, but this rank's own from its tensor.
         sources = [
             rows[me, begin:end]
             if rank == me and rows is not None

@@ -1,16 +1,15 @@
 """Flavours ``gloo`` and ``nccl``: collectives of torch.distributed.
 
-``gloo`` serves CPU tensors, as a peer to measure the others against; ``nccl`` GPU tensors, where each rank has a GPU of
-its own. Each flavour has process groups apart from those of the program, so that a program's use of torch.distributed
-is not touched: one per channel, made on first use. Rank 0 opens a store on a free port, MPI gives its address to the
-others, and the library connects the ranks. Groups of NCCL put their work on the current stream and return; gloo's
-return when the work is done.
+``gloo`` serves CPU tensors, to compare the other flavours with. ``nccl`` serves GPU tensors, if each rank has its own
+GPU. Each flavour has its own process groups, one per channel, made on first use, so that a program's use of
+torch.distributed is not affected. ``rendezvous.py`` opens a store, through which the library connects the ranks. Calls
+of NCCL return after they have put their work on the current stream; calls of gloo return when the work is done.
 
-A library reduces few dtypes with few ops. Values travel in the form that ``reductions.py`` gives them, 16-bit integers
-as 32 and complex numbers as pairs; scratch is as long as the tensor. What the library does not know, such as a product
-of complex numbers or, for NCCL, bitwise ops, is gathered as bytes and reduced here, in rank order. Data that is only
-moved travels as bytes. Each element is reduced on one rank and passed on, or by all ranks in the same order, so all get
-the same bits. Empty tensors stay here.
+A library supports few dtypes and few ops. Values travel in the form that ``reductions.py`` gives them, but 16-bit
+integers as 32 bits, and complex numbers as pairs. Scratch memory is as long as the tensor. For other reductions, such
+as products of complex numbers and, with NCCL, bitwise ops, the ranks gather bytes and reduce here, in rank order. Data
+that is only moved travels as bytes. Each element is reduced on one rank and passed on, or by all ranks in the same
+order, so all ranks get the same bits. Empty tensors are not sent.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from torchmpi_py.memory import gpus
 _WIDER = {torch.int16: torch.int32}
 _ARITHMETIC = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
 _BITWISE = {"band": "BAND", "bor": "BOR", "bxor": "BXOR"}
-_OPERATION_TIMEOUT = dt.timedelta(minutes=30)  # torch's own default for gloo: the other ranks may be computing
+_OPERATION_TIMEOUT = dt.timedelta(minutes=30)  # torch's own default for gloo, because other ranks may be computing
 _OPTIONS = {
     "_allgather_base": "AllgatherOptions",
     "_reduce_scatter_base": "ReduceScatterOptions",
@@ -47,7 +46,7 @@ _OPTIONS = {
 
 
 class ProcessGroupOfTorch:
-    """A flavour's process group of the ranks of a channel, kept with the channel. Making one is collective."""
+    """A flavour's process group of the ranks of a channel, kept with the channel; its construction is collective."""
 
     def __init__(self, channel: Channel, flavour: TorchGroup) -> None:
         self._mpi, self._name, self._close = channel.mpi, flavour.name, flavour.close
@@ -59,13 +58,13 @@ class ProcessGroupOfTorch:
     def run(self, call: str, *arguments: object, **fields: object) -> None:
         """Carry out the collective ``call`` of torch.distributed, whose options have these ``fields``."""
         options = getattr(distributed.distributed_c10d, _OPTIONS[call])()
-        if hasattr(options, "asyncOp"):  # NCCL uses a stream of its own without it, as it does in older torch
+        if hasattr(options, "asyncOp"):  # without this, and in older torch, NCCL uses its own stream
             options.asyncOp = False
         for field, value in fields.items():
             setattr(options, field, value)
         try:
             work = getattr(self._group, call)(*arguments, options)
-            if work is not None:  # what was put on the current stream needs no waiting for
+            if work is not None:  # work on the current stream returns None, and needs no wait
                 work.wait()
         except RuntimeError as error:
             raise CommunicatorError(
@@ -73,7 +72,7 @@ class ProcessGroupOfTorch:
             ) from error
 
     def free(self) -> None:
-        """End its threads and close its connections when no rank uses them any more; the store, on rank 0, is last."""
+        """End the threads and close the connections when no rank uses them any more; rank 0 closes the store last."""
         self._close(self._group, self._mpi)
         self._mpi.Barrier()
         self._group = None
@@ -84,19 +83,19 @@ class ProcessGroupOfTorch:
 
 
 class TorchGroup(Flavour):
-    """What flavours gloo and nccl have in common."""
+    """The common base of flavours gloo and nccl."""
 
     ops: ClassVar[dict[str, str]]
-    """The ops of kernels that the library knows, on real numbers of 8, 32 and 64 bits, with the library's names."""
+    """The ops that the library supports on real numbers of 8, 32 and 64 bits, with the library's names."""
     remedy: ClassVar[str]
-    """What the user can do where ``connect`` fails."""
+    """The advice to the user if ``connect`` fails."""
 
     def connect(self, store: Any, channel: Channel) -> Any:
-        """The ProcessGroup, or Backend, of torch.distributed for the ranks of the channel."""
+        """Return the ProcessGroup, or Backend, of torch.distributed for the ranks of the channel."""
         raise NotImplementedError
 
     def close(self, group: Any, comm: MPI.Comm) -> None:
-        """Do what has to be done before the process group is dropped. Collective."""
+        """Prepare the process group for its end. Collective; the default does nothing."""
 
     def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
         if x.numel():
@@ -111,12 +110,12 @@ class TorchGroup(Flavour):
     def _reduce(
         self, channel: Channel, source: Tensor, destination: Tensor | None, op: str, root: int | None = None
     ) -> None:
-        """Reduce to ``root``, or to all ranks (None). ``destination`` is None where no result is due."""
+        """Reduce to ``root``, or to all ranks (None); ``destination`` is None on ranks that get no result."""
         how, x, out = kernel(source.dtype, op), source.view(-1), None if destination is None else destination.view(-1)
         if not x.numel():
             return
         if self._knows(how):
-            # A rank without a result needs memory too: gloo writes its partial sums there.
+            # A rank without a result needs memory too, because gloo writes its partial sums there.
             total, reduce_op = _start(how, x, torch.empty_like(x) if out is None else out), self._op(how)
             if root is None:
                 self._group(channel).run("allreduce", [_pairs(total)], reduceOp=reduce_op)
@@ -161,25 +160,27 @@ class TorchGroup(Flavour):
         if sizes.are_equal and x.numel():
             parts = [] if out is None else [list(torch.split(_bytes(out), sizes.num_bytes))]
             self._group(channel).run("gather", parts, [_bytes(x)], rootRank=root)
-        elif any(sizes.num_bytes):  # alltoall takes unequal parts; but for root's all are empty
+        elif any(sizes.num_bytes):  # alltoall accepts unequal parts; only the parts for root are not empty
             received = x.new_empty(0, dtype=torch.uint8) if out is None else _bytes(out)
             expected = [0] * channel.size if out is None else sizes.num_bytes
             sent = [x.nbytes if rank == root else 0 for rank in range(channel.size)]
             self._group(channel).run("alltoall_base", received, _bytes(x), expected, sent)
 
     def _group(self, channel: Channel) -> ProcessGroupOfTorch:
+        """Return the process group of a channel. Collective at the first call."""
         return channel.keep(self.name, lambda made: ProcessGroupOfTorch(made, self))
 
     def _knows(self, how: Kernel) -> bool:
-        """Whether the library can do the reduction ``how``."""
+        """Return whether the library supports the reduction ``how``."""
         return how.op in self.ops and not (how.dtype.is_complex and how.op == "prod")
 
     def _op(self, how: Kernel) -> object:
+        """Return torch's op for the reduction ``how``."""
         return getattr(distributed.ReduceOp, self.ops[how.op])
 
 
 class Gloo(TorchGroup):
-    """torch.distributed's gloo. Old versions have no reduce_scatter: each rank gets its slices by alltoall."""
+    """torch.distributed's gloo. Old versions have no reduce_scatter, so each rank gets its slices by alltoall."""
 
     name = "gloo"
     devices = frozenset({"cpu"})
@@ -207,7 +208,7 @@ class Nccl(TorchGroup):
     name = "nccl"
     devices = frozenset({"cuda"})
     ops = _ARITHMETIC
-    remedy = "NCCL_DEBUG=INFO may tell more"
+    remedy = "Set NCCL_DEBUG=INFO to see NCCL's own messages"
 
     def connect(self, store: Any, channel: Channel) -> Any:
         """Make a group of ranks that each have a GPU of their own; NCCL connects them in the first call."""
@@ -229,7 +230,7 @@ class Nccl(TorchGroup):
             return "this torch was built without NCCL; install one with CUDA from pip"
         if not torch.cuda.is_available():
             return f"torch {torch.__version__} sees no CUDA device"
-        return "" if gpus.table() is not None else "ranks have no GPUs of their own; call mpi.start(with_cuda=True)"
+        return "" if gpus.table() is not None else "no GPU is assigned to the ranks; call mpi.start(with_cuda=True)"
 
     def refuses(self, channel: Channel) -> str:
         table, ranks_of = gpus.table(), dict[str, list[int]]()
@@ -240,7 +241,7 @@ class Nccl(TorchGroup):
         for gpu, ranks in ranks_of.items():
             if len(ranks) > 1:
                 named = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-                return f"ranks {named} share {gpu}; NCCL needs one GPU a rank, flavours cudaipc and staged do not"
+                return f"ranks {named} share {gpu}; NCCL needs one GPU per rank, flavours cudaipc and staged do not"
         return ""
 
     def reduce_scatter(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
@@ -255,17 +256,17 @@ class Nccl(TorchGroup):
 
 
 def _wire_dtype(how: Kernel) -> torch.dtype:
-    """The dtype in which partial results travel."""
+    """Return the dtype in which partial results travel."""
     return _WIDER.get(how.dtype, how.dtype)
 
 
 def _is_as_it_lies(how: Kernel) -> bool:
-    """Whether a tensor's memory can be handed to the library."""
+    """Return whether the library can reduce the tensor's memory without a conversion."""
     return how.is_plain and how.dtype not in _WIDER
 
 
 def _start(how: Kernel, x: Tensor, out: Tensor) -> Tensor:
-    """The tensor that the library reduces in place: ``x`` in its wire form, in the memory of ``out`` if that fits."""
+    """Return the tensor for the library to reduce in place: ``x`` in its wire form, in ``out`` if it needs no other."""
     if not _is_as_it_lies(how):
         return how.partial(x).to(_wire_dtype(how))
     if out.data_ptr() != x.data_ptr():
@@ -274,14 +275,17 @@ def _start(how: Kernel, x: Tensor, out: Tensor) -> Tensor:
 
 
 def _finish(how: Kernel, total: Tensor, num_ranks: int, out: Tensor) -> None:
+    """Convert the library's result, and write it to ``out`` if it is not there."""
     result = how.result(total.to(how.dtype), num_ranks, out.dtype)
     if result.data_ptr() != out.data_ptr():
         out.copy_(result)
 
 
 def _pairs(x: Tensor) -> Tensor:
+    """Return complex numbers as pairs of real ones, and other tensors unchanged."""
     return torch.view_as_real(x).view(-1) if x.is_complex() else x
 
 
 def _bytes(x: Tensor) -> Tensor:
+    """Return the bytes of a flat tensor."""
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # one element is flat with any stride

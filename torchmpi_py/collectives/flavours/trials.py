@@ -1,9 +1,10 @@
-"""Which of several ways to the same result is the fastest here: found by the program's own calls.
+"""Trials that find the fastest of several methods for the same result, in the program's own calls.
 
-Which way wins can depend on what no table knows: whether the cores of two ranks share a cache, what else runs on the
-node. So calls alike take turns with the ways; the ranks exchange their times, take the way whose slowest rank was the
-fastest, and try again after some hundred calls, for the machine may have moved the ranks. The order changes from turn
-to turn (A B B A A B), so that no way always meets the larger tensors of a program that alternates between two.
+Which method is faster can depend on facts that no table contains: whether the cores of two ranks share a cache, or what
+else runs on the node. So calls of one kind and size alternate between the methods. Then the ranks exchange their times,
+and use the method whose slowest rank was the fastest. After some hundred calls they try again, because the operating
+system may have moved the ranks to other cores. The order changes from turn to turn (A B B A A B). Otherwise, in a
+program that alternates between two tensors, one method would always get the larger tensor.
 """
 
 from __future__ import annotations
@@ -17,33 +18,36 @@ from collections.abc import Callable, Hashable, Sequence
 from torchmpi_py.core.agree import AllGather
 
 logger = logging.getLogger("torchmpi_py")
-_TURNS = 3  # of each way in a trial; the best one counts
-_HELD_CALLS = 250  # between trials: the slower ways cost little then
+_TURNS = 3  # turns of each method in a trial, of which the fastest counts
+_HELD_CALLS = 250  # calls between two trials, so that the slower methods cost little
 
 
 def num_calls(num_ways: int = 2) -> int:
-    """The calls after which a trial is over."""
+    """Return the number of calls after which a trial is over."""
     return _TURNS * num_ways
 
 
 @dataclasses.dataclass
 class Trial:
-    """What is known of calls alike: equal on all ranks, but for the time of each way."""
+    """The state of a trial; equal on all ranks, except the times."""
 
-    count: int = 0  # of calls since the trial began
+    count: int = 0  # number of calls since the trial began
     chosen: int = 0
     seconds_per_byte: list[float] = dataclasses.field(default_factory=list)
 
 
 class Trials:
-    """The trials of a channel, by what the calls have in common. All ranks make the same calls in the same order."""
+    """The trials of a channel, one for each kind and size of calls.
+
+    All ranks make the same calls in the same order.
+    """
 
     def __init__(self, allgather: AllGather) -> None:
         self._allgather = allgather
         self._of: dict[Hashable, Trial] = {}
 
     def run(self, key: Hashable, num_bytes: int, ways: Sequence[Callable[[], None]]) -> None:
-        """Go one of the ways. All but the ways themselves is equal on all ranks. Collective."""
+        """Carry out a call by one of the ``ways``. Collective; the other arguments are equal on all ranks."""
         trial = self._of.setdefault(key, Trial())
         turn, num_turns = trial.count, num_calls(len(ways))
         trial.count = (turn + 1) % (num_turns + _HELD_CALLS)
@@ -60,4 +64,4 @@ class Trials:
         if turn == num_turns - 1:
             slowest = [max(times) for times in zip(*self._allgather(trial.seconds_per_byte), strict=True)]
             trial.chosen = slowest.index(min(slowest))
-            logger.debug("%s: way %d of those that take %s s a byte", key, trial.chosen, slowest)
+            logger.debug("%s: method %d is chosen; the methods take %s s per byte", key, trial.chosen, slowest)
