@@ -98,7 +98,7 @@ def test_one_process_without_a_launcher(tmp_path, autoload):
     program = head + textwrap.dedent(ALONE)
     done = run(tmp_path, program, sys.executable, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
     assert (done.returncode, done.stdout) == (1, "1 [2.0, 2.0, 2.0]\n"), done.stderr
-    assert "rank 1 of [0, 1], but for MPI it is rank 0 of 1. Launch with torchmpirun" in done.stderr
+    assert "rank 1 of [0, 1], but MPI numbers it rank 0 of 1. Launch with torchmpirun" in done.stderr
 
 
 def test_a_torch_that_is_too_old_for_groups(monkeypatch):

@@ -7,7 +7,6 @@ import os
 import sys
 
 from torchmpi_py.core import mpi_api, status_board
-from torchmpi_py.core.status_board import ENDING, HAS_LEFT
 from torchmpi_py.launch import exit_marks
 from torchmpi_py.launch.notices import printable
 from torchmpi_py.watch import stacks, tracing
@@ -45,7 +44,7 @@ def announce() -> None:
     of the job interrupts the wait, so this rank prints the exceptions that the ranks of its node are handling.
     """
     if (board := status_board.current) is not None:
-        board.put(HAS_LEFT, ENDING)
+        board.put(status_board.HAS_LEFT, status_board.ENDING)
         text = stacks.exceptions(board, stacks.gather(board, lambda: False, _HANDLED_SECONDS))
         with contextlib.suppress(OSError):
             os.write(2, printable(text).encode(errors="backslashreplace"))

@@ -2,13 +2,13 @@
 
 The idea: the n-th operation of a communicator must have the same fingerprint on every rank. Within a node the ranks
 compare every call themselves (``core/sequences.py``), so one rank per node is enough between nodes. In each
-communicator that spans several nodes, the lowest rank of a node is the *delegate* of that node. Once a second the
-leader of a node reads the fingerprints that its delegates have recorded since the last reading (``Rows``), and one hub
-compares the fingerprints of all nodes (``Comparison``).
+communicator that spans several nodes, the lowest rank of a node is the node's *delegate*. Once a second the leader of a
+node reads the new fingerprints of its delegates (``Rows``), and one hub compares the fingerprints of all nodes
+(``Comparison``).
 
 An alternative is to exchange the fingerprints over MPI before every collective. We do not, because every call would
-then pay for one more exchange between nodes, and because calls that need no other rank, such as a broadcast at its
-root, would have to wait for the others.
+then pay for one more exchange between nodes. Moreover, calls that need no other rank, such as a broadcast at its root,
+would have to wait for the others.
 
 A board holds a rank's last 1024 operations. Up to about a thousand operations per second every operation is therefore
 compared; at a higher rate only the last thousand of each second are. The check still finds a mismatch in an operation
@@ -28,9 +28,9 @@ from torchmpi_py.core import status_board
 from torchmpi_py.core.sequences import is_cut, ranks_from_text
 from torchmpi_py.core.status_board import CHECKSUM_BITS, HAS_LEFT, LAUNCHED, NAMES, STOPPING, WORLD_RANK, Board
 
-_WAITS_NS = 1_000_000_000  # a call that takes longer is waiting for other ranks
-_PLACES_KEPT = 2048  # per communicator: a power of two, larger than the distance between two boards
-_COMMUNICATORS_KEPT = 4096  # the most recently used; a rank has at most 256 that are not freed
+_WAITS_NS = 1_000_000_000  # a longer call waits for other ranks
+_PLACES_KEPT = 2048  # a power of two, larger than the distance between two boards
+_COMMUNICATORS_KEPT = 4096  # a rank has at most 256 at once
 
 
 class Position(NamedTuple):

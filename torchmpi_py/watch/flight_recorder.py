@@ -25,7 +25,7 @@ from torchmpi_py import trusted_files
 from torchmpi_py.core import config, status_board
 from torchmpi_py.core.collective import COLLECTIVES
 from torchmpi_py.core.sequences import ranks_from_text
-from torchmpi_py.core.status_board import PROCESS, WORLD_RANK, Board, ReadableBoard, Record
+from torchmpi_py.core.status_board import Board, ReadableBoard, Record
 
 PREFIX = "flight_recorder_"
 VERSION = "2.10"
@@ -47,7 +47,7 @@ def dump(board: Board) -> str:
         os.makedirs(parent, exist_ok=True)
         folder = pathlib.Path(tempfile.mkdtemp(prefix="torchmpi_py-hang-", dir=parent))
         for index in board.indices:
-            path = folder / f"{PREFIX}{board.get(WORLD_RANK, index)}"
+            path = folder / f"{PREFIX}{board.get(status_board.WORLD_RANK, index)}"
             path.write_bytes(pickle.dumps(of_rank(board, index)))
         return f"the last operations of each rank: {folder}"
     except Exception as error:
@@ -86,8 +86,8 @@ def of_rank(board: ReadableBoard, index: int) -> dict[str, Any]:
             entry["record_id"] = number
     return {
         "version": VERSION,
-        "rank": board.get(WORLD_RANK, index),
-        "process": board.get(PROCESS, index),
+        "rank": board.get(status_board.WORLD_RANK, index),
+        "process": board.get(status_board.PROCESS, index),
         "pg_config": groups,
         "pg_status": {},
         "entries": compared,
@@ -136,7 +136,7 @@ def _entry(board: ReadableBoard, index: int, record: Record, groups: dict[str, d
 def _group(board: ReadableBoard, index: int, record: Record) -> tuple[str, str, list[int]]:
     """Return (name, description, ranks) of an operation's communicator; all of its ranks give it the same name."""
     if record.slot < 0:
-        return "0", "without a row", [board.get(WORLD_RANK, index)]
+        return "0", "without a row", [board.get(status_board.WORLD_RANK, index)]
     group, generation = board.group(index, record.slot), record.fingerprint >> status_board.GENERATION_SHIFT
     if record.sequence_number and generation < group.generation & status_board.NUM_GENERATIONS - 1:
         return str(generation), "a communicator that was freed", []

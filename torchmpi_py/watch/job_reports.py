@@ -25,14 +25,14 @@ from torchmpi_py.watch.reports import Line, NodeReport
 
 CLAIM_HOLDS_SECONDS = 30.0
 CLAIM_HOLDS_SECONDS_WHEN_ASKED = 1.0
-PARTS_SECONDS = 2.0  # a node waits 1.5 s for the stacks of its ranks
-OTHERS_REPORT_SECONDS = 1.0  # for a rank that sees the fault itself to report it
-OTHERS_END_SECONDS = 5.0  # for a rank that has announced the end of the job to end it
-RAISE_SECONDS = 5.0  # for an operation to raise CollectiveTimeout
-SILENT_SECONDS = 2.5  # leaders answer every second; do not wait for a leader silent for longer
+PARTS_SECONDS = 2.0  # A node waits 1.5 s for its ranks' stacks.
+OTHERS_REPORT_SECONDS = 1.0  # For a rank to report a fault that it sees itself.
+OTHERS_END_SECONDS = 5.0  # For a rank to end the job after its announcement.
+RAISE_SECONDS = 5.0  # For an operation to raise CollectiveTimeout.
+SILENT_SECONDS = 2.5  # Longer than leaders take between two answers.
 _VIEWS_SECONDS = 1.0
 _CLAIM_SECONDS = 6.0
-_KILLED_SECONDS = 2.0  # if no hub answers, the job may be ending: time for this rank to be ended too
+_KILLED_SECONDS = 2.0  # For the end of this rank, if no hub answers because the job ends.
 
 Answers = dict[int, Any]
 Part = tuple[list[Line], str]  # a node's part of a report: what its ranks do, and a line about its dump

@@ -1,10 +1,12 @@
 """Keep boards after their job: the record of what each rank did, for the page of ``torchmpirun --timeline``.
 
 TORCHMPI_TIMELINE names a folder that torchmpirun makes for a job. The boards of the job's nodes
-(``core/status_board.py``) are files in this folder, so that they outlast the ranks however the ranks end. Beside each
-board lies a JSON file with the facts that the board does not hold: the host, and the offset of its clock from the clock
-of rank 0's host (``tracing.read_clock``), read at the start and, if the ranks reach it, at ``stop``. A host that does
-not share the folder's file system leaves no files. A later session of the same job replaces the files of the former.
+(``core/status_board.py``) are files in this folder, so that they outlast the ranks however the ranks end.
+
+Beside each board lies a JSON file with what the board does not hold: the host, and the offset of its clock from the
+clock of rank 0's host (``tracing.read_clock``). The ranks read the offset at the start and, if they reach it,
+at ``stop``. A host that does not share the folder's file system leaves no files. A later session of the same job
+replaces the files of the former.
 """
 
 from __future__ import annotations

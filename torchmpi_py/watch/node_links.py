@@ -1,16 +1,16 @@
 """Link the nodes of a job by TCP connections beside MPI, on which hang detection of different nodes communicates.
 
-The *leader* of a node is its lowest rank. The leaders of the first two nodes are *hubs*: they listen at an address that
-the other hosts can reach, and the leader of each node connects to the hubs of lower rank. N nodes therefore need at
+The *leader* of a node is its lowest rank. The leaders of the first two nodes are *hubs*, which listen at an address
+that the other hosts can reach. The leader of each node connects to the hubs of lower rank. N nodes therefore need at
 most 2 N connections, and if one hub dies, the other one still connects all nodes. A rank that reports or asks something
 opens a *short link* to a hub, and closes it after the answer.
 
 A message is JSON text after four bytes with its length. Both ends of a connection prove that they know the token of the
-job, which MPI has broadcast to all ranks: each end signs a random number that the other end has chosen.
+job, which MPI has broadcast to all ranks. For this proof each end signs a random number of the other end.
 
 A silent process is not yet a silent host. The operating system acknowledges bytes also for a process that is stopped,
 or that does not let its Python threads run. So a link asks the system whether the other host has acknowledged all bytes
-that were sent; only bytes without an acknowledgement, and no answer, mean that the host is silent.
+that were sent. Only bytes without an acknowledgement mean that the host itself is silent.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ logger = logging.getLogger("torchmpi_py")
 
 Message = dict[str, Any]
 NUM_HUBS = 2
-CONNECT_SECONDS = 2.0  # includes the answer, because a stopped hub accepts connections but does not answer
-_ACCEPTED_PER_SECOND = 100  # links that a hub accepts per second, at least
-_QUIET_SECONDS = 1.0  # after a sign of life, until the link asks for the next one
-_MOST_UNANSWERED = 1000  # pings; more would fill the buffers of a connection to a stopped process
+CONNECT_SECONDS = 2.0  # With the hub's answer, because a stopped hub accepts but never answers.
+_ACCEPTED_PER_SECOND = 100  # Links per hub, at least.
+_QUIET_SECONDS = 1.0  # From a sign of life to the next ping.
+_MOST_UNANSWERED = 1000  # Pings; more would fill the connection's buffers.
 _LENGTH = struct.Struct("!I")
 _MOST_BYTES = 1 << 26
 _MOST_BYTES_BEFORE_PROOF = 1 << 10

@@ -34,12 +34,12 @@ from torchmpi_py.watch.node_links import Link, Message, Nodes
 logger = logging.getLogger("torchmpi_py")
 
 _TURN_SECONDS = 0.25
-_ROWS_SECONDS = 1.0  # between two comparisons
+_ROWS_SECONDS = 1.0  # Between two comparisons.
 _CONNECT_AGAIN_SECONDS = 2.0
-_WARN_SECONDS = 30.0  # without a connection to a hub, until a warning
-_COME_AGAIN_SECONDS = 1.5  # added to OTHERS_REPORT_SECONDS: for a leader to connect again after a loss
-_COME_BACK_SECONDS = 4.0  # instead, if the host was silent: it may still be trying to connect
-_STALL_SECONDS = 1.0  # a slower turn means that this thread stalled, not that the peers are silent
+_WARN_SECONDS = 30.0  # Without a connection to a hub, until a warning.
+_COME_AGAIN_SECONDS = 1.5  # Added to OTHERS_REPORT_SECONDS: for a leader to connect again.
+_COME_BACK_SECONDS = 4.0  # Instead, if the host was silent: it may still try to connect.
+_STALL_SECONDS = 1.0  # A slower turn means that this thread stalled, not that the peers are silent.
 _PROOF_SECONDS = 5.0
 _SLOW_SECONDS = 0.5  # for a proof, while other connections wait
 _ACCEPT_SOON_SECONDS, _ACCEPT_AGAIN_SECONDS = 0.01, 1.0

@@ -79,7 +79,7 @@ def limited(texts: Sequence[str], what: str = "more", most: int = _MOST_NAMED) -
 
 
 class Line(NamedTuple):
-    """A row of a report: what one rank does, or what many ranks do alike. ``name`` names the rank or the ranks."""
+    """A row of a report: what one rank does, or many ranks. ``name`` names the rank or the ranks."""
 
     ranks: list[int]
     name: str

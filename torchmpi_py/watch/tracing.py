@@ -4,7 +4,7 @@ With TORCHMPI_PROFILE=DIR, which ``torchmpirun --profile DIR`` sets, ``start`` b
 DIR/rank-R.json. A trace has the events of torch.profiler (operators of the thread that called ``start`` and of backward
 passes; CUDA kernels), and our operations in rows of their own.
 
-torch.profiler alone cannot show our operations: it sees neither the communication thread nor operations that MPI
+torch.profiler alone cannot show our operations. It sees neither the communication thread nor operations that MPI
 carries out without a thread, and it does not run if the program has started a profiler. Both kinds of events share one
 time axis, because torch counts time.time_ns from ``baseTimeNanoseconds``.
 
@@ -12,8 +12,8 @@ Operations of one *lane* run one after another, so that a lane is a row:
 
 direct       blocking calls
 background   asynchronous operations in the communication thread; "queued us" is the time from launch to start
-posted       asynchronous operations that MPI carries out itself, from the launch until a test finds them complete;
-             they overlap, so this lane has as many rows as it needs
+posted       asynchronous operations that MPI carries out itself, from the launch until a test finds them complete.
+             They overlap, so this lane has as many rows as it needs
 
 A file also states the offset of this rank's clock from rank 0's clock, at the start and, unless the rank failed, at the
 end. To measure it, a rank asks rank 0 for its time over MPI 50 times, and keeps the answer with the shortest round trip

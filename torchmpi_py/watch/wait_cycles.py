@@ -1,24 +1,24 @@
 """Find circles of waits (deadlocks): each rank waits for a call that the next rank, itself waiting, has not made.
 
 The comparison of calls finds ranks that differ at one place of one sequence. But ranks may also wait in different
-sequences. For example, one rank waits in a blocking call and one for an asynchronous call; two ranks use two
-communicators in crossed order; or one rank waits for a message and one in a collective.
+sequences. For example, one rank waits in a blocking call and one for an asynchronous call. Or two ranks use two
+communicators in crossed order, or one rank waits for a message and one in a collective.
 
 The idea: each watchdog publishes on the board the operation in which its rank waits. An operation needs another rank if
 it cannot complete before that rank calls it. An allreduce, allgather, reduce_scatter, alltoall or barrier needs all
 ranks, and a message needs its other side. Suppose that each rank of a circle waits in an operation that needs the next
-rank, and that the next rank has not called this operation. Then the circle can never resolve, because every call that a
-rank has made or launched is already on the board.
+rank, and that the next rank has not called it. Then the circle can never resolve, because every call that a rank has
+made or launched is already on the board.
 
-This is a proof only if nothing else can make a missing call. So a watchdog publishes a wait only after a second and
-only if it has no time limit, and a circle counts only when two successive looks find the same operations. If a rank of
+This is a proof only if nothing else can make a missing call. So a watchdog publishes a wait only after a second, and
+only if it has no time limit. A circle counts only if two successive looks find the same operations. If a rank of
 the circle has another Python thread, that thread might still make the call. Then the report is printed, and the job
 continues until its timeout.
 
 An alternative is to look for circles of every kind: also calls that are queued behind another call, and broadcasts that
 wait for their root. We do not, because the board does not tell whether a call is queued or posted, nor which ranks a
-broadcast has passed, and a false circle would end a correct job. Such waits end at the timeout. So do the waits of a
-rank whose watchdog cannot run, for example in mpi4py calls on Python objects, which block other Python threads.
+broadcast has passed. A false circle would end a correct job. So such waits end only at the timeout. The same is true
+of a rank whose watchdog cannot run, for example in mpi4py calls on Python objects, which block other Python threads.
 """
 
 from __future__ import annotations

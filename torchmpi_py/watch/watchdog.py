@@ -1,11 +1,11 @@
 """Watch this process: a thread reports operations that exceed the timeout and ranks that died, and ends the job.
 
 The thread wakes twice a second. At each look, every operation that this process carries out or waits for ages by the
-time since the last look, but by one second at most. So neither a job that was suspended as a whole nor a changed clock
-makes an operation old. When an operation is older than ``Tuning.deadline_seconds``, one rank of the node writes a
-report to standard error, from the board. The report shows what each rank of the node does or did last, whether its
-process exists, and the stacks of its threads, which the watchdog of each rank writes to the board on request. Then the
-job ends, unless the operation has completed in the meantime or ``Tuning.at_deadline`` says otherwise.
+time since the last look, but by one second at most. So neither a suspended job nor a changed clock makes an operation
+old. When an operation is older than ``Tuning.deadline_seconds``, one rank of the node writes a report to standard
+error, from the board. The report shows what each rank of the node does or did last, whether its process exists, and the
+stacks of its threads. Each rank's watchdog writes these stacks to the board on request. Then the job ends, unless the
+operation has completed in the meantime or ``Tuning.at_deadline`` says otherwise.
 
 The thread also waits for the end of two other processes of its node (``Neighbours``). A process that ends without
 ``mpi.stop()`` is reported at once, and the job ends, unless the job is elastic (``core/ulfm.py``).
