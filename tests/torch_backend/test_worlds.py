@@ -103,5 +103,5 @@ def test_one_process_without_a_launcher(tmp_path, autoload):
 
 def test_a_torch_that_is_too_old_for_groups(monkeypatch):
     monkeypatch.setattr(torch._C._distributed_c10d, "FakeProcessGroup", object)
-    with pytest.raises(TorchMPIError, match=rf"needs torch 2.10 or later, and this is torch {torch.__version__[:4]}"):
+    with pytest.raises(TorchMPIError, match=rf"needs torch 2.10 or later, found torch {torch.__version__[:4]}"):
         meeting.create(None)
