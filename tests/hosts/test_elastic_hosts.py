@@ -61,5 +61,5 @@ def job_whose_host_dies(bed, name, **environment):
 def test_a_host_dies(bed):
     """Open MPI's starter does not go on without one: the job ends, and the report says why."""
     ending = job_whose_host_dies(bed, "elastic-host")
-    wanted = "host nodeb (rank 2) has not been heard of for 15 s; Open MPI loses ranks and goes on (--elastic), but not"
+    wanted = "host nodeb (rank 2) has not answered for 15 s; an elastic job survives lost ranks, but not lost hosts"
     assert wanted in ending.errors, str(ending)

@@ -149,7 +149,7 @@ def test_a_rank_that_is_late_on_another_host(bed, kind):
     text = report(run(bed, "torchmpirun", "nodea:2,nodeb:2", kind, 3))
     assert "an operation is not complete after 5" in text
     assert "host nodea (ranks 0, 1): rank 0 (process" in text
-    what = "its process is stopped (SIGSTOP); has not come to it" if kind == "stop" else "has not come to it"
+    what = "its process is stopped (SIGSTOP); has not called it" if kind == "stop" else "has not called it"
     assert re.search(rf"host nodeb \(ranks 2, 3\): .*rank 3 \(process \d+\): {re.escape(what)}", text), text
     assert ("time.sleep(1000)" in text) == (kind == "sleep")
 
@@ -158,11 +158,11 @@ def test_a_rank_that_is_late_on_another_host(bed, kind):
 @pytest.mark.parametrize("starter", ["torchmpirun", "mpirun"])
 def test_a_rank_alone_on_its_host_leaves(bed, starter):
     text = report(run(bed, starter, "nodea:1,nodeb:1", "_exit", 1))
-    assert re.search(r"rank 1 on host nodeb died, or left without .* When last heard of: rank 1 ", text), text
+    assert re.search(r"rank 1 on host nodeb died, or left without .* Last known: rank 1 ", text), text
 
 
 def test_a_host_that_cannot_be_reached(bed):
     """The cut ends the job, long before the deadline, and the host is named."""
     settings = {"TORCHMPI_UNREACHABLE_SECONDS": "5", "TORCHMPI_DEADLINE": "60"}
     output = run(bed, "torchmpirun", "nodea:1,nodeb:2", "none", 1, lambda: bed.link("nodeb", is_up=False), **settings)
-    assert re.search(r"host nodeb \(ranks 1, 2\) has not been heard of for \d+ s", report(output)), output
+    assert re.search(r"host nodeb \(ranks 1, 2\) has not answered for \d+ s", report(output)), output

@@ -19,7 +19,7 @@ WITHIN_SECONDS = 40.0  # of the fault: the deadline, the launcher's own limits, 
 MENDED_SECONDS = 60.0  # until a daemon behind a link that was down has noticed the end
 OF_RANKS = ("SIGKILL", "SIGSTOP")
 OF_HOSTS = ("link down", "power cut")
-LOST = r"(unreachable|not reachable|not been heard of|does not answer|no answer|lost|gone|dead|died|down)"
+LOST = r"(unreachable|not reachable|not answered|does not answer|no answer|lost|gone|dead|died|down)"
 
 
 @dataclasses.dataclass

@@ -116,7 +116,7 @@ def test_a_call_that_a_rank_never_makes(tmp_path, call):
                 {CALLS[call]}
             except RuntimeError as error:
                 assert isinstance(error, TimeoutError) or "{call}" == "ddp"
-                for words in (" timeout ", "rank 1 (process", "has not come to it"):
+                for words in (" timeout ", "rank 1 (process", "has not called it"):
                     assert words in str(error), error
                 assert 0.9 < time.monotonic() - before < 30
                 print("told", flush=True)

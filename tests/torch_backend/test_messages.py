@@ -73,7 +73,7 @@ def test_tags_do_not_wrap_around(group, neighbours):
     largest = (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) + 1) // NUM_USES // mpi_steps.TAGS_PER_KIND - 1
     for tag in (largest + 1, 1 << 40, -1):
         for call in (dist.send, dist.isend, dist.recv, dist.irecv):
-            with pytest.raises(ValueError, match=rf"tag={tag}: give one from 0 to {largest}"):
+            with pytest.raises(ValueError, match=rf"from 0 to {largest}, .*found tag={tag}"):
                 call(torch.empty(2), following, tag=tag)
     with pytest.raises(TypeError, match="float"):
         dist.isend(torch.empty(2), following, tag=1.5)

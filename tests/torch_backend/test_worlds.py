@@ -98,10 +98,10 @@ def test_one_process_without_a_launcher(tmp_path, autoload):
     program = head + textwrap.dedent(ALONE)
     done = run(tmp_path, program, sys.executable, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
     assert (done.returncode, done.stdout) == (1, "1 [2.0, 2.0, 2.0]\n"), done.stderr
-    assert "rank 1 of [0, 1], but for MPI it is rank 0 of 1. Launch with torchmpirun" in done.stderr
+    assert "rank 1 of [0, 1], but MPI numbers it rank 0 of 1. Launch with torchmpirun" in done.stderr
 
 
 def test_a_torch_that_is_too_old_for_groups(monkeypatch):
     monkeypatch.setattr(torch._C._distributed_c10d, "FakeProcessGroup", object)
-    with pytest.raises(TorchMPIError, match=rf"needs torch 2.10 or later, and this is torch {torch.__version__[:4]}"):
+    with pytest.raises(TorchMPIError, match=rf"needs torch 2.10 or later, found torch {torch.__version__[:4]}"):
         meeting.create(None)

@@ -232,7 +232,7 @@ def test_a_desertion_is_reported_after_another_look(watched):
     first.call("allreduce", is_over=False)
     second.board.put(HAS_LEFT, STOPPING)
     until(lambda: ended)
-    assert "rank 1 has come to its end, and will not come to an operation of ranks 0-1 in which rank 0 waits" in said[0]
+    assert "rank 1 is in mpi.stop() and will not call an operation of ranks 0-1 in which rank 0 waits" in said[0]
 
 
 def test_claims_of_two_nodes_become_one_report(watched, monkeypatch):
@@ -261,7 +261,7 @@ def test_ranks_ask_for_the_calls_of_other_nodes(watched, monkeypatch):
     assert sides.differ
     assert "rank 1 calls reduce, 4 bytes at here.py:1 in f" in sides.text
     first.call("gather")
-    assert "has not come to it" not in reports.late((1, 0, 0, 0, 0, None))
+    assert "has not called it" not in reports.late((1, 0, 0, 0, 0, None))
     assert "rank 1 (process" in reports.late((2, 0, 0, 0, 0, None))
     assert reports.deaths(0) == ""
 

@@ -163,8 +163,8 @@ def test_views_and_positions():
     assert reports.views(rank.board, position._replace(ranks="0-7")) == []
     assert reports.brief(rank.board, 0).endswith("last called allreduce, 4 bytes at train.py:7 in step")
     assert reports.position_of(rank.board, Record(1, 0, -1, 0, 0, 0, 0, 0, "", "", False)) is None
-    assert "is through with it" in reports.part_of_node(rank.board, position, "allreduce, 4 bytes", ())[0].text
-    assert "has not come to it; its last, allreduce" in reports.part_of_node(rank.board, ahead, "barrier", ())[0].text
+    assert "has completed it" in reports.part_of_node(rank.board, position, "allreduce, 4 bytes", ())[0].text
+    assert "has not called it; its last call" in reports.part_of_node(rank.board, ahead, "barrier", ())[0].text
 
 
 def test_many_ranks_that_do_the_same_are_one_row():

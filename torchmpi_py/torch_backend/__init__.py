@@ -1,8 +1,9 @@
-"""``torch.distributed`` over this package: ``dist.init_process_group("torchmpi")``.
+"""Run ``torch.distributed`` over this package: ``dist.init_process_group("torchmpi")``.
 
-``import torch`` registers the backend (``registration.py``); importing this module does the same where torch does not
-look for backends. A process group is a communicator of the package, and its collectives are the package's verbs
-(``process_group.py``). Names are loaded when they are first used: every process that imports torch imports this module.
+``import torch`` registers the backend (``registration.py``). If torch does not search for backends, importing this
+module registers it. Each process group has a communicator of the package, and calls the package's collectives
+(``process_group.py``). Other modules are loaded at the first use of a name, because every process that imports torch
+imports this module.
 """
 
 import importlib

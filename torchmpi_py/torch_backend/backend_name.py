@@ -1,3 +1,3 @@
-"""The name of the backend in torch.distributed. Every module of this room may import it."""
+"""The name of the backend in torch.distributed."""
 
 NAME = "torchmpi"

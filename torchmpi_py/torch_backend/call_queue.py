@@ -1,19 +1,19 @@
-"""The calls of one process group, in the order in which the program makes them.
+"""Carry out the calls of one process group in the order in which the program makes them.
 
-A call is one or more operations of the package, one after another, and last steps, such as a copy into lists. A call is
-*under way* from when the call is queued until its last step is done.
+A call consists of one or more operations of the package, one after another, and then its last steps, such as a copy
+into lists. A call is *under way* from the moment when it is queued until its last step is done.
 
-torch.distributed lets one rank make a call that blocks where another rank makes the same call asynchronously: only the
-order counts. So a group has one communicator for both, and carries out its calls one after another: a call that blocks
-in the thread that makes it, if no call of the group is under way, and all others in a thread of the group. The first
-call that needs the thread starts it. Groups do not wait for each other.
+The idea: in torch.distributed one rank may block in a call that another rank makes asynchronously; only the order of
+the calls counts. So a group uses one communicator for both kinds of call, and carries out one call at a time. A
+blocking call runs in the thread that makes it if no other call of the group is under way. Every other call runs in a
+thread of the group, which starts with the first such call. Groups do not wait for each other.
 
-A callback may wait for a later call of the group, which only the thread that runs the callback can carry out. Then that
-thread does so within the wait, and puts the later call's callbacks off until the first callback has run: on ranks where
-the later call was over before, its callbacks come in this order, too.
+A callback may wait for a later call of the group, but only the thread that runs the callback can carry that call out.
+Then the thread carries it out within the wait, and delays the later call's callbacks until the first callback has
+ended. The order of the callbacks is therefore the same on ranks where the later call completed earlier.
 
-Alternative: every call goes to the thread, which needs one lock less. Not taken: to hand a small call to another thread
-and back takes longer than the call.
+An alternative is to hand every call to the thread, which needs one lock less. We do not, because handing a small call
+to another thread and back takes longer than the call itself.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from torchmpi_py.memory import devices
 from torchmpi_py.torch_backend.work import PendingWork
 
 Call = tuple[Sequence[Operation[Any]], list[Tensor], Sequence[Callable[[], object]]]
-"""The operations of a call, its results, and its last steps. A plain tuple, for one is made in each call."""
+"""The operations of a call, its results, and its last steps: a plain tuple, because each call makes one."""
 
 
 def _record(call: Call, thread_role: int, form: int, frame: FrameType) -> None:
-    """Record the operations of a call in the journal, all before the first one runs. RanksDisagree as in the verbs."""
+    """Record all operations of a call in the journal before the first one runs. RanksDisagree as in collectives."""
     try:
         for operation in call[0]:
             operation.entry = journal.record(operation.plan, thread_role, form, frame)
@@ -65,10 +65,10 @@ def _carry_out(call: Call, in_background: bool = False) -> list[Tensor]:
 
 
 def _fail_rest(call: Call, error: BaseException) -> None:
-    """Close the entries behind an operation that has failed: the program may go on, and waits in none of them."""
+    """Close the entries of a failed call, because the program may continue and waits in none of them."""
     for operation in call[0]:
         if operation.entry is not None:
-            if not isinstance(error, Exception):  # from a signal's handler, and so on this rank alone
+            if not isinstance(error, Exception):  # from a signal handler, so on this rank only
                 journal.break_off(operation.entry)
             journal.fail(operation.entry)
 
@@ -82,7 +82,7 @@ class QueuedCall(PendingWork, Work[list[Tensor]]):
         super().__init__(call[1], seconds)
         self._queue = queue
         self._call = call
-        self._first = first = call[0][0]  # stands for all
+        self._first = first = call[0][0]  # represents all operations of the call
         self.entry, self.label = first.entry, first.label
 
     def late_ranks(self) -> str:
@@ -98,7 +98,7 @@ class QueuedCall(PendingWork, Work[list[Tensor]]):
         self._call = ((), [], ())
 
     def on_done(self) -> None:
-        """Run what was chained to the call; then let the queue go on."""
+        """Run the callbacks of the call's future; then let the queue continue."""
         self._queue.leave(self)
 
     def give_up(self) -> None:
@@ -106,7 +106,7 @@ class QueuedCall(PendingWork, Work[list[Tensor]]):
         self._queue.give_up()
 
     def abandon(self) -> None:
-        """The call may never end: if it has a future, that is not waited for any more."""
+        """Stop waiting for the call's future, if it has one, because the call may never end."""
         if self._future is not None:
             self.handle.give_up()
 
@@ -114,7 +114,7 @@ class QueuedCall(PendingWork, Work[list[Tensor]]):
         self._queue.carry_on(self)
 
     def before_future_wait(self) -> None:
-        self.handle.done()  # NotStarted in a forked child
+        self.handle.done()  # raises NotStarted in a forked child
         self._queue.carry_on(self)
         self._queue.end_early(self)
 
@@ -127,25 +127,25 @@ class CallQueue:
         self._name = name
         self.is_open = True
         self._thread: CommunicationThread | None = None
-        self._runner = 0  # the identity of that thread, once there is one
-        self._direct = threading.RLock()  # held by the thread that carries out a call on the channel of this name
+        self._runner = 0  # the identity of the thread, after its first call
+        self._direct = threading.RLock()  # held by the thread that carries out a call on this channel
         self._background = threading.RLock()
-        self._order = threading.Lock()  # held to change what is under way
+        self._order = threading.Lock()  # held while ``_under_way`` changes
         self._under_way: set[QueuedCall] = set()
-        self._to_end: list[QueuedCall] = []  # over, and their callbacks have yet to run
+        self._to_end: list[QueuedCall] = []  # complete calls whose callbacks have yet to run
         self._is_ending = False  # while callbacks run
 
     def run_here(self, call: Call, frame: FrameType) -> bool:
-        """Record a call, made at ``frame``, and carry it out; False, and nothing has happened, if it has to be queued.
+        """Record a call, made at ``frame``, and carry it out; return False, without any effect, if it must be queued.
 
-        Nothing happens for a group that is closed, or that a forked child has inherited: the caller raises the error.
+        Also return False for a group that is closed or that a forked child has inherited: the caller raises the error.
         """
         if self._under_way or not self.is_open or communicators.current_stack is None:
             return False
         if not self._direct.acquire(blocking=False):
             return False
         try:
-            if self._under_way:  # queued by another thread since the look: that call comes first
+            if self._under_way:  # another thread has just queued a call, which comes first
                 return False
             operations, _, last_steps = call
             if len(operations) == 1 and not last_steps:
@@ -159,42 +159,42 @@ class CallQueue:
             self._direct.release()
 
     def run_in_callback(self, call: Call, frame: FrameType) -> None:
-        """Record a call, and carry it out in this thread, whatever is under way, on the channel for callbacks."""
+        """Record a call, and carry it out in this thread at once, on the channel for callbacks."""
         with self._background:
             _record(call, BACKGROUND, 0, frame)
             _carry_out(call, in_background=True)
 
     def submit(self, call: Call, is_launch: bool, seconds: float | None, frame: FrameType) -> QueuedCall:
-        """Record a call, and queue it for the thread of the group. Its work and its future give up after ``seconds``.
+        """Record a call, and queue it for the thread of the group. Waits for it give up after ``seconds``.
 
-        ``is_launch``: the program does not wait in this call.
+        ``is_launch`` says that the program does not wait in this call.
         """
         _record(call, DIRECT, IS_LAUNCH * is_launch, frame)
         operations, results, _ = call
         queued = QueuedCall(self, call, seconds)
         try:
-            # Counted first: from here on no call of another thread runs where it is made, and overtakes this one.
+            # Count the call first, so that no call of another thread runs in that thread and overtakes this one.
             with self._order:
                 self._under_way.add(queued)
                 if self._thread is None:
                     self._thread = communication_thread.current().beside(self._name)
             tensors = itertools.chain(results, *(operation.tensors for operation in operations))
             queued.handle = devices.submit(queued, operations[0].plan.device, tensors, self._thread)
-        except BaseException:  # it may not be queued, or not known to the program
+        except BaseException:  # perhaps the call is not queued, and the program gets no handle for it
             for operation in operations:
                 journal.break_off(operation.entry)  # type: ignore[arg-type]
             raise
         return queued
 
     def enter(self) -> None:
-        """The thread begins with a call."""
+        """Note that this thread begins a call."""
         self._direct.acquire()
         self._runner = threading.get_ident()
 
     def leave(self, call: QueuedCall) -> None:
-        """The thread is through with a call. Callbacks of the call run before the next call begins.
+        """Run the callbacks of a call that this thread has completed, before the next call begins.
 
-        While a callback waits, this is called for the later calls that are carried out meanwhile.
+        If a callback waits for a later call, this method is called for that call during the wait.
         """
         self._to_end.append(call)
         try:
@@ -206,7 +206,7 @@ class CallQueue:
                 finally:
                     self._is_ending = False
         finally:
-            # What is under way first: else a call that finds the channel free would be queued for nothing.
+            # Change ``_under_way`` before the lock is free: otherwise a call that could run at once would be queued.
             with self._order:
                 self._under_way.discard(call)
                 if not self._under_way:
@@ -214,33 +214,33 @@ class CallQueue:
             self._direct.release()
 
     def carry_on(self, call: QueuedCall) -> None:
-        """Before a wait of this thread: if it is the thread that has yet to carry the call out, do that now."""
+        """Carry the call out before a wait for it, if this is the thread that carries out the group's calls."""
         if self._runner == threading.get_ident() and self._thread is not None:
             self._thread.carry_out_until(call.handle.is_settled)
 
     def end_early(self, call: QueuedCall) -> None:
-        """Before a wait of this thread for a callback of ``call``: let that callback run, if it was put off."""
+        """Run the delayed callbacks of ``call`` before this thread waits for one of them."""
         if self._runner == threading.get_ident() and call in self._to_end:
             self._to_end.remove(call)
             call.end()
 
     def give_up(self) -> None:
-        """The program no longer waits for a call, which goes on."""
+        """Note that the program no longer waits for a call, which continues."""
         with self._order:
             if self._under_way:
                 self._set_stuck(True)
 
     def close(self, seconds: float | None) -> None:
-        """Wait ``seconds`` for the queued calls (None: without limit), and end the thread, unless it is stuck."""
+        """Wait ``seconds`` for the queued calls (None: without limit), and end the thread unless it is stuck."""
         self.is_open = False
         thread, self._thread = self._thread, None
         if thread is not None and communication_thread.is_installed():
             communication_thread.current().remove_companion(thread)
-            # A call that is late now may never end: nothing waits for the thread any more, nor uses its communicator.
+            # A call that is late now may never end. So nothing waits for the thread or uses its communicator again.
             if seconds is not None and not thread.is_stuck and not thread.is_drained_within(seconds):
                 thread.is_stuck = self._comm.is_stuck = True
             if thread.is_stuck:
-                # No rank is late in the calls under way: their futures will not be completed, or come too late.
+                # Hang detection must not report these calls as late, because nothing waits for their futures any more.
                 for call in list(self._under_way):
                     call.abandon()
             thread.close()

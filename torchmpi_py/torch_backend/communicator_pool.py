@@ -1,12 +1,12 @@
-"""Communicators for process groups, used again by the next group of the same ranks.
+"""Reuse the communicators of process groups for later groups of the same ranks.
 
-In torch.distributed the members alone make a group, and each rank destroys it at any time. MPI's communicators are
-freed by all their ranks together, and are few. So a communicator outlives its group: for the next group of the same
-ranks, they agree on a communicator that is free on all of them, or make one. ``mpi.stop()`` frees them.
+In torch.distributed only the members make a group, and each rank may destroy it at any time. But MPI has few
+communicators, and all ranks must free one together. So a communicator outlives its group. When the same ranks make
+another group, they agree on a communicator that is free on all of them, or make one. ``mpi.stop()`` frees them all.
 
-``_NUM_USES`` groups of the same ranks share a communicator for messages, then a new one is made. Each group has tags of
-its own there, which no other group ever gets, so that it receives nothing that was sent to another one, live or
-destroyed: a message that nobody has received may still be under way, and cannot be looked for.
+``_NUM_USES`` groups of the same ranks share one communicator for messages; after that the ranks make another. Each
+group has its own tags there, which no other group ever gets. So a group never receives a message to another group: such
+a message may still be under way after its group was destroyed, and MPI cannot list it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torchmpi_py.core.communicators import Communicator, Stack
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.torch_backend import torch_internals
 
-_CREATION_TAG_BITS = 14  # every MPI has tags up to 32767
+_CREATION_TAG_BITS = 14  # every MPI allows tags up to 32767
 _NUM_USES = 64
 
 
 class Membership(NamedTuple):
-    """A group's communicators: for collectives, and for messages, with ``num_tags`` tags there from ``first_tag``."""
+    """A group's communicators for collectives and for messages, and its ``num_tags`` tags, from ``first_tag`` on."""
 
     comm: Communicator
     messages: MPI.Comm
@@ -36,17 +36,17 @@ class Membership(NamedTuple):
     num_tags: int
 
     def tag(self, verb: str, tag: int) -> int:
-        """The first tag in MPI for a tag of the program, which count from 0; ValueError for one beyond the group's."""
+        """Return the first MPI tag for a tag of the program. Raise ValueError if the group has no such tag."""
         number, largest = operator.index(tag), self.num_tags - 1
         if not 0 <= number <= largest:
             raise ValueError(
-                f"{verb}: tag={tag}: give one from 0 to {largest}, the largest that a group has on this MPI"
+                f"{verb}: expected a tag from 0 to {largest}, a group's largest with this MPI; found tag={tag}"
             )
         return (self.first_tag + number) * TAGS_PER_KIND
 
 
 class _Family:
-    """The communicators of groups of the same ranks, in the order in which all ranks made them."""
+    """The communicators for groups of the same ranks, in the order in which all ranks made them."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         world: Any = communicators.stack().levels[0].direct.mpi
@@ -54,12 +54,12 @@ class _Family:
         self.comms: list[Communicator] = []
         first = self._add(world.Create_group(world.group.Incl(list(ranks)), tag))
         self.num_groups = 0
-        # Never freed: MPICH would give messages that no rank has received to the next communicator.
+        # Never free it: MPICH would deliver messages that no rank has received to the next communicator.
         self.messages = first.direct.mpi.Dup()
 
     def join(self) -> Membership:
-        """The communicators and tags for a new group. Collective."""
-        # Ranks destroy their groups at different times: what is free here may be in use on another rank.
+        """Return the communicators and tags for a new group. Collective."""
+        # Ranks destroy their groups at different times, so a communicator that is free here may be busy elsewhere.
         mine = [comm not in _busy and not comm.is_free for comm in self.comms]
         gathered = self.messages.allgather(mine)
         usable = (comm for comm, *free in zip(self.comms, *gathered, strict=True) if all(free))
@@ -74,31 +74,31 @@ class _Family:
         return Membership(comm, self.messages, use * num_tags, num_tags)
 
     def _add(self, group: MPI.Comm) -> Communicator:
-        used = communicators.stack()
-        self.comms.append(used.keep(Communicator(group, used.place, f"process group of {group.size} ranks")))
+        stack = communicators.stack()
+        self.comms.append(stack.keep(Communicator(group, stack.place, f"process group of {group.size} ranks")))
         return self.comms[-1]
 
 
-# By level stack, with which a session ends, and by the ranks in the world.
+# By level stack (each session has its own), and by the world ranks of the members.
 _families: weakref.WeakKeyDictionary[Stack, dict[tuple[int, ...], _Family]] = weakref.WeakKeyDictionary()
 _busy: weakref.WeakSet[Communicator] = weakref.WeakSet()  # in use by a group of this rank
 
 
 def acquire(ranks: Sequence[int]) -> Membership:
-    """The communicators and tags for a group of these ranks of the world. Collective over them."""
-    used, key = communicators.stack(), tuple(ranks)
+    """Return the communicators and tags for a group of these world ranks. Collective over these ranks."""
+    stack, key = communicators.stack(), tuple(ranks)
 
     def join() -> Membership:
-        families = _families.setdefault(used, {})
+        families = _families.setdefault(stack, {})
         if key not in families:
             families[key] = _Family(ranks)
         return families[key].join()
 
-    return journal.run_alone("a new process group", used.levels[0], join, frame=torch_internals.program())
+    return journal.run_alone("a new process group", stack.levels[0], join, frame=torch_internals.program())
 
 
 def release(comm: Communicator) -> None:
-    """This rank's group is destroyed. Not collective. A communicator that is stuck is never used again."""
+    """Return the communicator of a destroyed group to the pool. Not collective. A stuck one is never used again."""
     if comm.is_stuck:
         comm._release(is_lost=True)
     else:

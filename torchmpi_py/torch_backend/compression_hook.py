@@ -1,10 +1,11 @@
-"""Compressed gradients for DistributedDataParallel: ``ddp.register_comm_hook(None, torch_backend.compressed(...))``.
+"""Compress the gradients of DistributedDataParallel: ``ddp.register_comm_hook(None, torch_backend.compressed(...))``.
 
-Buckets are launched as DDP hands them over, while other gradients are computed, and finished in the same order with the
-last one: what a compression still has to agree on then is collective, and must not depend on which bucket is first.
+The reduction of a bucket is launched when DDP hands the bucket over, while other gradients are still computed. All
+buckets are finished with the last one, in the order of their launch. Finishing may be collective for some compressions,
+so its order must not depend on which bucket completes first.
 """
 
-from collections.abc import Callable  # DDP looks at the hook's annotations: they must be types, and not strings
+from collections.abc import Callable  # DDP reads the hook's annotations, which must be types, not strings
 from typing import Any
 
 import torch
@@ -22,17 +23,17 @@ Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
 
 class CompressedBuckets:
-    """The buckets of one module, by number: the parameters, and the compressor for their gradients."""
+    """The buckets of one module: for each number, the parameters and the compressor of their gradients."""
 
     def __init__(self, compression: Compression, comm: Communicator) -> None:
         self.compression = compression
         self.comm = comm
         self._buckets: dict[int, tuple[list[Tensor], Compressor]] = {}
-        self._module: set[Tensor] = set()  # all its parameters, from the first backward pass
+        self._module: set[Tensor] = set()  # the parameters seen in the first backward pass
         self._launched: list[tuple[Compressor, list[Handle[Any]], torch.futures.Future[Tensor]]] = []
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Start the reduction of a bucket; of the last one: finish all."""
+        """Start the reduction of a bucket; with the last bucket, finish all."""
         x = torch_internals.check_bucket("compressed", bucket.buffer())
         compressor = self._find(bucket, x)
         compressor.flat.copy_(x)
@@ -47,44 +48,60 @@ class CompressedBuckets:
         return future
 
     def _find(self, bucket: GradBucket, x: Tensor) -> Compressor:
-        """The compressor of the last step, or a new one: DDP may have arranged the parameters in other buckets."""
+        """Return the last step's compressor, or a new one if DDP has arranged the parameters in other buckets."""
         members = bucket.parameters()
         parameters, compressor = self._buckets.get(bucket.index(), (None, None))
         if parameters is None:
             self._module.update(members)
         elif not self._module.issuperset(members):
-            raise RuntimeError("a hook made by compressed(...) serves one module; make another one for this module")
+            raise RuntimeError("compressed: a hook serves one module; make another hook for the second module")
         if compressor is None or list(map(id, parameters or [])) != list(map(id, members)):
-            flat = torch.empty_like(x)  # memory of its own, for DDP may change that of its buckets on some ranks
+            flat = torch.empty_like(x)  # own memory, because DDP may replace its buckets on some ranks
             views = list(views_of(flat, members))  # as DDP lays gradients out
-            made = self.compression.compressor(flat, views, self.comm) if self.comm.size > 1 else None
-            compressor = made or Compressor(flat, views, self.comm)
+            own = self.compression.compressor(flat, views, self.comm) if self.comm.size > 1 else None
+            compressor = own or Compressor(flat, views, self.comm)
             self._buckets[bucket.index()] = members, compressor
         return compressor
 
 
 def compressed(compression: Compression, group: Any = None) -> Hook:
-    """A communication hook for one module in DDP: the mean of gradients that travel compressed.
+    """Return a DDP communication hook that averages compressed gradients over the ranks of ``group``.
 
-    compression: such as ``optim.compression.PowerSGD(2)``. group: the process group, of this backend, that the module
-    was given; None: the default one. Collective over the group, with the same compression on all ranks. The hook's
-    state, its first argument, is None or the group. What a compression leaves out is lost when DDP arranges the
-    parameters in other buckets, after the first step. No checkpoint has it: to go back to an earlier state, wrap the
-    module in DDP again, with a new hook.
+    Every rank of the group must call this with the same compression, and must register the hook with its module. Make
+    a hook for each module. The hook overwrites DDP's gradients with their mean.
 
-    Raises TypeError for another compression or group, RuntimeError without a default group. The hook raises ValueError
-    for another state, RuntimeError with a second module, TypeError for sparse gradients.
+    A compression may carry a remainder over to the next step. The remainder is lost when DDP arranges the parameters in
+    other buckets, after the first step. Checkpoints do not contain it: to go back to an earlier state, wrap the module
+    in DDP again, with a new hook.
+
+    Args:
+        compression: how gradients are compressed, for example ``optim.compression.PowerSGD(2)``.
+        group: the process group that the module was wrapped with, of backend "torchmpi"; None: the default group.
+
+    Returns:
+        The hook for ``ddp.register_comm_hook(state, hook)``. Its ``state`` must be None or the group. It raises
+        ValueError for another state, RuntimeError with a second module, and TypeError for sparse gradients.
+
+    Raises:
+        TypeError: ``compression`` is not a compression, or ``group`` is not a group of backend "torchmpi".
+        RuntimeError: ``group`` is None, and there is no default group.
+
+    Example:
+        ::
+
+            ddp = torch.nn.parallel.DistributedDataParallel(net)
+            ddp.register_comm_hook(None, torch_backend.compressed(optim.compression.BF16()))
     """
     if not isinstance(compression, Compression):
-        raise TypeError(f"compressed: {compression!r} is no compression; give one such as optim.compression.BF16()")
+        raise TypeError(f"compressed: expected a compression such as optim.compression.BF16(), found {compression!r}")
     group = torch_internals.group_of_hook("compressed", group)
     buckets = CompressedBuckets(compression, communicators.beside(group.comm, "compressed"))
 
     def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         if state is not None and state is not group:
             raise ValueError(
-                f"compressed: the hook's state is {state!r}, but it was made for {group!r}; make it with "
-                "compressed(..., group=) of the module's group, and register it with None"
+                f"compressed: expected None or {group!r} as the hook's state, found {state!r}; make it with "
+                "compressed(..., group=), pass the module's group there, and register the hook with None"
             )
         return buckets.reduce(bucket)
 

@@ -1,22 +1,22 @@
-"""The buckets of DistributedDataParallel, reduced in memory that all ranks of a node map.
+"""Reduce the buckets of DistributedDataParallel in memory that all ranks of a node map.
 
-DDP allocates its buckets itself, copies gradients in, has each bucket reduced, and copies the gradients out. (With
-``gradient_as_bucket_view=True`` the gradients stay in the bucket.) A bucket lives for many steps. So the memory of a
-bucket on the host is moved at its first allreduce (``symmetric.adopt``), and from then on the ranks reduce it where it
-lies. All ranks of a group make the same calls for DDP. So the selector is asked as for symmetric tensors.
+DDP allocates its buckets, copies gradients into each one, has it reduced, and copies the gradients out. (With
+``gradient_as_bucket_view=True`` the gradients stay in the bucket.) A bucket lives for many steps. So the first
+allreduce moves a host bucket into shared memory (``symmetric.adopt``), and from then on the ranks reduce it in place.
+All ranks of a group make the same calls for DDP, so the selector may choose as for symmetric tensors.
 
-With the hook, ``ddp.register_comm_hook(None, torch_backend.average)``, the mean of a bucket is the sum, divided; DDP
-itself divides gradients before it adds them. So sums of 16-bit gradients accumulate in float32.
+With the hook ``ddp.register_comm_hook(None, torch_backend.average)`` the gradients are added first and divided then,
+so sums of 16-bit gradients accumulate in float32. Without a hook DDP divides the gradients before it adds them.
 
-On GPUs the hook reduces from DDP's memory into symmetric memory, which other ranks of the node read and write directly,
-and lets DDP copy from there: no copy more than DDP makes anyway. The symmetric memory is kept from step to step. A
-bucket is known by its parameters, for several modules may share a group, each with a bucket number 0. When DDP has
-arranged a module's parameters in other buckets, these get memory of their own, and the memory of an old bucket goes
-when its last parameter has moved.
+On GPUs the hook reduces from DDP's memory into symmetric memory, which other ranks of the node read and write directly.
+DDP then copies from there, as it copies from any hook's result, so the hook adds no copy. The symmetric memory is
+reused in every step. The parameters identify a bucket, because several modules may share a group, and each has a bucket
+number 0. If DDP arranges a module's parameters in other buckets, the new buckets get their own memory. The memory of an
+old bucket is freed when its last parameter has moved.
 """
 
 import dataclasses
-from collections.abc import Sequence  # DDP looks at the hook's annotations: they must be types, and not strings
+from collections.abc import Sequence  # DDP reads the hook's annotations, which must be types, not strings
 from typing import Any
 
 import torch
@@ -37,16 +37,16 @@ _allreduce, _SHARED = builder(verbs.allreduce), BY_NAME["shared"]
 
 
 def is_bucket(x: Tensor) -> bool:
-    """Whether a tensor that DDP's C++ has reduced is a bucket on the host, and not DDP's map of used parameters."""
+    """Return whether a tensor that DDP's C++ code reduces is a host bucket, not DDP's map of used parameters."""
     is_map = not (x.is_floating_point() or x.is_complex())
     return x.dim() == 1 and x.is_cpu and not x.is_sparse and x.is_contiguous() and not (is_map or x.requires_grad)
 
 
 def allreduce(comm: Communicator, x: Tensor, op: str, is_kept: bool) -> Call:
-    """The allreduce of one bucket. ``is_kept``: DDP uses the bucket for many steps."""
+    """Return the allreduce of one bucket. ``is_kept`` says that DDP uses the bucket for many steps."""
     chosen = selector.flavour_for("allreduce", comm, x.device, x.nbytes, symmetric=True, name=None)
     operation = _allreduce(x, op=op, comm=comm, flavour=chosen.name)
-    # A bucket moves at its first allreduce or never: a program may have taken addresses of gradients since then.
+    # A bucket moves at its first allreduce or never, because later the program may hold addresses of gradients.
     storage: Any = x.untyped_storage()
     if operation.plan.flavour is not _SHARED:
         storage.stays_where_it_is = True
@@ -56,11 +56,29 @@ def allreduce(comm: Communicator, x: Tensor, op: str, is_kept: bool) -> Call:
 
 
 def average(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """A communication hook for DDP: the mean of the gradients over the ranks, in memory that the ranks of a node share.
+    """Average the gradients of a DDP bucket over the ranks: a communication hook for ``ddp.register_comm_hook``.
 
-    ``state``: the process group, of this backend, that the module was given; None: the default one. Sums of 16-bit
-    gradients accumulate in float32. Every rank must register the hook. The divisor is the number of ranks of the group
-    also with ``ddp.join(divide_by_initial_world_size=False)``, as with torch's hooks; without a hook DDP follows it.
+    Every rank must register the hook. DDP calls it once per bucket in each backward pass, and copies the mean into the
+    gradients; on the CPU the hook overwrites the bucket with the mean. Sums of 16-bit gradients accumulate in float32.
+    The divisor is always the number of ranks of the group, as with torch's hooks: the hook ignores
+    ``ddp.join(divide_by_initial_world_size=False)``.
+
+    Args:
+        state: the process group that the module was wrapped with, of backend "torchmpi"; None: the default group.
+        bucket: the gradients, a flat dense tensor that DDP passes.
+
+    Returns:
+        A future of the mean, a tensor with the shape and dtype of the bucket.
+
+    Raises:
+        TypeError: ``state`` is not a group of backend "torchmpi", or the gradients are sparse.
+        RuntimeError: ``state`` is None, and there is no default group.
+
+    Example:
+        ::
+
+            ddp = torch.nn.parallel.DistributedDataParallel(net)
+            ddp.register_comm_hook(None, torch_backend.average)
     """
     group = torch_internals.group_of_hook("average", state)
     x = torch_internals.check_bucket("average", bucket.buffer())
@@ -74,13 +92,13 @@ def average(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
 
 
 def _memory(group: Any, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
-    """Symmetric memory for the bucket ``x``, kept for the next step; ``x`` where there is none. Collective."""
+    """Return symmetric memory for the bucket ``x``, reused in each step; ``x`` if there is none. Collective."""
     memories = group.bucket_memories
     memory = memories.get(parameters[0])
     if memory is None or memory.nbytes not in (0, x.nbytes) or any(memories.get(p) is not memory for p in parameters):
-        taken: list[Tensor | None] = []
-        group.carry_out(([group.extra.operation("memory", x.nbytes, x.device, keep=taken.append)], [], ())).wait()
-        memory = x.new_empty(0) if taken[0] is None else taken[0]
+        blocks: list[Tensor | None] = []
+        group.carry_out(([group.extra.operation("memory", x.nbytes, x.device, keep=blocks.append)], [], ())).wait()
+        memory = x.new_empty(0) if blocks[0] is None else blocks[0]
         for parameter in parameters:
             memories[parameter] = memory
     return memory.view(x.dtype).view(x.shape) if memory.nbytes else x

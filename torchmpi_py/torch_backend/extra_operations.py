@@ -1,12 +1,14 @@
-"""Operations of process groups beyond the verbs, in the form of a flavour: recorded and explained as verbs are.
+"""Carry out operations of process groups that the package's collectives lack.
 
-barrier     ends with an error when its group is destroyed
-alltoall    parts of any sizes, as messages between all pairs
-gather      large tensors, as messages straight into the list of root
-scatter     large tensors, as messages straight from the list of root
-sparse      allreduce of sparse tensors: each rank gathers all indices and values, and adds them in rank order
-memory      symmetric memory for buckets
-divided     a mean of whole numbers, which the verbs refuse: Lightning counts samples in such tensors
+They have the form of a flavour, so that they are recorded and reported in the same way as collectives.
+
+- `barrier`: A barrier that raises an error when its group is destroyed.
+- `alltoall`: Parts of any sizes, sent as messages between all pairs of ranks.
+- `gather`: Large tensors, sent as messages directly into the list of root.
+- `scatter`: Large tensors, sent as messages directly from the list of root.
+- `sparse`: An allreduce of sparse tensors. Each rank gathers all indices and values, and adds them in rank order.
+- `memory`: Symmetric memory for buckets.
+- `divided`: A mean of integers, which the collectives refuse; Lightning counts samples in integer tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from torchmpi_py.core.tensors import copy_to, flat
 from torchmpi_py.errors import CommunicatorError, RanksDisagree, Unavailable
 from torchmpi_py.memory import symmetric
 
-_BY_MESSAGE_BYTES = 64 << 10  # of all ranks: from there on a flat tensor of all parts costs more than messages
+_BY_MESSAGE_BYTES = 64 << 10  # of all ranks: from this size on, a flat tensor of all parts costs more than messages
 
 
 class ExtraOperations(Carrier):
@@ -46,9 +48,9 @@ class ExtraOperations(Carrier):
         self, name: str, *arguments: Any, compared: tuple[Any, ...] = ("any size",), method: str = "",
         keep: Callable[[Any], object] | None = None,
     ) -> Operation[Any]:  # fmt: skip
-        """An operation, carried out by ``method`` (default: its name). Tensors must be arguments, not in lists.
+        """Return an operation that ``method`` carries out (default: the method ``name``).
 
-        ``keep`` gets what the method returns.
+        Each tensor must be an argument of its own, not part of a list. ``keep`` is called with the method's result.
         """
         resolve(self.comm)
         tensors = [x for x in arguments if isinstance(x, Tensor)]
@@ -60,22 +62,22 @@ class ExtraOperations(Carrier):
         return Operation(plan, arguments, None, keep)
 
     def alltoall_operation(self, outputs: list[Tensor], inputs: list[Tensor]) -> Operation[Any]:
-        """``outputs[r]`` becomes rank r's ``inputs[this rank]``; the numbers of elements match in each pair."""
+        """Return an alltoall: ``outputs[r]`` becomes rank r's ``inputs[this rank]``, with as many elements."""
         compared = "any size", inputs[0].dtype
         return self.operation("alltoall", True, *outputs, *inputs, compared=compared, method="exchange")
 
     def takes(self, verb: str, x: Tensor) -> bool:
-        """Whether a gather or scatter, of ``x`` on each rank, is one for messages: else the verb's flavour has it."""
+        """Return whether messages, not the collective's flavour, carry out a gather or scatter of ``x`` per rank."""
         num_bytes = self.comm.size * x.nbytes
         if x.is_cuda or num_bytes < _BY_MESSAGE_BYTES:
             return False
         return selector.flavour_for(verb, self.comm, x.device, num_bytes, symmetric=False, name=None).name == self.name
 
     def with_root(self, verb: str, x: Tensor, parts: Sequence[Tensor], root: int) -> Operation[Any]:
-        """The gather of ``x`` into the ``parts`` on root, or the scatter of these into ``x``. All have one size."""
+        """Return the gather of ``x`` into root's ``parts``, or the scatter of ``parts`` into ``x``, all of one size."""
         num_bytes = self.comm.size * x.nbytes
         of_root = [x[:0]] * self.comm.size
-        of_root[root] = x  # what this rank sends to root in a gather, and receives from root in a scatter
+        of_root[root] = x  # this rank sends it to root in a gather, and receives it in a scatter
         of_parts = parts or [x[:0]] * self.comm.size
         outputs, inputs = (of_parts, of_root) if verb == "gather" else (of_root, of_parts)
         compared = num_bytes, x.dtype, root
@@ -84,7 +86,7 @@ class ExtraOperations(Carrier):
         return operation
 
     def mean_of_whole(self, operation: Operation[Any]) -> Operation[Any]:
-        """The mean of whole numbers, in place of the ``operation`` for their sum."""
+        """Turn the ``operation`` for the sum of integers into the operation for their mean, and return it."""
         plan = operation.plan
         operation.plan = dataclasses.replace(
             plan, flavour=self, method="divided", others=(plan.flavour, plan.method, *plan.others),
@@ -93,24 +95,25 @@ class ExtraOperations(Carrier):
         return operation
 
     def barrier(self, channel: Channel) -> None:
-        """Wait for all ranks. CommunicatorError if the communicator is freed meanwhile."""
+        """Wait for all ranks. Raise CommunicatorError if the communicator is freed during the wait."""
         request, nap = channel.mpi.Ibarrier(), backoff.Nap(0.001)
         while not request.Test():
             if self.comm.is_free:
-                raise CommunicatorError("the barrier was given up, for its process group was destroyed")
+                raise CommunicatorError("barrier: the process group was destroyed during the wait")
             nap.take()
 
     def exchange(self, channel: Channel, has_empty: bool, *tensors: Tensor) -> None:
-        """Messages between all pairs of ranks: the outputs, one for each rank, then the inputs.
+        """Exchange messages between all pairs of ranks. ``tensors``: an output for each rank, then an input for each.
 
-        ``has_empty``: parts without elements are messages too, for the other rank may have, or expect, something else.
+        ``has_empty`` says that empty parts are sent too, because the other rank may expect or send another size.
         """
         outputs, inputs = tensors[: channel.size], tensors[channel.size :]
         received = [_room_on_host(x) for x in outputs]
         sent = apart([flat(x).cpu() for x in inputs], received)
-        # This rank's own part needs no message.
+        # Copy this rank's own part, which needs no message.
         received[channel.rank].copy_(sent[channel.rank].view_as(received[channel.rank]))
-        # All receives first, so that messages arrive in place; each rank sends to its neighbours in another order.
+        # Post all receives first, so that messages arrive in place. Each rank sends in an order of its own, so that the
+        # ranks do not all send to the same rank at once.
         others = [(channel.rank + step) % channel.size for step in range(1, channel.size)]
         sources = [r for r in others if has_empty or received[r].numel()]
         destinations = [r for r in reversed(others) if has_empty or sent[r].numel()]
@@ -118,25 +121,25 @@ class ExtraOperations(Carrier):
         requests = [mpi_steps.post_send(channel.mpi, sent[r], r, mpi_steps.EXCHANGE) for r in destinations]
         messages: list[Any] = [*itertools.chain(*receipts, *requests)]
         errors = []
-        for message in messages:  # wait for all, also after an error: MPI uses their memory
+        for message in messages:  # wait for all, even after an error, because MPI still uses their memory
             try:
                 message.Wait()
             except Exception as error:
                 errors.append(error)
         if errors:
             raise errors[0]
-        for output, got in zip(outputs, received, strict=True):
-            if got.data_ptr() != output.data_ptr():
-                output.copy_(got)
+        for output, buffer in zip(outputs, received, strict=True):
+            if buffer.data_ptr() != output.data_ptr():
+                output.copy_(buffer)
 
     def sparse(self, channel: Channel, x: Tensor) -> Tensor:
-        """The coalesced sum of all sparse tensors ``x``."""
+        """Return the coalesced sum of the sparse tensors ``x`` of all ranks."""
         choices = selector.choices("allgather", self.comm, x.device, symmetric=False, name=None)
         gathering = Gathering("selector", choices.flavour_for)
         kinds = channel.mpi.allgather(f"shape {tuple(x.shape)}, {x.sparse_dim()} of its dimensions sparse")
         if len(set(kinds)) > 1:
             differences = "; ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
-            raise RanksDisagree(f"all_reduce of sparse tensors that differ: {differences}. Give each one shape")
+            raise RanksDisagree(f"all_reduce: expected sparse tensors of one shape on all ranks; found {differences}")
         mine = x.detach().coalesce()
         indices = gathering.allgather(channel, flat(mine.indices().t()), None)
         values = gathering.allgather(channel, flat(mine.values()), None)
@@ -145,16 +148,16 @@ class ExtraOperations(Carrier):
     def divided(
         self, channel: Channel, source: Tensor, destination: Tensor, flavour: Carrier, method: str, op: str, *root: int
     ) -> None:
-        """The sum that a method of ``flavour`` makes, divided by the ranks and rounded towards zero, as in NCCL.
+        """Compute a sum by a method of ``flavour``, and divide it by the number of ranks; round to zero as NCCL does.
 
-        Sums are int64, or uint64, so that the sum of shorter numbers does not wrap around.
+        Sums are int64 or uint64, so that the sum of shorter integers does not overflow.
         """
         wide = torch.uint64 if source.dtype == torch.uint64 else torch.int64
         total = destination.to(wide)
         getattr(flavour, method)(channel, source.to(wide), total, op, *root)
         if root and root[0] != channel.rank:
             return
-        if wide == torch.uint64:  # which torch does not divide
+        if wide == torch.uint64:  # torch cannot divide it
             total = total.cpu()
             numbers = total.numpy()
             numbers //= channel.size
@@ -163,7 +166,7 @@ class ExtraOperations(Carrier):
         copy_to(destination, total)
 
     def memory(self, channel: Channel, num_bytes: int, device: torch.device) -> Tensor | None:
-        """Symmetric memory; None, on all ranks, where there is none to be had."""
+        """Return symmetric memory; None, on all ranks, if it is unavailable."""
         try:
             return symmetric.memory(channel, num_bytes, device)[:num_bytes]
         except Unavailable:
@@ -171,12 +174,12 @@ class ExtraOperations(Carrier):
 
 
 def _room_on_host(x: Tensor) -> Tensor:
-    """Memory on the host to receive ``x`` in: its own, if MPI can write there."""
+    """Return host memory to receive ``x`` in: its own memory if MPI can write there."""
     return x.detach() if not x.is_cuda and x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device="cpu")
 
 
 def apart(sent: list[Tensor], received: Sequence[Tensor]) -> list[Tensor]:
-    """``sent``, flat tensors; of those that overlap a received one copies, which nothing overwrites."""
+    """Return the flat tensors ``sent``, with a copy in place of each one that overlaps a received tensor."""
     ranges = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in received if x.numel())
     begins, ends = [begin for begin, _ in ranges], list(itertools.accumulate((end for _, end in ranges), max))
 

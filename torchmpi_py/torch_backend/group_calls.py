@@ -1,8 +1,14 @@
-"""Calls of a process group: torch.distributed's arguments become operations on flat tensors.
+"""Turn the calls of a process group into operations of the package on flat tensors.
 
-torch.distributed gives some arguments as objects, and some as plain values. Its lists hold one tensor for each rank,
-where the package's verbs have one flat tensor: lists are copied into a flat tensor before a call, or out of one after.
-Each function here that returns a ``Call`` checks its tensors on this rank alone, and raises ValueError or TypeError.
+The idea: torch.distributed passes lists with one tensor per rank, but the package's collectives take one flat tensor
+with the parts of all ranks. So a call copies its lists into a flat tensor before the operation, or copies the parts out
+of a flat tensor in a last step. Tensors that are contiguous and not in lists are used in place.
+
+An alternative is one message or one broadcast per list element, straight from and into the user's tensors, without
+copies. Only large gathers and scatters do that (``ExtraOperations.takes``). For all other calls the collectives on one
+flat tensor take fewer messages, and one operation is easier to compare between ranks than many.
+
+Each function here that returns a ``Call`` checks its tensors on this rank only, and raises ValueError or TypeError.
 """
 
 from __future__ import annotations
@@ -45,15 +51,15 @@ _scatter = builder(verbs.scatter)
 
 
 class GroupReduction(NamedTuple):
-    """A reduction: ``op``, as the package calls it, after every tensor is multiplied by ``factor``, if there is one."""
+    """A reduction with ``op``, a name of the package. Each tensor is first multiplied by ``factor``, unless None."""
 
     op: str
     factor: Any
 
     def scaled(self, x: Tensor) -> Tensor:
-        """A copy of ``x``, multiplied; ``x`` itself without a factor.
+        """Return a copy of ``x`` times the factor; ``x`` itself without a factor.
 
-        ValueError if the dtype or shape of ``x`` cannot hold the products.
+        Raise ValueError if the dtype or shape of ``x`` cannot hold the products.
         """
         if self.factor is None:
             return x
@@ -62,13 +68,13 @@ class GroupReduction(NamedTuple):
         except RuntimeError as error:
             raise ValueError(
                 f"premul_sum: {x.dtype} of shape {tuple(x.shape)} cannot be multiplied by {self.factor!r}: {error}. "
-                "Give a factor that fits, or x.float()"
+                "Pass a factor that fits, or x.float()"
             ) from None
 
     def operation(
         self, build: Callable[..., Operation[Any]], extra: ExtraOperations, x: Tensor, *root: int, out: Tensor | None
     ) -> Operation[Any]:
-        """The operation that reduces ``x``, multiplied before. The verbs refuse means of whole numbers."""
+        """Return the operation that reduces ``x``, also for a mean of integers, which collectives refuse."""
         is_mean_of_whole = self.op == "avg" and x.dtype in WHOLE_NUMBERS
         op = "sum" if is_mean_of_whole else self.op
         operation = build(x, *root, out=out, op=op, comm=extra.comm)
@@ -76,7 +82,7 @@ class GroupReduction(NamedTuple):
 
 
 def _into_lists(wholes: Tensors, lists: Sequence[Tensors]) -> Callable[[], None]:
-    """A step that copies each flat tensor into the tensors of its list."""
+    """Return a last step that copies each flat tensor into the tensors of its list."""
 
     def conclude() -> None:
         with torch.no_grad():
@@ -88,24 +94,25 @@ def _into_lists(wholes: Tensors, lists: Sequence[Tensors]) -> Callable[[], None]
 
 
 def _buffers(verb: str, outputs: Tensors) -> tuple[list[Tensor], list[Finish]]:
-    """Flat memory to write in place of each output, and the steps that copy it to outputs that are not flat."""
+    """Return a flat buffer for each output, and the last steps that copy to non-contiguous outputs."""
     targets = [output_buffer(verb, output, holds_input=False) for output in outputs]
     return [buffer for buffer, _ in targets], [copy_out for _, copy_out in targets if copy_out]
 
 
 def warn_in_backward(verb: str, x: Tensor) -> None:
-    """Let ``backward`` through a tensor that a call overwrites warn, as torch does for its own backends.
+    """Make ``backward`` warn if it passes through a tensor that a call overwrites, as torch's own backends do.
 
-    No error, as from the package's verbs: programs take the sum of their losses, and know what they get.
+    The package's collectives raise an error here. A process group only warns, because programs of torch.distributed
+    deliberately add up their losses in this way.
     """
-    is_leaf = x.is_leaf if x._base is None else x._base.is_leaf  # a parameter, whose new values are what is wanted
+    is_leaf = x.is_leaf if x._base is None else x._base.is_leaf  # a parameter: the program wants its new values
     if is_leaf or not torch.is_grad_enabled():
         return
 
     def warn(_: Tensor) -> None:
         warnings.warn(
-            f"backward() goes through a tensor that torch.distributed's {verb} has overwritten, as if it had not: "
-            "the gradients may be wrong. Take torch.distributed.nn.functional, or pass x.detach()",
+            f"backward() passes through a tensor that torch.distributed's {verb} has overwritten, so gradients may "
+            "be wrong; use torch.distributed.nn.functional, or pass x.detach()",
             stacklevel=1,
         )
 
@@ -113,7 +120,7 @@ def warn_in_backward(verb: str, x: Tensor) -> None:
 
 
 def allreduce(extra: ExtraOperations, tensors: list[Tensor], reduction: GroupReduction) -> Call:
-    """Each tensor in an operation of its own; sparse ones too."""
+    """Return the allreduce of each tensor, dense or sparse, in an operation of its own."""
     if any(x.is_sparse for x in tensors):
         return _allreduce_sparse(extra, tensors, reduction)
     operations = [reduction.operation(_allreduce, extra, reduction.scaled(x), out=x) for x in tensors]
@@ -123,16 +130,16 @@ def allreduce(extra: ExtraOperations, tensors: list[Tensor], reduction: GroupRed
 def _allreduce_sparse(extra: ExtraOperations, tensors: list[Tensor], reduction: GroupReduction) -> Call:
     if reduction.op != "sum":
         raise ValueError(
-            f"allreduce of sparse tensors with {reduction.op!r}: only the sum of sparse tensors is defined"
+            f"all_reduce: only the sum of sparse tensors is defined, found op {reduction.op!r}; use SUM or x.to_dense()"
         )
     totals: list[Tensor] = []
 
     def conclude() -> None:
-        with torch.no_grad():  # and not x.detach(), which would have indices of its own
+        with torch.no_grad():  # x.detach() would not do, because it has its own indices
             for x, total in zip(tensors, totals, strict=True):
                 base = x._base
                 if base is not None and base.is_sparse and base.is_complex() and not x.is_complex():
-                    base.copy_(torch.view_as_complex(total))  # the tensor of the program, of which torch gives a view
+                    base.copy_(torch.view_as_complex(total))  # the program's tensor; torch passes a real view of it
                 else:
                     x.copy_(total)
 
@@ -140,30 +147,30 @@ def _allreduce_sparse(extra: ExtraOperations, tensors: list[Tensor], reduction: 
 
 
 def allreduce_together(extra: ExtraOperations, tensors: list[Tensor], reduction: GroupReduction) -> Call:
-    """All tensors of one dtype and device in one operation."""
+    """Return the allreduce of all tensors, with one operation for each dtype and device."""
     check_parts("all_reduce", "tensors", tensors)
     kinds: dict[tuple[Any, ...], list[Tensor]] = {}
     for x in tensors:
         kinds.setdefault((x.dtype, x.device), []).append(x)
-    # One flat tensor of each kind; results are copied back.
+    # Make one flat tensor of each kind; the last step copies the results back.
     wholes = [torch.cat([flat(reduction.scaled(x)).view(-1) for x in alike]) for alike in kinds.values()]
     operations = [reduction.operation(_allreduce, extra, whole, out=whole) for whole in wholes]
     return operations, tensors, [_into_lists(wholes, list(kinds.values()))]
 
 
 def broadcast(comm: Communicator, tensors: list[Tensor], root: int) -> Call:
-    """Each tensor in an operation of its own."""
+    """Return the broadcast of each tensor in an operation of its own."""
     return [_broadcast(x, root, comm=comm) for x in tensors], tensors, ()
 
 
 def reduce(extra: ExtraOperations, tensors: list[Tensor], root: int, reduction: GroupReduction) -> Call:
-    """Each tensor in an operation of its own; only root's tensors are written."""
+    """Return the reduce of each tensor in an operation of its own; only root's tensors are written."""
     operations = [reduction.operation(_reduce, extra, reduction.scaled(x), root, out=x) for x in tensors]
     return operations, tensors, ()
 
 
 def allgather(comm: Communicator, output_lists: Sequence[Tensors], inputs: Tensors) -> Call:
-    """Each input of all ranks into a list of outputs, whose shapes may differ between ranks."""
+    """Return the allgather of each input into a list of outputs. The shapes of the ranks may differ."""
     operations, wholes = [], []
     for outputs, x in zip(output_lists, inputs, strict=True):
         check_list("all_gather", "outputs", outputs, x, comm.size, of_equal_size=[comm.rank])
@@ -174,7 +181,7 @@ def allgather(comm: Communicator, output_lists: Sequence[Tensors], inputs: Tenso
 
 
 def allgather_single(comm: Communicator, outputs: Tensors, inputs: Tensors) -> Call:
-    """Each input of all ranks, one after another, into one output."""
+    """Return the allgather of each input into one output, in rank order."""
     for output, x in zip(outputs, inputs, strict=True):
         check_whole("all_gather", "output", output, "input", x, comm.size)
     buffers, copies_out = _buffers("all_gather", outputs)
@@ -183,13 +190,13 @@ def allgather_single(comm: Communicator, outputs: Tensors, inputs: Tensors) -> C
     for source, buffer in zip(sources, buffers, strict=True):
         whole = buffer.view(-1)
         slot = whole[comm.rank * source.numel() :][: source.numel()]
-        source = copy_if_overlapping(source, whole, slot)  # FSDP gives the slot
+        source = copy_if_overlapping(source, whole, slot)  # FSDP passes the slot itself
         operations.append(_gathering(comm, source, whole, [source.numel()] * comm.size))
     return operations, list(outputs), copies_out
 
 
 def gather(extra: ExtraOperations, output_lists: Sequence[Tensors], x: Tensor, root: int) -> Call:
-    """The inputs of all ranks, which have one shape, into a list on root."""
+    """Return the gather of all ranks' inputs, which have one shape, into a list on root."""
     comm, outputs, whole = extra.comm, [], None
     check_rank("gather", "dst", root, comm.size)
     source = flat(check_tensor("gather", "input", x)).view(-1)
@@ -206,7 +213,7 @@ def gather(extra: ExtraOperations, output_lists: Sequence[Tensors], x: Tensor, r
 
 
 def scatter(extra: ExtraOperations, output: Tensor, input_lists: Sequence[Tensors], root: int) -> Call:
-    """A list on root, of tensors of one shape, to all ranks."""
+    """Return the scatter of a list of tensors on root, which have one shape, to all ranks."""
     comm, inputs = extra.comm, []
     check_rank("scatter", "src", root, comm.size)
     check_tensor("scatter", "output", output)
@@ -223,14 +230,14 @@ def scatter(extra: ExtraOperations, output: Tensor, input_lists: Sequence[Tensor
 def reduce_scatter(
     extra: ExtraOperations, outputs: Tensors, input_lists: Sequence[Tensors], reduction: GroupReduction
 ) -> Call:
-    """Each list is reduced over the ranks; rank r gets the r-th tensor. The shapes in a list may differ."""
+    """Return the reduction of each list over the ranks: rank r gets the r-th tensor. Shapes in a list may differ."""
     comm, operations = extra.comm, []
-    for output, given in zip(outputs, input_lists, strict=True):
-        check_list("reduce_scatter", "inputs", given, output, comm.size, of_equal_size=[comm.rank])
+    for output, parts in zip(outputs, input_lists, strict=True):
+        check_list("reduce_scatter", "inputs", parts, output, comm.size, of_equal_size=[comm.rank])
     buffers, copies_out = _buffers("reduce_scatter", outputs)
-    for buffer, given in zip(buffers, input_lists, strict=True):
-        inputs = [flat(reduction.scaled(x)).view(-1) for x in given]
-        if len({x.numel() for x in inputs}) == 1:  # else a reduce for each rank
+    for buffer, parts in zip(buffers, input_lists, strict=True):
+        inputs = [flat(reduction.scaled(x)).view(-1) for x in parts]
+        if len({x.numel() for x in inputs}) == 1:  # unequal sizes need a reduce for each rank
             operations.append(reduction.operation(_reduce_scatter, extra, torch.cat(inputs), out=buffer.view(-1)))
         else:
             for rank, x in enumerate(apart(inputs, buffers)):
@@ -240,7 +247,7 @@ def reduce_scatter(
 
 
 def reduce_scatter_single(extra: ExtraOperations, outputs: Tensors, inputs: Tensors, reduction: GroupReduction) -> Call:
-    """Each input is reduced over the ranks; rank r gets the r-th part."""
+    """Return the reduction of each input over the ranks: rank r gets the r-th part."""
     for output, x in zip(outputs, inputs, strict=True):
         check_whole("reduce_scatter", "input", x, "output", output, extra.comm.size)
     buffers, copies_out = _buffers("reduce_scatter", outputs)
@@ -255,7 +262,7 @@ def reduce_scatter_single(extra: ExtraOperations, outputs: Tensors, inputs: Tens
 def alltoall_single(
     extra: ExtraOperations, output: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]
 ) -> Call:
-    """Parts of one tensor to all ranks, along dim 0: equal ones, or of so many rows."""
+    """Return the alltoall of one tensor's parts along dim 0: equal parts, or as many rows as the splits say."""
     size = extra.comm.size
     if not output_splits and not input_splits:
         check_divisible("all_to_all_single", x, size)
@@ -272,7 +279,7 @@ def alltoall_single(
 
 
 def alltoall(extra: ExtraOperations, outputs: Tensors, inputs: Tensors) -> Call:
-    """A tensor to each rank, and one from each rank. Sizes match in each pair of ranks; pairs may differ."""
+    """Return the alltoall of lists: one tensor to and from each rank. Sizes match within a pair, not between pairs."""
     rank, size = extra.comm.rank, extra.comm.size
     check_list("all_to_all", "inputs", inputs, next(iter(inputs), None), size)
     check_list("all_to_all", "outputs", outputs, inputs[rank], size, of_equal_size=[rank])
@@ -281,22 +288,22 @@ def alltoall(extra: ExtraOperations, outputs: Tensors, inputs: Tensors) -> Call:
 
 
 def _apart(sources: list[Tensor], buffers: list[Tensor]) -> list[Tensor]:
-    """``sources``; copies of those that the operation of another output, which may come before, would overwrite."""
+    """Return ``sources``, with copies of tensors that the operation for another output may overwrite first."""
     if len(sources) == 1:
         return sources
     return [apart([x], buffers[:number] + buffers[number + 1 :])[0] for number, x in enumerate(sources)]
 
 
 def _gathering(comm: Communicator, x: Tensor, whole: Tensor | None, counts: list[int], *root: int) -> Operation[Any]:
-    """An allgather, or with a root a gather, of flat tensors whose sizes all ranks know."""
+    """Return an allgather (with a root: a gather) of flat tensors whose sizes all ranks know."""
     sizes = Sizes(counts, [count * x.itemsize for count in counts], [0] * comm.size)
     verb = "gather" if root else "allgather"
     num_bytes = sum(sizes.num_bytes)
     resolve(comm)
-    served = selector.flavour_for(verb, comm, x.device, num_bytes, symmetric=False, name=None)
-    compared = num_bytes if len(set(counts)) == 1 else zlib.crc32(repr(counts).encode())  # parts of one sum may differ
+    flavour = selector.flavour_for(verb, comm, x.device, num_bytes, symmetric=False, name=None)
+    compared = num_bytes if len(set(counts)) == 1 else zlib.crc32(repr(counts).encode())  # parts may differ
     plan = Plan(
-        name=verb, flavour=served, comm=comm, others=(*root, sizes), num_bytes=num_bytes, dtype=x.dtype,
-        device=x.device if x.is_cuda else None, fingerprint=(verb, served.name, compared, x.dtype, *root),
+        name=verb, flavour=flavour, comm=comm, others=(*root, sizes), num_bytes=num_bytes, dtype=x.dtype,
+        device=x.device if x.is_cuda else None, fingerprint=(verb, flavour.name, compared, x.dtype, *root),
     )  # fmt: skip
     return Operation(plan, (x, whole), whole)

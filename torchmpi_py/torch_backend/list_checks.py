@@ -1,4 +1,4 @@
-"""Checks of the lists of tensors that torch.distributed gives, on this rank alone, and of tensors that are cut."""
+"""Check the lists of tensors that torch.distributed passes, and tensors that are split, on this rank only."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ Tensors = Sequence[Tensor]
 def check_list(
     verb: str, what: str, parts: Tensors, x: Tensor | None, size: int, *, of_equal_size: Iterable[int] = ()
 ) -> None:
-    """ValueError unless there is a tensor for each of ``size`` ranks, of the dtype and on the device of ``x``.
+    """Raise ValueError unless there is a tensor for each of ``size`` ranks, of the dtype and on the device of ``x``.
 
-    ``of_equal_size``: the numbers of the tensors that must have as many elements as ``x``.
+    ``of_equal_size`` lists the indices of the tensors that must have as many elements as ``x``.
     """
     if len(parts) != size:
-        raise ValueError(f"{verb}: {len(parts)} {what}, but the group has {size} ranks; give a tensor for each")
+        raise ValueError(f"{verb}: found {len(parts)} {what}, but the group has {size} ranks; pass one tensor per rank")
     x = check_tensor(verb, "tensor", x)
     check_parts(verb, what, parts)
     for rank, part in enumerate(parts):
         if part.dtype != x.dtype or part.device != x.device:
             raise ValueError(
-                f"{verb}: number {rank} of the {what} is {part.dtype} on {part.device}, "
-                f"but the other tensor is {x.dtype} on {x.device}"
+                f"{verb}: expected {x.dtype} on {x.device}, as the other tensor is; "
+                f"found {part.dtype} on {part.device} in {what}[{rank}]"
             )
     for rank in of_equal_size:
         if parts[rank].numel() != x.numel():
             raise ValueError(
-                f"{verb}: number {rank} of the {what} has {parts[rank].numel()} elements, but the other tensor has "
-                f"{x.numel()}"
+                f"{verb}: expected {x.numel()} elements, as the other tensor has; "
+                f"{what}[{rank}] has {parts[rank].numel()} elements"
             )
 
 
 def check_whole(verb: str, what: str, whole: Tensor, part_what: str, part: Tensor, size: int) -> None:
-    """ValueError unless ``whole`` is as long as ``size`` times ``part``, of the same dtype, on the same device."""
+    """Raise ValueError unless ``whole`` is ``size`` times as long as ``part``, of its dtype and on its device."""
     check_tensor(verb, part_what, part)
     check_tensor(verb, what, whole)
     if whole.dtype != part.dtype or whole.device != part.device:
@@ -54,12 +54,12 @@ def check_whole(verb: str, what: str, whole: Tensor, part_what: str, part: Tenso
 
 
 def rows(what: str, x: Tensor, splits: list[int], size: int) -> list[Tensor]:
-    """The parts of ``x`` along dim 0; no ``splits`` are equal ones."""
+    """Return the parts of ``x`` along dim 0; without ``splits`` they are equal."""
     num_rows = x.shape[0] if x.dim() else 1
     splits = splits or [num_rows // size] * size
     if len(splits) != size or sum(splits) != num_rows:
         raise ValueError(
-            f"all_to_all_single: {what} split sizes {splits} for {size} ranks and {num_rows} rows along dim 0; give "
-            "one for each rank, that add up to the rows"
+            f"all_to_all_single: expected {size} {what} split sizes, one per rank, with the sum {num_rows} (rows along "
+            f"dim 0); found {splits}"
         )
     return list(torch.split(x, splits))

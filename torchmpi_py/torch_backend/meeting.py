@@ -1,8 +1,8 @@
-"""The beginning of process groups: ranks meet over MPI for torch.distributed, and make a group.
+"""Start process groups: the rendezvous of torch.distributed over MPI, and the creation of a group.
 
-Without ``init_method`` and ``store``, torch.distributed takes ``env://``. Its handler (``registration.py``) leads here
-where an MPI has started the ranks, and MASTER_ADDR and MASTER_PORT are not the user's own: the ranks agree on a store
-over MPI (``rendezvous.open_store``). So gloo and nccl start under ``torchmpirun`` too.
+Without ``init_method`` and ``store``, torch.distributed uses ``env://``. If an MPI has started the ranks, and the user
+has not set MASTER_ADDR and MASTER_PORT, the handler of ``env://`` (``registration.py``) calls this module. Then the
+ranks agree on a store over MPI (``rendezvous.open_store``), so gloo and nccl start under ``torchmpirun`` too.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from torchmpi_py.torch_backend.process_group import ProcessGroup
 from torchmpi_py.torch_backend.torch_internals import DEFAULT_SECONDS, check_version, program
 from torchmpi_py.watch import reports
 
-Found = Iterator[tuple[Any, int, int]]
-_SLACK_SECONDS = 60  # waits for an operation give up before the watchdog ends the job
+Rendezvous = Iterator[tuple[Any, int, int]]
+_SLACK_SECONDS = 60  # so that waits for an operation give up before the watchdog ends the job
 
 
 def ensure_started(timeout: dt.timedelta | None) -> None:
-    """Start the package, unless the program has done so; ``timeout`` is the one given to torch.distributed.
+    """Start the package unless it is started; ``timeout`` is the argument of torch.distributed.
 
-    The watchdog's deadline is then torch's default, or the timeout if that is longer.
+    Then hang detection ends the job after torch's default timeout, or after ``timeout`` if that is longer.
     """
     if process.is_started():
         return
-    tuning, given = config.from_environment(), _seconds(timeout)
+    tuning, seconds = config.from_environment(), _seconds(timeout)
     if not any(name in os.environ for name in ("TORCHMPI_DEADLINE", "TORCHMPI_DEADLINE_SECONDS")):
-        longest = max(DEFAULT_SECONDS, given)
+        longest = max(DEFAULT_SECONDS, seconds)
         tuning = config.Tuning(**vars(tuning) | {"deadline_seconds": longest + _SLACK_SECONDS})
-    process.start_for_group(tuning, given)
+    process.start_for_group(tuning, seconds)
 
 
 def wait_for_all(world: Communicator, timeout: dt.timedelta | None) -> None:
     """Wait until all ranks have called ``init_process_group``. Collective.
 
-    CollectiveTimeout, with the ranks that are missing, after ``timeout``, if one was given.
+    Raise CollectiveTimeout, which names the missing ranks, after ``timeout`` if it is not None or torch's default.
     """
     frame, name = program(), "init_process_group"
     entry = journal.record(Plain(name, world, (name,)), DIRECT, frame=frame)
@@ -69,13 +69,13 @@ def wait_for_all(world: Communicator, timeout: dt.timedelta | None) -> None:
 
 
 def _seconds(timeout: dt.timedelta | None) -> float:
-    """The timeout that the program has given; 0 for none, or for torch's default, which looks the same."""
+    """Return the program's timeout in seconds; 0 for None, and for torch's default, which looks like no timeout."""
     seconds = 0.0 if timeout is None else timeout.total_seconds()
     return 0.0 if seconds == DEFAULT_SECONDS else seconds
 
 
-def over_mpi(rank: int | None, is_lazy: bool, timeout: dt.timedelta | None = None, **_: object) -> Found:
-    """The rendezvous of torch.distributed: a store, the rank (default: MPI's), the size. Collective over the world."""
+def over_mpi(rank: int | None, is_lazy: bool, timeout: dt.timedelta | None = None, **_: object) -> Rendezvous:
+    """Yield the store, the rank (default: MPI's) and the size for torch.distributed. Collective over all ranks."""
     ensure_started(timeout)
     world = communicators.stack().levels[0]
     wait_for_all(world, timeout)
@@ -86,12 +86,12 @@ def over_mpi(rank: int | None, is_lazy: bool, timeout: dt.timedelta | None = Non
         frame=program(),
     )
     yield store, world.rank if rank is None else rank, world.size
-    raise RuntimeError("torch.distributed cannot meet a second time by the same call; call init_process_group again")
+    raise RuntimeError("init_process_group: a rendezvous serves one call; call init_process_group again")
 
 
 def create(options: Any) -> ProcessGroup:
-    """The process group that torch.distributed describes by ``options``. Collective over its ranks."""
-    # 1. Start the package, if the group can be made at all.
+    """Return the process group that the ``options`` of torch.distributed describe. Collective over its ranks."""
+    # 1. Check that the group is possible, then start the package.
     check_version()
     is_default = not options.global_ranks_in_group
     if is_default and not communicators.is_started():
@@ -100,27 +100,27 @@ def create(options: Any) -> ProcessGroup:
     world = communicators.stack().levels[0]
     if is_default:
         _check_is_whole(options, world.size)
-    # 2. torch's numbers of the ranks have to be MPI's.
+    # 2. Check that torch numbers the ranks as MPI does.
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     if max(ranks, default=-1) >= world.size or ranks[options.group_rank] != world.rank:
         raise TorchMPIError(
-            f"torch.distributed was told that this is rank {options.group_rank} of {ranks}, but for MPI it is rank "
-            f"{world.rank} of {world.size}. Launch with torchmpirun (not torchrun), and leave rank= and world_size= "
-            "away, and RANK and WORLD_SIZE out of the environment"
+            f"torch.distributed got the arguments of rank {options.group_rank} of {ranks}, but MPI numbers it rank "
+            f"{world.rank} of {world.size}. Launch with torchmpirun (not torchrun), omit rank= and world_size=, and "
+            "unset RANK and WORLD_SIZE in the environment"
         )
-    # 3. The default group is the first meeting, which names the ranks that do not come.
+    # 3. Wait for all ranks before the default group is made, because this wait can name the missing ranks.
     if is_default:
         wait_for_all(world, options.timeout)
     group = ProcessGroup(ranks, options.group_id, options.timeout)
-    group.lazy_store, rendezvous.newest_lazy_store[:] = rendezvous.newest_lazy_store[:], []  # while it lives
+    group.lazy_store, rendezvous.newest_lazy_store[:] = rendezvous.newest_lazy_store[:], []  # as long as the group
     return group
 
 
 def _check_is_whole(options: Any, size: int) -> None:
-    """TorchMPIError if the default group is to have fewer ranks than MPI has."""
+    """Raise TorchMPIError if the default group has fewer ranks than MPI has started."""
     if options.group_size < size:
         raise TorchMPIError(
-            f"the default group was asked for with {options.group_size} ranks, and MPI has started {size}: it has to "
-            'have them all. Call dist.init_process_group("torchmpi") on every rank, without rank= and world_size=; a '
-            "group of some ranks is then made by dist.new_group(ranks), which all ranks call too"
+            f"init_process_group: expected all {size} ranks of MPI in the group, found {options.group_size}. "
+            'Call dist.init_process_group("torchmpi") on every rank, without rank= and world_size=; make a smaller '
+            "group by dist.new_group(ranks), which every rank calls too"
         )

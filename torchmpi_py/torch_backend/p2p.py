@@ -1,7 +1,8 @@
-"""send and recv of a process group: messages with tags, from a certain rank or from any.
+"""Send and receive messages with tags in a process group, from one rank or from any rank.
 
-Messages must not queue behind collectives, nor behind each other: a receive may come before its counterpart's send. So
-they are posted to MPI at once, on a communicator of their own, with tags of the group (``communicator_pool.py``).
+A message must not queue behind collectives or behind other messages, because a receive may be called before the send
+that matches it. So each message is posted to MPI at once, on a communicator for messages, with tags of the group
+(``communicator_pool.py``).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torchmpi_py.torch_backend.work import PendingWork
 
 
 class Message(PendingWork):
-    """A message under way. No other call waits for it, and MPI moves it forward while a thread waits for it."""
+    """A message under way. No other call waits for it. MPI transfers it while a thread waits for it."""
 
     def __init__(self, handle: RequestHandle[Any], x: Tensor, seconds: float | None, receipts: list[Any]) -> None:
         super().__init__([x], seconds)
@@ -47,7 +48,7 @@ class Message(PendingWork):
         self.end()
 
     def source_rank(self) -> int:
-        """The rank in the group that sent the message, once the message has come."""
+        """Wait for the message; return the group rank of its sender."""
         self.wait()
         return int(self._receipts[0].status.Get_source())
 
@@ -59,7 +60,7 @@ class Mailbox:
 
     def __init__(self, membership: Membership) -> None:
         self._members, self._comm, self._mpi = membership, membership.comm, membership.messages
-        self._receives: dict[int, RequestHandle[Any]] = {}  # held until they are complete
+        self._receives: dict[int, RequestHandle[Any]] = {}  # kept until they are complete
         communication_thread.current().add_companion(self)
 
     def send(self, x: Tensor, destination: int, tag: int, seconds: float | None, frame: FrameType) -> Message:
@@ -72,14 +73,14 @@ class Mailbox:
         return Message(handle, x, seconds, [])
 
     def receive(self, x: Tensor, source: int | None, tag: int, seconds: float | None, frame: FrameType) -> Message:
-        """Post a receive; from any rank if ``source`` is None."""
+        """Post a receive, from any rank if ``source`` is None."""
         size, place = resolve(self._comm).size, self._members.tag("recv", tag)
         where = MPI.ANY_SOURCE if source is None else check_rank("recv", "src", source, size)
         buffer, copy_out = output_buffer("recv", check_tensor("recv", "tensor", x), holds_input=False)
         if source is None and x.nbytes > config.current.message_bytes:
             raise ValueError(
-                f"recv: {x.nbytes} bytes travel in several pieces, of which those of several ranks could be mixed; "
-                "give the rank that sends them (src=)"
+                f"recv: {x.nbytes} bytes travel in several messages, and messages of different ranks could mix; "
+                "pass the sender's rank (src=)"
             )
         if x.is_cuda:
             copy = HostCopy(x.detach())
@@ -92,10 +93,10 @@ class Mailbox:
         return Message(handle, x, seconds, receipts)
 
     def drain(self) -> None:
-        """Nothing to wait for: receives without a message may stay open."""
+        """Wait for nothing, because receives without a message may stay open."""
 
     def close(self) -> None:
-        """Take back the receives without a message."""
+        """Cancel the receives without a message."""
         for handle in list(self._receives.values()):
             handle.cancel()
 
@@ -109,7 +110,7 @@ class Mailbox:
 def _posted(
     operation: Operation[Any], frame: FrameType, post: Callable[[], list[Any]]
 ) -> tuple[RequestHandle[Any], list[Any]]:
-    """Record an operation, and post it; its handle and its requests."""
+    """Record an operation and post it; return its handle and its requests."""
     operation.entry = journal.record(operation.plan, DIRECT, IS_LAUNCH, frame)
     try:
         requests = post()

@@ -1,8 +1,8 @@
-"""The process group: torch.distributed's calls, in terms of the package's verbs.
+"""The process group: torch.distributed's calls, carried out by the package's collectives.
 
-torch.distributed hands over lists of tensors, some of them in several forms of the same collective. Here they become
-operations on flat tensors (``group_calls.py``). A queue carries them out in the order of the calls (``call_queue.py``).
-Point-to-point messages do not queue (``p2p.py``). The import prepares torch for groups of this class.
+torch.distributed passes lists of tensors, and has several functions for the same collective. Each call becomes one or
+more operations on flat tensors (``group_calls.py``). A queue carries the calls out in their order (``call_queue.py``).
+Point-to-point messages do not queue (``p2p.py``). Importing this module prepares torch for groups of this class.
 """
 
 from __future__ import annotations
@@ -34,16 +34,23 @@ _OPS = {kind: kind.lower() for kind in ("SUM", "AVG", "MIN", "MAX", "BAND", "BOR
 _OPS |= {"PRODUCT": "prod", "PREMUL_SUM": "sum"}
 _KINDS: Any = distributed.ReduceOp.RedOpType
 _BY_NUMBER = {_KINDS.__members__[name].value: GroupReduction(op, None) for name, op in _OPS.items()}
-_PREMUL_SUM = _KINDS.PREMUL_SUM.value  # torch's enumerations are slow: numbers are compared in their place
+_PREMUL_SUM = _KINDS.PREMUL_SUM.value  # compare numbers, because torch's enumerations are slow
 _allreduce = builder(verbs.allreduce)
-_Base: Any = distributed.ProcessGroup  # whose methods have several signatures each; this class takes all of them
+_Base: Any = distributed.ProcessGroup  # its methods have several signatures each; this class accepts all
 
 
 class ProcessGroup(_Base):  # type: ignore[misc]
-    """A process group of torch.distributed on a communicator of its own; ``distributed.init_process_group`` makes it.
+    """A process group of torch.distributed, on a communicator of its own.
 
-    Collectives as documented there. With a ``timeout`` other than torch's default, a wait for a call that takes longer
-    raises ``work.TimedOut``, which names the ranks that are late, as far as known.
+    Programs do not construct this class: ``dist.init_process_group("torchmpi")`` and ``dist.new_group`` do. The
+    constructor is collective over the group's ranks. The collectives do what torch.distributed documents. With a
+    ``timeout`` other than torch's default, a wait that takes longer raises ``work.TimedOut``, which is a
+    ``CollectiveTimeout`` and a ``DistBackendError`` and names the late ranks as far as known.
+
+    Args:
+        world_ranks: the world ranks of the members, in the order of their group ranks.
+        name: the name that torch.distributed gives the group; reports show it.
+        timeout: how long waits last; for torch's default (30 minutes) ``Tuning.deadline_seconds`` applies instead.
     """
 
     def __init__(self, world_ranks: Sequence[int], name: str, timeout: dt.timedelta) -> None:
@@ -53,32 +60,32 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self.extra = ExtraOperations(comm)
         self.queue = CallQueue(comm, f"group-{name}")
         self.mailbox = p2p.Mailbox(membership)
-        self.bucket_memories: Any = WeakTensorKeyDictionary()  # of ``ddp_buckets.average``, by parameter
+        self.bucket_memories: Any = WeakTensorKeyDictionary()  # parameter -> memory, for ``ddp_buckets.average``
         self.set_timeout(timeout)
         self._coalesced: list[Any] | None = None
         torch_internals.add_placeholder(self, comm.rank, comm.size)
 
-    def getBackendName(self) -> str:  # noqa: N802 - C++ asks for it by this name
+    def getBackendName(self) -> str:  # noqa: N802 - C++ calls this name
         return NAME
 
     def set_timeout(self, timeout: dt.timedelta) -> None:
-        """Let waits give up after ``timeout``; for torch's default (30 minutes) the package's own deadline counts."""
+        """Make waits give up after ``timeout``; for torch's default (30 minutes) the package's own timeout applies."""
         deadline = float(config.current.deadline_seconds) if config.can_raise else None
         seconds = timeout.total_seconds()
         self.seconds = deadline if seconds == torch_internals.DEFAULT_SECONDS else seconds
 
     def allreduce(self, tensors: Tensors | Tensor, opts: Any = None, timeout: Any = None) -> Any:
-        reduction, given = reduction_of(opts), as_list(tensors)
-        if reduction.factor is None and len(given) == 1:
-            (x,) = given
-            # C++, which reduces buckets, does not wait in the call.
+        reduction, inputs = reduction_of(opts), as_list(tensors)
+        if reduction.factor is None and len(inputs) == 1:
+            (x,) = inputs
+            # Only an asynchronous call may be for a bucket, because DDP's C++ code does not wait in the call.
             is_kept = torch_internals.keeps_bucket() if getattr(opts, "asyncOp", True) else None
             if is_kept is not None and ddp_buckets.is_bucket(x):
                 return self.carry_out(ddp_buckets.allreduce(self.comm, x, reduction.op, is_kept), opts)
             if not x.is_sparse and (reduction.op != "avg" or x.dtype not in WHOLE_NUMBERS):
                 operation = kept_plans.allreduce(_allreduce, x, self.comm, reduction.op)
-                return self.carry_out(([operation], given, ()), opts)
-        return self.carry_out(group_calls.allreduce(self.extra, given, reduction), opts)
+                return self.carry_out(([operation], inputs, ()), opts)
+        return self.carry_out(group_calls.allreduce(self.extra, inputs, reduction), opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         return self.carry_out(group_calls.allreduce_together(self.extra, list(tensors), reduction_of(opts)), opts)
@@ -99,7 +106,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return self.carry_out(group_calls.allgather(self.comm, outputs, inputs), opts)
 
     def allgather_coalesced(self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None) -> Any:
-        by_tensor = [list(of_tensor) for of_tensor in zip(*output_lists, strict=True)]  # torch gives a list a rank
+        by_tensor = [list(of_tensor) for of_tensor in zip(*output_lists, strict=True)]  # torch passes one list per rank
         return self.carry_out(group_calls.allgather(self.comm, by_tensor, input_list), opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002
@@ -142,7 +149,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         return self.carry_out(([self.extra.operation("barrier")], [], ()), opts)
 
-    _allgather_base = all_gather_single  # their names in older versions
+    _allgather_base = all_gather_single  # the names in older versions of torch
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -172,11 +179,11 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return Several(works or [])
 
     def shutdown(self) -> None:
-        """Wait for the calls under way here, at most the timeout, and give the communicator up. Not collective."""
+        """Wait for this rank's calls, at most for the timeout, and release the communicator. Not collective."""
         self._end(self.seconds)
 
     def abort(self) -> None:
-        """``shutdown`` without the wait."""
+        """Release the communicator as ``shutdown`` does, but without a wait."""
         self._end(0.0)
 
     def _end(self, seconds: float | None) -> None:
@@ -190,10 +197,11 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             communicator_pool.release(self.comm)
 
     def carry_out(self, call: Call, opts: Any = None, *, is_written: bool = True) -> Any:
-        """The Work of ``call``. A blocking call is over, unless others are under way, or it can time out.
+        """Carry out or queue ``call``; return its Work.
 
-        ``opts``, where torch gives any: a timeout, and whether the program waits in this call. ``is_written``: whether
-        the results are written on this rank.
+        A blocking call is complete at the return, unless other calls are under way or it has a timeout. ``opts`` may
+        hold a timeout, and whether the program waits in this call. ``is_written`` says whether this rank's results are
+        written.
         """
         operations, results, _ = call
         if not operations:
@@ -221,32 +229,32 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def _check_open(self) -> None:
         if not self.queue.is_open:
-            raise CommunicatorError(f"process group {self.group_name!r} was destroyed; make a new one")
+            raise CommunicatorError(f"process group {self.group_name!r} was destroyed; make another by dist.new_group")
         communicators.resolve(self.comm)
 
 
 def reduction_of(opts: Any) -> GroupReduction:
-    """The reduction that torch.distributed gives in options, or as such; without any, the sum."""
-    given = getattr(opts, "reduceOp", opts)
-    if given is None:
+    """Return the reduction that torch.distributed passes, in options or directly; the sum if it passes none."""
+    op = getattr(opts, "reduceOp", opts)
+    if op is None:
         return GroupReduction("sum", None)
-    number = getattr(given, "op", given).value
+    number = getattr(op, "op", op).value
     reduction = _BY_NUMBER.get(number)
     if reduction is None:
-        raise ValueError(f"backend torchmpi does not know {given!r}; it knows {', '.join(_OPS)}")
-    return reduction if number != _PREMUL_SUM else GroupReduction("sum", given.__getstate__()[1])
+        raise ValueError(f"backend torchmpi does not support {op!r}; use one of {', '.join(_OPS)}")
+    return reduction if number != _PREMUL_SUM else GroupReduction("sum", op.__getstate__()[1])
 
 
 def root_of(opts: Any) -> int:
-    """The root, which torch.distributed gives in options or as a plain number."""
+    """Return the root, which torch.distributed passes in options or as a plain number."""
     return opts if isinstance(opts, int) else int(opts.rootRank)
 
 
 def as_list(tensors: Sequence[Tensor] | Tensor) -> list[Tensor]:
-    """The list of tensors, where torch.distributed gives a list or one tensor."""
+    """Return a list of tensors; torch.distributed passes a list or one tensor."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-# A compiled function may call collectives from C++, which come back to Python here: the compiler would follow them.
+# A compiled function may call collectives from C++, which calls these methods; the compiler must not trace into them.
 compiling.leave_alone(ProcessGroup, CallWork, Done, PendingWork, QueuedCall, Several, Message)
 torch_internals.keep_join_notices()

@@ -1,21 +1,21 @@
-"""What the backend does to torch itself, and every private name of torch that it needs. Tried on torch 2.10 to 2.15.
+"""Change torch where the backend needs it, and hold every private name of torch. Tested on torch 2.10 to 2.15.
 
-setup.cfg allows torch from 2.4 on, which has what the rest of the package needs; `check_version` refuses groups on
-older ones than 2.10. ``import torch`` runs `prepare`, so nothing heavier than torch is imported here.
+setup.cfg allows torch from 2.4 on, which is enough for the rest of the package; `check_version` refuses groups on torch
+before 2.10. ``import torch`` runs `prepare`, so this module imports nothing heavier than torch.
 
-- The table of backends holds this one without listing it.
-- ``env://`` leads to this package's handler.
-- A string such as "cpu:gloo,cuda:torchmpi" makes a group of "torchmpi" alone: torch lets a backend that is written in
-  Python take the whole group over, after it has made the other one for nothing.
-- In an MPI job of several ranks, one line of log says that their default group is made on another CPU backend, if the
-  program has not named that one.
-- ``_set_pg_timeout``, which knows gloo and NCCL only, reaches the groups of this backend.
-- The work by which a model says, under ``model.join(divide_by_initial_world_size=False)``, that its rank has inputs
-  left is made in Python and handed over to C++. C++ asks a ``Work`` that is written in Python only as long as its
-  Python object lives; afterwards ``wait()`` is the one of the C++ class, which waits for ever. So the work is kept here
-  until the next one. (C++ keeps the objects of the calls that it makes itself.)
-- C++ wants a backend of its own in a process group, and asks it for devices and names. It gets a placeholder, which
-  raises if a collective reaches it.
+- The table of backends in torch holds this backend, but does not list it.
+- The scheme ``env://`` leads to this package's handler.
+- A string such as "cpu:gloo,cuda:torchmpi" makes a group of "torchmpi" only. A backend written in Python
+  may serve the whole group, so torch would make the other backend in vain.
+- If an MPI job of several ranks makes its default group on another CPU backend that the program has not named, one log
+  line says so.
+- The function ``_set_pg_timeout`` knows only gloo and NCCL. Its wrapper also sets the timeout of this backend's groups.
+- Under ``model.join(divide_by_initial_world_size=False)`` a model tells the other ranks by an allreduce that its rank
+  has inputs left. Python makes the ``Work`` of this call and passes it to C++. C++ calls the Python methods of a
+  ``Work`` only while the Python object lives; afterwards ``wait()`` of the C++ class blocks for ever. So this module
+  keeps the work until the next one. (C++ itself keeps the objects of the calls that it makes.)
+- C++ needs a C++ backend in a process group, and asks it for devices and names. It gets a placeholder that raises an
+  error if a collective reaches it.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from torchmpi_py.torch_backend.backend_name import NAME
 logger = logging.getLogger("torchmpi_py")
 
 DEFAULT_SECONDS = 30 * 60
-"""torch's own deadline of an operation, for all backends but NCCL."""
+"""torch's default timeout of an operation, for all backends except NCCL."""
 
 _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 _INSTALLED = ("site-packages", "dist-packages")
 _UNNAMED = "undefined"
 _ON_THE_CPU = {"gloo", "mpi", "ucc"}
-_REMEDY = f'call dist.init_process_group("{NAME}") before, or give the library that name'
+_REMEDY = f'call dist.init_process_group("{NAME}") first, or pass that name to the library'
 
 _last_notice: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by model
 
 
 def prepare(handler_of: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Change torch's tables and functions. ``handler_of`` makes the handler of ``env://`` from the former one."""
+    """Change torch's tables and functions. ``handler_of`` turns the former handler of ``env://`` into the new one."""
     backend: Any = distributed.Backend
     backend._plugins = _Plugins(backend._plugins)
     _rendezvous_handlers["env"] = handler_of(_rendezvous_handlers["env"])
@@ -64,9 +64,10 @@ def prepare(handler_of: Callable[[Callable[..., Any]], Callable[..., Any]]) -> N
 
 
 class _Plugins(dict[str, Any]):
-    """torch's table of backends, in which this one is found, but not listed.
+    """torch's table of backends, in which a lookup finds this backend, but a listing does not show it.
 
-    Where any is listed, torch gives a group such as "cpu:gloo" no default backend, and warns when it is destroyed.
+    If the table listed a backend, torch would give a group such as "cpu:gloo" no default backend, and would warn when
+    the group is destroyed.
     """
 
     def __init__(self, former: dict[str, Any]) -> None:
@@ -83,7 +84,7 @@ class _Plugins(dict[str, Any]):
 
 
 def _wrap_making() -> None:
-    """Have torch make a group of this backend where it is named, and log where the default group is another's."""
+    """Make torch choose this backend wherever it is named, and log if the default group is made on another backend."""
     former = distributed_c10d._new_process_group_helper
 
     @functools.wraps(former)
@@ -97,14 +98,14 @@ def _wrap_making() -> None:
 
 
 def _wrap_set_timeout() -> None:
-    """Let torch's function set the timeout of this backend's groups too."""
+    """Make torch's function set the timeout of this backend's groups too."""
     former = distributed_c10d._set_pg_timeout
 
     @functools.wraps(former)
     def set_timeout(timeout: dt.timedelta, group: Any = None) -> None:
-        used: Any = group or distributed.group.WORLD
-        if is_group(used):
-            used.set_timeout(timeout)
+        target: Any = group or distributed.group.WORLD
+        if is_group(target):
+            target.set_timeout(timeout)
         else:
             former(timeout, group)
 
@@ -112,44 +113,44 @@ def _wrap_set_timeout() -> None:
 
 
 def is_group(group: Any) -> bool:
-    """Whether ``group`` is a process group of this backend."""
+    """Return whether ``group`` is a process group of this backend."""
     return isinstance(group, distributed.ProcessGroup) and group.name() == NAME
 
 
-def group_of_hook(hook: str, given: Any) -> Any:
-    """The process group for a hook of DDP; None: the default one. RuntimeError or TypeError if it is none of ours."""
-    group = distributed.group.WORLD if given is None else given
+def group_of_hook(hook: str, state: Any) -> Any:
+    """Return the process group for a DDP hook; the default group for None. RuntimeError or TypeError if not ours."""
+    group = distributed.group.WORLD if state is None else state
     if group is None:
-        raise RuntimeError(f"{hook}: there is no default process group (any more); call init_process_group first")
+        raise RuntimeError(f"{hook}: there is no default process group; call init_process_group first")
     if not is_group(group):
-        raise TypeError(f"{hook}: {group!r} is not a process group of backend torchmpi; give the one of the module")
+        raise TypeError(f"{hook}: {group!r} is not a process group of backend torchmpi; pass the module's group")
     return group
 
 
 def check_bucket(hook: str, x: Tensor) -> Tensor:
-    """The gradients of a bucket of DDP; TypeError if they are sparse."""
+    """Return the gradients of a DDP bucket; raise TypeError if they are sparse."""
     if x.is_sparse:
         raise TypeError(
-            f"{hook}: a bucket has sparse gradients. Build the layer with sparse=False, or register no hook with DDP: "
-            "without one sparse gradients stay sparse"
+            f"{hook}: expected dense gradients, found a bucket of sparse ones. Build the layer with sparse=False, or "
+            "register no hook: DDP itself reduces sparse gradients"
         )
     return x
 
 
 def _names(backend: str) -> set[str]:
-    """The backends that torch would make a group of, given a name, device strings, or nothing."""
+    """Return the backends of a group that torch would make for a name, for device strings, or for no name."""
     if backend == _UNNAMED:
         backend = str(distributed_c10d.BackendConfig(distributed.Backend(backend)))
     return {part.rpartition(":")[2] for part in backend.lower().split(",")}
 
 
 def _chosen(backend: str, names: set[str]) -> str:
-    """The backend that torch makes: this one where others are named too; without a name, torch's own choice."""
+    """Return the backend to make: this one if the string names it, else the string; without a name torch's choice."""
     if NAME in names:
         if len(names) > 1 and _logs():
             rest = " and ".join(sorted(names - {NAME}))
             logger.warning(
-                '"%s": %s serves all devices of a group, and %s is not used; give "%s", or make a group of the other '
+                '"%s": %s serves all devices of a group, and %s is not used; pass "%s" only, or make a separate group '
                 'by dist.new_group(backend="%s")',
                 backend, NAME, rest, NAME, min(names - {NAME}),
             )  # fmt: skip
@@ -158,20 +159,20 @@ def _chosen(backend: str, names: set[str]) -> str:
 
 
 def _warn_if_elsewhere(backend: str, names: set[str]) -> None:
-    """One line on rank 0 of an MPI job, if its default group is made on a CPU backend that the program did not name."""
+    """Log a line on rank 0 of an MPI job if its default group gets a CPU backend that the program did not name."""
     if not names <= _ON_THE_CPU or not _is_job() or not _logs():
         return
     library = library_of(program())
     if backend == _UNNAMED or library:
         why = f"{library} asks for it" if library else "no backend was named"
         logger.warning(
-            'the default group of torch.distributed is made on "%s", and not on MPI: %s. For MPI, %s',
+            'the default group of torch.distributed is made on "%s", not on MPI: %s. For MPI, %s',
             "/".join(sorted(names)), why, _REMEDY,
         )  # fmt: skip
 
 
 def _is_job() -> bool:
-    """Whether this is a rank among several that an MPI has started, and torchrun has not."""
+    """Return whether MPI, and not torchrun, has started this process as one of several ranks."""
     return (variables.size_in(os.environ) or 1) > 1 and not variables.is_under_torchrun(os.environ)
 
 
@@ -180,7 +181,7 @@ def _logs() -> bool:
 
 
 def program() -> FrameType:
-    """The innermost frame outside of torch and of this backend: the place in the program that makes a call."""
+    """Return the innermost frame outside torch and this backend: the place in the program that makes the call."""
     frame = sys._getframe(2)
     while frame.f_code.co_filename.startswith(_LIBRARIES) and frame.f_back is not None:
         frame = frame.f_back
@@ -188,10 +189,10 @@ def program() -> FrameType:
 
 
 def keeps_bucket() -> bool | None:
-    """How C++ calls the caller of this function, if that may be for a bucket of DDP; None if Python does.
+    """Return whether DDP keeps the bucket that the caller reduces for C++; None if Python has called the caller.
 
-    True: in a backward pass, for a bucket that is kept. False: in place of one, on a rank without inputs, for zeros. A
-    thread of C++, of which there are some for deeply nested backward passes, has no frame above that.
+    True: C++ reduces a bucket in a backward pass, and keeps it. False: C++ reduces zeros on a rank without inputs, in
+    place of a bucket. Deeply nested backward passes run in C++ threads, where the caller is the outermost frame.
     """
     frame = sys._getframe(1).f_back
     return True if frame is None else _AROUND_BUCKETS.get(frame.f_code)
@@ -203,14 +204,14 @@ _AROUND_BUCKETS = {getattr(_in_backward, "__code__", None): True, getattr(_in_jo
 
 
 def library_of(frame: FrameType) -> str:
-    """The name of the installed package that a frame belongs to; empty for the user's own program."""
+    """Return the name of the installed package to which a frame belongs; "" for the user's own program."""
     parts = frame.f_code.co_filename.split(os.sep)
-    found = next((place for place, part in enumerate(parts[:-1]) if part in _INSTALLED), None)
-    return "" if found is None else parts[found + 1].removesuffix(".py")
+    place = next((place for place, part in enumerate(parts[:-1]) if part in _INSTALLED), None)
+    return "" if place is None else parts[place + 1].removesuffix(".py")
 
 
 def keep_join_notices() -> None:
-    """Keep the last work by which each model said that its rank has inputs left. For the first process group."""
+    """Make torch keep each model's last "inputs left" work (see the module). The first process group calls this."""
     from torch.distributed.algorithms.join import Join, Joinable
 
     former = Join.notify_join_context
@@ -223,18 +224,18 @@ def keep_join_notices() -> None:
 
 
 def check_version() -> None:
-    """TorchMPIError on a torch whose placeholder would not raise if a collective reached it."""
+    """Raise TorchMPIError on a torch whose placeholder would not raise an error if a collective reached it."""
     from torch._C._distributed_c10d import FakeProcessGroup
 
     if not hasattr(FakeProcessGroup, "Options"):
         raise TorchMPIError(
-            f'init_process_group("{NAME}") needs torch 2.10 or later, and this is torch {torch.__version__}: '
-            "run pip install --upgrade torch; mpi.start() and all that follows it work with this one"
+            f'init_process_group("{NAME}") needs torch 2.10 or later, found torch {torch.__version__}: run '
+            "pip install --upgrade torch. mpi.start() and the functions of torchmpi_py work with this version too"
         )
 
 
 def add_placeholder(group: Any, rank: int, size: int) -> None:
-    """Give ``group`` the placeholder for a C++ backend, for all devices."""
+    """Add the placeholder for a C++ backend to ``group``, for all devices."""
     from torch._C._distributed_c10d import FakeProcessGroup
 
     factory: Any = FakeProcessGroup
@@ -248,14 +249,14 @@ def add_placeholder(group: Any, rank: int, size: int) -> None:
 
 
 def work_of(future: torch.futures.Future[Any]) -> Any:
-    """A Work of C++ for a call whose results are those of ``future``."""
+    """Return a C++ Work whose results are the value of ``future``."""
     from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 
     return _create_work_from_future(future)
 
 
 def raise_on_wait(future: torch.futures.Future[Any], error: BaseException) -> None:
-    """Let ``future.wait()`` and ``future.value()`` raise ``error`` in Python, whatever value the future has."""
+    """Make ``future.wait()`` and ``future.value()`` raise ``error`` in Python, whatever value the future has."""
 
     def unwrap(_: object) -> None:
         raise error

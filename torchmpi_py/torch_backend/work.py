@@ -1,14 +1,16 @@
-"""What torch.distributed gets for a call: a ``Work``, its future, and what the program chains to the future.
+"""Return a ``Work`` for each call to torch.distributed: the work, its future, and the callbacks of the future.
 
-A program may drop a ``Work``: the queue holds the call until it is complete.
+A program may drop a ``Work``, because the queue holds the call until it is complete.
 
-A callback (``future.then``) runs where the future is completed: in the thread that carries out the group's calls,
-before the next call; or, if the call is complete already, in the thread that chains. A callback may make calls, and
-wait for them, as DDP's PowerSGD hook does. Such a call must not queue behind calls that wait for it, and its place
-among the others may differ from rank to rank. So calls from a callback are carried out at once, on a channel of their
-own. Among themselves they come in the order of the calls that they are chained to, on all ranks, if the program chains
-in the order of its calls, and before it waits for later ones. (Callbacks of other futures, such as those of
-``torch.futures.collect_all``, make calls like any other part of the program.)
+A callback (``future.then``) runs in the thread that completes the future. That is the thread that carries out the
+group's calls, before it begins the next call; or the thread that adds the callback, if the call is complete already.
+
+A callback may make calls and wait for them, as DDP's PowerSGD hook does. A call from a callback must not queue behind
+calls that wait for the callback, and its place among the other calls may differ from rank to rank. So calls from
+callbacks are carried out at once, on a separate channel. Their order on that channel is the order of the calls to which
+the callbacks are chained. It is the same on all ranks if the program chains callbacks in the order of its calls, and
+before it waits for later calls. (Callbacks of other futures, such as ``torch.futures.collect_all``, make calls like any
+other part of the program.)
 """
 
 from __future__ import annotations
@@ -40,10 +42,11 @@ callback_state = _InCallback()
 
 @contextlib.contextmanager
 def _callback(gpus: Sequence[torch.device]) -> Iterator[None]:
-    """A block that runs a callback; at its end the work that the callback has queued on the GPUs is done.
+    """Run a callback in this block, and wait at its end for the work that the callback has queued on the GPUs.
 
-    A callback runs on a stream of torch's own, and may use memory that was taken on another stream, as what DDP's
-    PowerSGD hook has copied. Given back earlier, that memory could be the other stream's next tensor at once.
+    A callback runs on a stream of torch's own, and may use memory that was allocated on another stream, such as the
+    copies of DDP's PowerSGD hook. If that memory were freed before the callback's work is done, the other stream could
+    reuse it at once.
     """
     former = callback_state.is_in_callback
     callback_state.is_in_callback = True
@@ -56,14 +59,14 @@ def _callback(gpus: Sequence[torch.device]) -> Iterator[None]:
 
 
 def _nothing() -> None:
-    """The step before a wait for most futures."""
+    """Do nothing: the step before a wait for most futures."""
 
 
 class _Failure:
-    """The value of a future that has an error.
+    """The value of a future that has failed.
 
-    Errors that Python gives a future are values to C++. DDP takes them for gradients, and looks for the tensors in them
-    by pickle, without expecting to find none: DDP has to meet the error there.
+    An error that Python sets on a future is an ordinary value for C++. DDP takes this value for gradients, and pickles
+    it to find the tensors, without a check that it finds any. So pickling this value raises the error.
     """
 
     def __init__(self, error: BaseException, *, raises: bool = True) -> None:
@@ -77,26 +80,26 @@ class _Failure:
 
 
 class CallFuture(torch.futures.Future[Any]):
-    """The future of a call. ``before_wait`` carries the call out, where that is the work of the thread that waits."""
+    """The future of a call. ``before_wait`` carries the call out if that is the task of the waiting thread."""
 
     def __init__(self, devices: list[torch.device], before_wait: Callable[[], object] = _nothing) -> None:
         super().__init__(devices=list(devices))
         self.gpus, self.before_wait = devices, before_wait
 
     def wait(self) -> Any:
-        """Block until the future is completed; its value, or the error of the call."""
+        """Block until the future is completed; return its value, or raise the error of the call."""
         self.before_wait()
         return super().wait()
 
     def then(self, callback: Callable[..., Any]) -> CallFuture:
-        """The future of the value that ``callback`` makes of this future."""
+        """Return a future for the result of ``callback``, which is called with this future."""
         following = CallFuture(self.gpus, self.before_wait)
         super().then(functools.partial(_follow, callback, following))
         return following
 
     def set_exception(self, error: Any) -> None:
         """Complete the future with an error, for waits in Python, and for DDP, which waits in C++."""
-        failure = _Failure(error, raises=not self.gpus)  # a future of GPU tensors pickles the value it is given
+        failure = _Failure(error, raises=not self.gpus)  # a future of GPU tensors pickles its value
         raise_on_wait(self, error)
         self.set_result(failure)
         failure.raises = True
@@ -113,23 +116,23 @@ class CallFuture(torch.futures.Future[Any]):
 
 
 def _gpus(results: Sequence[Tensor]) -> list[torch.device]:
-    """The GPUs of tensors, which their future has to know."""
+    """Return the GPUs of the tensors, which torch requires for their future."""
     return sorted({x.device for x in results if x.is_cuda}, key=str)
 
 
 def first(future: Any) -> Any:
-    """The callback for the first of a call's tensors. It queues nothing."""
+    """Return the first tensor of a call: a callback that queues no GPU work."""
     return future.value()[0]
 
 
 def _follow(callback: Callable[..., Any], following: CallFuture, future: Any) -> None:
     try:
         with _callback([] if callback is first else following.gpus):
-            made = callback(future)
-        following.set_result(made)
+            result = callback(future)
+        following.set_result(result)
     except BaseException as error:
         is_ordinary = isinstance(error, Exception)
-        following.set_exception(error if is_ordinary else RuntimeError(f"a callback ended by {error!r}"))
+        following.set_exception(error if is_ordinary else RuntimeError(f"a callback of a future ended with {error!r}"))
 
 
 class TimedOut(CollectiveTimeout, distributed.DistBackendError):
@@ -137,7 +140,7 @@ class TimedOut(CollectiveTimeout, distributed.DistBackendError):
 
 
 class CallWork(distributed.Work):
-    """What the works below have in common. Each sets ``_results`` and says what ``exception`` is."""
+    """The base class of the works below. Each one sets ``_results`` and defines ``exception``."""
 
     _results: list[Tensor]
 
@@ -152,7 +155,7 @@ class CallWork(distributed.Work):
 
 
 class Several(CallWork):
-    """Several calls, as one. torch waits for them together, and asks for no future."""
+    """The work of several calls together. torch waits for it, and asks for no future."""
 
     def __init__(self, works: Sequence[Any], results: list[Tensor] | None = None) -> None:
         super().__init__()
@@ -172,7 +175,7 @@ class Several(CallWork):
 
 
 class Done(Several):
-    """A call that was carried out at once."""
+    """The work of a call that was carried out at once."""
 
     def __init__(self, results: list[Tensor]) -> None:
         super().__init__([], results)
@@ -184,14 +187,14 @@ class Done(Several):
 
 
 OVER = work_of(Done([]).get_future())
-"""The work of all calls that block, which torch.distributed does not show. To make one takes a third of the verb."""
+"""The work of every blocking call: programs never see it, and making one takes a third of a call's time."""
 
 
 class PendingWork(CallWork):
-    """A call under way, behind ``handle``. ``wait`` and the future raise what the call raises.
+    """The work of a call under way, which ``handle`` represents. ``wait`` and the future raise the call's error.
 
-    After ``seconds`` the waits give up (None: never); the call goes on. A subclass sets the handle when it launches,
-    and calls ``end`` once: when the call is over, though for a message only if there is a future.
+    Waits give up after ``seconds`` (None: never), but the call continues. A subclass sets the handle when it launches
+    the call, and calls ``end`` once, when the call is over. A message calls ``end`` only if it has a future.
     """
 
     handle: Handle[Any]
@@ -202,27 +205,27 @@ class PendingWork(CallWork):
         self._lock = threading.Lock()
         self._is_over = False
         self._future: CallFuture | None = None
-        self._future_is_open = threading.Lock()  # acquired, for good, by the thread that completes the future
+        self._future_is_open = threading.Lock()  # the thread that completes the future acquires it for ever
         self._timer: threading.Timer | None = None
 
     def before_wait(self) -> None:
-        """Called by a thread before it waits for the call."""
+        """Prepare a wait of this thread for the call."""
 
     def before_future_wait(self) -> None:
-        """Called by a thread before it waits for the future."""
+        """Prepare a wait of this thread for the future."""
 
     def expect(self) -> None:
-        """Called when the future is created: later waits on it happen inside torch, where we cannot observe them."""
+        """Count the call as waited for once its future exists, because waits inside torch cannot be observed."""
         self.handle.expect(self._seconds)
 
     def give_up(self) -> None:
-        """The program no longer waits for the call, which goes on."""
+        """Note that the program no longer waits for the call, which continues."""
         self.handle.give_up()
 
     def wait(self, timeout: dt.timedelta | None = None) -> bool:
-        """Block until the call is complete, at most ``timeout`` (default: the group's)."""
-        given = 0.0 if timeout is None else timeout.total_seconds()
-        seconds = given if given > 0 else self._seconds
+        """Block until the call is complete, for at most ``timeout`` (default: the group's timeout)."""
+        limit = 0.0 if timeout is None else timeout.total_seconds()
+        seconds = limit if limit > 0 else self._seconds
         self.before_wait()
         try:
             self.handle.wait(seconds)
@@ -237,7 +240,7 @@ class PendingWork(CallWork):
         return self.handle.done()
 
     def exception(self) -> Exception | None:
-        """What the call has raised, if it is over."""
+        """Return the error that the call has raised; None if it succeeded or is still under way."""
         if self.handle.done():
             try:
                 self.handle.wait()
@@ -246,7 +249,7 @@ class PendingWork(CallWork):
         return None
 
     def get_future(self) -> CallFuture:
-        """A future of the tensors. From now on the call counts as waited for (``core/journal.py``)."""
+        """Return a future of the tensors. From now on the call counts as waited for (``core/journal.py``)."""
         with self._lock:
             if self._future is not None:
                 return self._future
@@ -262,7 +265,7 @@ class PendingWork(CallWork):
         return future
 
     def end(self) -> None:
-        """The call is complete, or has failed: complete its future."""
+        """Complete the future, after the call has completed or failed."""
         with self._lock:
             self._is_over = True
         self._complete_future()
@@ -270,10 +273,10 @@ class PendingWork(CallWork):
     def _complete_future(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        future = self._future  # which may be completed already: by the timer, or by the program
+        future = self._future  # the timer or the program may have completed it already
         if future is None or future.done() or not self._future_is_open.acquire(blocking=False):
             return
-        # On the program's stream its later work would wait for the call, too.
+        # On the program's own stream, the program's later work would wait for the call too.
         with self.handle.on_its_stream():
             try:
                 self.handle.wait()
@@ -282,10 +285,10 @@ class PendingWork(CallWork):
             else:
                 future.set_result(self._results)
             finally:
-                future.before_wait = _nothing  # the two would keep each other, and the tensors, alive
+                future.before_wait = _nothing  # break the reference cycle, which would keep the tensors alive
 
     def _expire(self) -> None:
-        """The call is late: let the future give up."""
+        """Make the future give up, because the call has exceeded its timeout."""
         late = self.handle.who_is_late()
         if self._future is None or self.handle.is_settled() or not self._future_is_open.acquire(blocking=False):
             return

@@ -1,1 +1,1 @@
-"""Which rank is late, dead or different; reports; traces."""
+"""Find ranks that are late, dead or in another call; write reports and traces."""

@@ -1,4 +1,4 @@
-"""End of the whole job from one rank."""
+"""End the whole job from one rank."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import os
 import sys
 
 from torchmpi_py.core import mpi_api, status_board
-from torchmpi_py.core.status_board import ENDING, HAS_LEFT
 from torchmpi_py.launch import exit_marks
 from torchmpi_py.launch.notices import printable
 from torchmpi_py.watch import stacks, tracing
 
-_HANDLED_SECONDS = 0.6  # a watchdog looks twice a second; see exit_marks.py for what else takes time until the end
+_HANDLED_SECONDS = 0.6  # a watchdog wakes twice a second; exit_marks.py lists what else takes time
 EXIT_CODE = 1
-"""The exit code of a job that is ended by the ranks' watch over each other."""
+"""The exit code of a job that hang detection ends."""
 
 
 def abort(code: int, report: str = "") -> None:
-    """End the whole job with ``code`` if other ranks belong to it; else do nothing.
+    """End the whole job with ``code`` if the job has other ranks; else do nothing.
 
-    ``report``: what is wrong with another rank, in a few words, where this rank ends the job because of that.
+    ``report``: a few words about the fault, if this rank ends the job because of a fault of another rank.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or mpi_api.is_forked() or not mpi.Is_initialized() or mpi.Is_finalized():
@@ -39,13 +38,13 @@ def abort(code: int, report: str = "") -> None:
 
 
 def announce() -> None:
-    """Show on the board that this rank is about to end the job, and has said why; and print what else went wrong.
+    """Show on the board that this rank has printed its reason and is about to end the job; print pending exceptions.
 
-    A rank that waits in a collective of a ``finally`` has an exception that it would print after the wait. The end of
-    the job cuts the wait off, so this rank prints the exceptions that the ranks of its node handle.
+    A rank that waits for a collective within a ``finally`` block would print its exception only after the wait. The end
+    of the job interrupts the wait, so this rank prints the exceptions that the ranks of its node are handling.
     """
     if (board := status_board.current) is not None:
-        board.put(HAS_LEFT, ENDING)
+        board.put(status_board.HAS_LEFT, status_board.ENDING)
         text = stacks.exceptions(board, stacks.gather(board, lambda: False, _HANDLED_SECONDS))
         with contextlib.suppress(OSError):
             os.write(2, printable(text).encode(errors="backslashreplace"))

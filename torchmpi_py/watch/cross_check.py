@@ -1,13 +1,19 @@
-"""The comparison of what ranks of different nodes call: once a second, from the boards, beside the calls themselves.
+"""Compare the calls of ranks on different nodes: once a second, from the boards, without slowing the calls.
 
-On a node the ranks compare every call (``core/sequences.py``), so between nodes one rank of each node is enough: of
-each communicator that spreads over several nodes the lowest rank on the node is the *delegate*. Each second the leader
-of a node reads the fingerprints that the delegates have recorded since (``Rows``), and one hub compares those of all
-nodes (``Comparison``). The n-th operation of a communicator has the same fingerprint everywhere, or is a mismatch.
+The idea: the n-th operation of a communicator must have the same fingerprint on every rank. Within a node the ranks
+compare every call themselves (``core/sequences.py``), so one rank per node is enough between nodes. In each
+communicator that spans several nodes, the lowest rank of a node is the node's *delegate*. Once a second the leader of a
+node reads the new fingerprints of its delegates (``Rows``), and one hub compares the fingerprints of all nodes
+(``Comparison``).
 
-A board keeps a rank's last 1024 operations. So every operation is compared up to about a thousand a second; of more
-than that, the last thousand of each second. A mismatch in an operation that ranks wait in stays, and so is found.
-A hub compares the 4096 communicators that were used last, and forgets what was called on others.
+An alternative is to exchange the fingerprints over MPI before every collective. We do not, because every call would
+then pay for one more exchange between nodes. Moreover, calls that need no other rank, such as a broadcast at its root,
+would have to wait for the others.
+
+A board holds a rank's last 1024 operations. Up to about a thousand operations per second every operation is therefore
+compared; at a higher rate only the last thousand of each second are. The check still finds a mismatch in an operation
+that ranks wait in, because the records of that operation stay on the boards. A hub remembers the 4096 communicators
+that were used last, and forgets the calls on all others.
 """
 
 from __future__ import annotations
@@ -22,15 +28,15 @@ from torchmpi_py.core import status_board
 from torchmpi_py.core.sequences import is_cut, ranks_from_text
 from torchmpi_py.core.status_board import CHECKSUM_BITS, HAS_LEFT, LAUNCHED, NAMES, STOPPING, WORLD_RANK, Board
 
-_WAITS_NS = 1_000_000_000  # a call that takes longer waits for others
-_PLACES_KEPT = 2048  # of a communicator: a power of two, more than two boards can be apart
-_COMMUNICATORS_KEPT = 4096  # those that were used last; a rank has at most 256 that are not freed
+_WAITS_NS = 1_000_000_000  # a longer call waits for other ranks
+_PLACES_KEPT = 2048  # a power of two, larger than the distance between two boards
+_COMMUNICATORS_KEPT = 4096  # a rank has at most 256 at once
 
 
 class Position(NamedTuple):
-    """An operation, named alike on all nodes: its communicator's generation and ranks, and its place there.
+    """The name of an operation, equal on all nodes: its communicator's generation and ranks, and its place there.
 
-    ``place``: the fingerprint without the checksum.
+    ``place`` is the operation's fingerprint without the checksum.
     """
 
     generation: int
@@ -39,7 +45,7 @@ class Position(NamedTuple):
 
     @property
     def sequence_number(self) -> int:
-        """The number of the operation in its communicator, from 1."""
+        """The number of the operation in its communicator, counted from 1."""
         return self.place & (1 << status_board.SEQUENCE_NUMBER_BITS) - 1
 
     def __str__(self) -> str:
@@ -47,42 +53,44 @@ class Position(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What the delegate of a communicator has called since the last row; ``waits``: in the last of these calls."""
+    """The calls of a communicator's delegate since its last row; ``waits``: whether it waits in the last of them."""
 
     generation: int
     ranks: str
     delegate: int  # rank in the world
     waits: bool
-    fingerprints: list[int]  # the newest last; never empty
+    fingerprints: list[int]  # the newest one is last; never empty
 
 
 class Rows:
-    """The rows of a node, read from its board again and again."""
+    """Reader of a node's rows, which reads the board again at each call of ``read``."""
 
     def __init__(self, board: Board) -> None:
         self._board = board
         self._here = {board.get(WORLD_RANK, index) for index in board.indices}
-        self._last = dict.fromkeys(board.indices, 0)  # the number of the last record that was read
+        self._last = dict.fromkeys(board.indices, 0)  # number of the first record to read the next time
         self._known: dict[tuple[int, int], tuple[int, str, bool]] = {}  # (index, slot) -> generation, ranks, delegates
 
     def read(self) -> tuple[list[Row], list[int]]:
-        """The rows since the last call, and the ranks that are in ``mpi.stop()``.
+        """Return the rows since the last call, and the ranks that are in ``mpi.stop()``.
 
-        Operations that were under way at the last call are read again.
+        An operation that was under way at the last call is read again.
         """
         board = self._board
-        # Who is in stop calls nothing more: the rows, which are read after that, have all of its calls.
+        # A rank in stop() makes no more calls, so rows read from here on are complete for it.
         stopping = [board.get(WORLD_RANK, index) for index in board.indices if board.get(HAS_LEFT, index) == STOPPING]
         return [row for index in board.indices for row in self._of_rank(index)], stopping
 
     def _of_rank(self, index: int) -> list[Row]:
         board, columns = self._board, self._board.columns_of(index)
-        # 1. Two copies: a record that another process writes meanwhile differs, and is read the next time.
+        # 1. Copy the columns, and compare the copy with the board: a record that its rank is writing differs between
+        #    the two, and is left for the next reading.
         seen = columns.copy()
         whole = (seen[:5] == columns[:5]).all(axis=0)
         slots = (seen[NAMES] >> 2 * status_board.STRING_BITS & 0xFFFF).astype(np.int64) - 1
         is_new = whole & (slots >= 0) & (seen[0] >= self._last[index]) & (seen[1] >> CHECKSUM_BITS > 0)
-        # 2. By communicator. The fingerprints of one that has left its slot have a smaller generation.
+        # 2. Make one row per communicator. A former communicator of the same slot has left fingerprints with a smaller
+        #    generation.
         rows = []
         for slot in np.unique(slots[is_new]).tolist():
             generation, ranks, is_delegate = self._communicator(index, slot)
@@ -93,7 +101,8 @@ class Rows:
                 last = seen[:, mine][:, order[-1]]
                 fingerprints = seen[1][mine][order].tolist()
                 rows.append(Row(generation, ranks, board.get(WORLD_RANK, index), _waits(last), fingerprints))
-        # 3. From the oldest operation that is new or under way: whether a rank waits is known later.
+        # 3. Begin the next reading at the oldest operation that is under way (else at the newest one), because only a
+        #    later reading shows whether the rank waits in it.
         if whole.any():
             self._last[index] = self._next_first(seen[:, whole])
         return rows
@@ -106,7 +115,7 @@ class Rows:
         return int(min([newest, *seen[0][under_way].tolist()]))
 
     def _communicator(self, index: int, slot: int) -> tuple[int, str, bool]:
-        """(generation, ranks, whether this rank is the delegate of several nodes' ranks) of a rank's slot."""
+        """Return (generation, ranks, whether the rank is a delegate) for the communicator in a rank's slot."""
         board = self._board
         known, generation = self._known.get((index, slot)), board.generation_of(index, slot)
         if known is None or known[0] != generation:
@@ -115,9 +124,9 @@ class Rows:
         return known
 
     def _is_delegate(self, index: int, generation: int, ranks: str) -> bool:
-        """Whether a rank is the lowest one of this node in a communicator that spreads over several nodes."""
+        """Return whether a rank is the lowest one of this node in a communicator that spans several nodes."""
         board, rank = self._board, self._board.get(WORLD_RANK, index)
-        if is_cut(ranks):  # of the ranks that are left out, those of this node have a slot on the board
+        if is_cut(ranks):  # the text omits ranks, but every member on this node has a slot on the board
             lower = [other for other in board.indices if board.get(WORLD_RANK, other) < rank]
             return all(board.find_slot(other, generation, ranks) is None for other in lower)
         members = set(ranks_from_text(ranks))
@@ -130,14 +139,14 @@ def _waits(last: Any) -> bool:
 
 
 class Mismatch(NamedTuple):
-    """An operation that is not the same on two nodes."""
+    """An operation that differs between two nodes."""
 
     position: Position
     nodes: tuple[int, int]
 
 
 class Desertion(NamedTuple):
-    """A delegate that waits in an operation, and one that has come to its end without the operation."""
+    """A delegate that waits in an operation, and another one that called ``mpi.stop()`` without the operation."""
 
     position: Position
     waiting: int
@@ -145,15 +154,15 @@ class Desertion(NamedTuple):
 
 
 class _History:
-    """The last fingerprints of a communicator, of whichever node was the first to bring each; by place."""
+    """The last fingerprints of a communicator, by place; each comes from the first node that sent it."""
 
     def __init__(self) -> None:
         self.fingerprints = np.zeros(_PLACES_KEPT, np.uint64)
         self.nodes = np.zeros(_PLACES_KEPT, np.int32)
-        self.last: dict[int, Row] = {}  # by node: its last row
+        self.last: dict[int, Row] = {}  # by node
 
     def add(self, node: int, row: Row) -> tuple[int, int] | None:
-        """Take a row in; (place, the other node) of the first fingerprint that differs."""
+        """Add a row; return (place, other node) of the first fingerprint that differs, or None."""
         self.last[node] = row
         new = np.array(row.fingerprints, np.uint64)
         places, at = new >> CHECKSUM_BITS, (new >> CHECKSUM_BITS).astype(np.int64) % _PLACES_KEPT
@@ -168,14 +177,14 @@ class _History:
 
 
 class Comparison:
-    """The comparison of all nodes' rows, at a hub."""
+    """The comparison of the rows of all nodes, at a hub."""
 
     def __init__(self) -> None:
         self._histories: OrderedDict[tuple[int, str], _History] = OrderedDict()
         self._stopping: set[int] = set()
 
     def add(self, node: int, rows: list[Row], stopping: list[int]) -> Mismatch | Desertion | None:
-        """Take the rows of a node in; the first trouble that they show."""
+        """Add the rows of a node; return the first fault that they show, or None."""
         self._stopping.update(stopping)
         found: Mismatch | Desertion | None = None
         for row in rows:
@@ -191,7 +200,7 @@ class Comparison:
         return found
 
     def lasts(self, desertion: Desertion) -> bool:
-        """Whether the last rows still show the desertion."""
+        """Return whether the last rows still show the desertion."""
         position = desertion.position
         history = self._histories.get((position.generation, position.ranks))
         rows = {} if history is None else {row.delegate: row for row in history.last.values()}
@@ -202,8 +211,9 @@ class Comparison:
 
     def _desertion(self, row: Row, history: _History) -> Desertion | None:
         place = row.fingerprints[-1] >> CHECKSUM_BITS
-        # Who is in stop waits for the others to come there; they may have work to complete on the way.
-        waits = row.waits and self._stopping and row.delegate not in self._stopping  # mostly no rank is in stop
+        # A delegate that is itself in stop() may wait there: the other ranks may have work to complete before they
+        # call stop() too.
+        waits = row.waits and self._stopping and row.delegate not in self._stopping  # usually no rank is in stop()
         for other in history.last.values() if waits else ():
             if other.delegate in self._stopping and other.fingerprints[-1] >> CHECKSUM_BITS < place:
                 return Desertion(Position(row.generation, row.ranks, place), row.delegate, other.delegate)

@@ -1,11 +1,15 @@
-"""The last comparison of what ranks of different nodes have called: in ``mpi.stop()``, and through MPI.
+"""Compare the calls of ranks on different nodes a last time: in ``mpi.stop()``, over MPI.
 
-The watch between nodes compares once a second (``cross_check.py``). A job that ends within that second would end in
-order, with wrong values. So ranks that have all come to their end compare once more, what the boards still have: the
-last 1024 operations of the nodes' delegates. They also compare the number of operations of each communicator that is
-not freed, on all ranks: where an operation needs no other rank, as a broadcast of the root, one that was called once
-more than on other ranks has harmed nobody yet, or has been taken for another call. Communicators that were freed, or on
-which a call has failed before, are left out: experiments that failed, say, have called different numbers.
+Hang detection compares the nodes once a second (``cross_check.py``). A job that ends within that second could exit
+with code 0 although its values are wrong. So all ranks compare once more in ``mpi.stop()``, with the records that are
+still on the boards: the last 1024 operations of each delegate.
+
+The ranks also compare how many operations each of them has called on each communicator that is not freed. An operation
+may need no other rank (a broadcast, at its root, is an example). If one rank calls such an operation once more than the
+others, nothing waits for the extra call, or another call matches it, and only the count shows the difference.
+
+The count skips communicators that were freed, and communicators on which a call has failed: after a failed experiment,
+for example, the ranks have legitimately made different numbers of calls.
 """
 
 from __future__ import annotations
@@ -17,32 +21,32 @@ from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.watch import node_links, reports
 from torchmpi_py.watch.cross_check import Comparison, Mismatch, Position, Row, Rows
 
-_Places = dict[tuple[int, str], int]  # of the last operation of each communicator (generation, ranks)
-_Calls = tuple[list[Row], list[int], _Places]  # rows and ranks in stop, of a node's leader; the rank's own last places
+_Places = dict[tuple[int, str], int]  # (generation, ranks) of a communicator -> place of its last operation
+_Calls = tuple[list[Row], list[int], _Places]  # rows and ranks in stop() from a node's leader; the rank's own places
 
 
 def run(channel: Channel) -> None:
-    """Compare the last calls on all nodes. Collective over all ranks, which have made them.
+    """Compare the last calls of all nodes. Collective over all ranks, after their last operation.
 
-    RanksDisagree, on all ranks, where ranks of different nodes have called different operations.
+    Raise RanksDisagree on all ranks if ranks of different nodes have called different operations.
     """
     nodes, board = node_links.current, status_board.current
     if nodes is None or board is None:
         return
     leads = channel.rank == nodes.mine
-    rows, stopping = Rows(board).read() if leads else ([], [])  # from the first record that the board has
+    rows, stopping = Rows(board).read() if leads else ([], [])  # from the oldest record on the board
     calls: list[_Calls] | None = channel.mpi.gather((rows, stopping, _last_places(board)))
     position = channel.mpi.bcast(_first_difference(calls or []))
     if position is None:
         return
     views = channel.mpi.gather(reports.views(board, position) if leads else []) or []
     sides = reports.sides_of_nodes([view for each in views for view in each])
-    sides = channel.mpi.bcast(sides) or "their records were overwritten meanwhile"
+    sides = channel.mpi.bcast(sides) or "the records of the differing calls have been overwritten"
     raise RanksDisagree(f"{position} is not the same on all ranks: {sides}")
 
 
 def _last_places(board: Board) -> _Places:
-    """Where this rank's operations on communicators that are sound end."""
+    """Return the place of this rank's last operation on each communicator that is neither freed nor broken."""
     stack = communicators.stack()
     parts = [part for each in (*stack.levels, *stack.others) for part in (each, each.outer) if part is not None]
     sound = [sequence for part in parts if not (part.is_free or part.is_broken) for sequence in part.sequences]
@@ -50,7 +54,7 @@ def _last_places(board: Board) -> _Places:
 
 
 def _first_difference(calls: list[_Calls]) -> Position | None:
-    """The first operation that is not the same on two nodes, or is missing on a rank; None if there is none."""
+    """Return the first operation that differs between two nodes or is missing on a rank; None if all agree."""
     comparison, ends = Comparison(), dict[tuple[int, str], set[int]]()
     for rank, (rows, stopping, places) in enumerate(calls):
         trouble = comparison.add(rank, rows, stopping)

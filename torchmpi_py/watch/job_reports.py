@@ -1,11 +1,11 @@
-"""Reports of a job on several nodes: a hub collects the nodes' parts, and prints one report.
+"""Report on a job with several nodes: a hub collects one part from each node, and prints a single report.
 
-A rank that has something to report *claims* the report from a hub, and brings its node's part. The hub asks the other
-nodes for theirs, waits for two seconds at most, prints, and answers "printed"; claims that come meanwhile, or shortly
-after, are "held". The claimant then does what is to be done with the job. A hub that finds trouble itself begins a
-report in the same way, without a claimant.
+A rank that has something to report *claims* the report from a hub, and sends the part of its node with the claim. The
+hub asks the other nodes for their parts, waits two seconds at most, prints the report, and answers "printed". A claim
+that arrives in the meantime or shortly afterwards is answered "held". After the answer, the claimant ends the job or
+lets it continue. A hub that finds a fault itself starts a report in the same way, without a claimant.
 
-Where no hub answers a claim, the rank prints the report of its own node.
+If no hub answers a claim, the rank prints the report of its own node.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from torchmpi_py.watch.reports import Line, NodeReport
 
 CLAIM_HOLDS_SECONDS = 30.0
 CLAIM_HOLDS_SECONDS_WHEN_ASKED = 1.0
-PARTS_SECONDS = 2.0  # a node waits for 1.5 s for the stacks of its ranks
-OTHERS_REPORT_SECONDS = 1.0  # for a rank that sees a trouble itself
-OTHERS_END_SECONDS = 5.0  # for a rank that is about to end the job
-RAISE_SECONDS = 5.0  # for an operation to raise CollectiveTimeout
-SILENT_SECONDS = 2.5  # a leader answers each second: one that does not is not waited for
+PARTS_SECONDS = 2.0  # A node waits 1.5 s for its ranks' stacks.
+OTHERS_REPORT_SECONDS = 1.0  # For a rank to report a fault that it sees itself.
+OTHERS_END_SECONDS = 5.0  # For a rank to end the job after its announcement.
+RAISE_SECONDS = 5.0  # For an operation to raise CollectiveTimeout.
+SILENT_SECONDS = 2.5  # Longer than leaders take between two answers.
 _VIEWS_SECONDS = 1.0
 _CLAIM_SECONDS = 6.0
-_KILLED_SECONDS = 2.0  # for a rank that finds no hub, because the job is being ended, to be ended too
+_KILLED_SECONDS = 2.0  # For the end of this rank, if no hub answers because the job ends.
 
 Answers = dict[int, Any]
-Part = tuple[list[Line], str]  # of a report: what the ranks of a node do, and where the dump is
-_MOST_NODES_APART = 8  # a report on more nodes has the rows of all ranks together
+Part = tuple[list[Line], str]  # a node's part of a report: what its ranks do, and a line about its dump
+_MOST_NODES_APART = 8  # a report on more nodes merges the rows of all ranks
 _MOST_ROWS = 64
 
 
 def hold_seconds(reason: int) -> float:
-    """For how long a claim keeps others with the same reason from reporting."""
+    """Return for how long a claim keeps other ranks from reporting for the same reason."""
     return CLAIM_HOLDS_SECONDS_WHEN_ASKED if reason == CLAIMED_ASKED else CLAIM_HOLDS_SECONDS
 
 
 def claim(board: Board, reason: int, report: NodeReport, number: int | None = None, *, ends: bool) -> Message | None:
-    """Have a hub print a report on the job, with ``report`` as this node's part; None if no hub answers.
+    """Have a hub print a report on the job, with ``report`` as this node's part; return its answer, None without one.
 
-    ``number``: of the late operation; ``ends``: whether the job ends after the report. The answer has ``claimed``,
-    "printed" or "held", and the ``position`` of the late operation that was reported last.
+    ``number`` is the number of the late operation; ``ends`` says whether the job ends after the report. The answer has
+    ``claimed`` ("printed" or "held") and ``position`` (the late operation that was reported last).
     """
     if node_links.current is None:
         return None
@@ -70,13 +70,13 @@ def claim(board: Board, reason: int, report: NodeReport, number: int | None = No
 
 
 def withdraw() -> None:
-    """Have the hubs forget that the job was about to end, for the job goes on."""
+    """Tell the hubs that the job, which was about to end, continues."""
     node_links.ask({"withdraw": 1}, 1.0)
 
 
 @dataclasses.dataclass
 class _Question:
-    """A question to all nodes: it is answered when ``waiting`` is empty, or the time is over."""
+    """A question to all nodes. It closes when ``waiting`` is empty, or at the time ``until``."""
 
     waiting: set[int]
     answers: Answers
@@ -86,7 +86,7 @@ class _Question:
 
 @dataclasses.dataclass
 class _Report:
-    """A report that waits for parts."""
+    """A report that waits for the parts of the nodes."""
 
     reason: int
     heading: str
@@ -97,9 +97,10 @@ class _Report:
 
 
 class ReportDesk:
-    """The reports of one hub. ``links``: to other nodes' leaders; ``answer``: this node's own answer to a question.
+    """The reports of one hub. All methods are called by the thread that serves the links.
 
-    ``absence`` says why a node has not given its part. All methods are called by the thread that watches the links.
+    ``links`` leads to the leaders of other nodes. ``answer`` computes this node's own answer to a question. ``absence``
+    returns the reason why a node has not sent its part.
     """
 
     def __init__(
@@ -120,32 +121,32 @@ class ReportDesk:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no report is under way, and none has said that the job ends."""
+        """Whether no report is under way, and no report has announced the end of the job."""
         return self._report is None and not self._is_ending
 
     def ask_all(self, question: Message, seconds: float, then: Callable[[Answers], None], skip: int = -1) -> None:
-        """Put a question to the leaders of all nodes but one; ``then`` gets the answers of those that give one."""
+        """Put a question to the leaders of all nodes except ``skip``; call ``then`` with the answers that arrive."""
         number = next(self._numbers)
-        asked: set[int] = set()
+        peers: set[int] = set()
         now = time.monotonic()
         for node, link in list(self._links.items()):
             if node != skip:
-                with contextlib.suppress(OSError):  # it is found lost elsewhere
+                with contextlib.suppress(OSError):  # another turn notices the lost link
                     link.send({"ask": number, **question})
                     if now - link.last_heard < SILENT_SECONDS:
-                        asked.add(node)
+                        peers.add(node)
         own = None if skip == self._nodes.mine else self._answer(question)
-        self._questions[number] = _Question(asked, {} if own is None else {self._nodes.mine: own}, now + seconds, then)
+        self._questions[number] = _Question(peers, {} if own is None else {self._nodes.mine: own}, now + seconds, then)
 
     def ask_views(self, position: Any, then: Callable[[list[Any]], None]) -> None:
-        """Ask all nodes what their ranks do at a position; ``then`` gets the ``reports.View`` of each, by node."""
+        """Ask all nodes what their ranks do at a position; give ``then`` each ``reports.View``, by node."""
         question = {"what": "views", "position": position}
         self.ask_all(
-            question, _VIEWS_SECONDS, lambda found: then([view for node in sorted(found) for view in found[node]])
+            question, _VIEWS_SECONDS, lambda answers: then([view for node in sorted(answers) for view in answers[node]])
         )
 
     def answered(self, node: int, number: int, value: Any) -> None:
-        """Take in an answer; None from a node that has none."""
+        """Store a node's answer to a question; ``value`` is None if the node could not find one."""
         question = self._questions.get(number)
         if question is not None:
             if value is not None:
@@ -153,7 +154,7 @@ class ReportDesk:
             question.waiting.discard(node)
 
     def turn(self) -> None:
-        """Close the questions that are answered, or whose time is over."""
+        """Close each question that all nodes have answered, or whose time is over."""
         now = time.monotonic()
         done = [number for number, each in self._questions.items() if not each.waiting or now > each.until]
         for number in done:
@@ -161,7 +162,7 @@ class ReportDesk:
             question.then(question.answers)
 
     def handle(self, link: Link, message: Message, lost: str) -> None:
-        """Serve a rank that claims a report, or asks what others do; ``lost``: the nodes that are lost."""
+        """Serve a rank that claims a report or asks about other ranks; ``lost`` describes the nodes that are lost."""
         if "claim" in message:
             self._handle_claim(link, message)
         elif "views" in message:
@@ -173,10 +174,11 @@ class ReportDesk:
             _reply(link, {"lost": lost})
 
     def _handle_claim(self, link: Link, message: Message) -> None:
-        """Begin the report that a rank claims, unless one is under way, or was printed shortly before."""
+        """Start the report that a rank claims, unless a report is under way or was printed shortly before."""
         reason, node = message["claim"], message["node"]
         if self._report is not None:
-            # The part of a node whose leader may be stopped; two ranks of a node do not claim at the same time.
+            # Keep this part, because the leader of the claimant's node may be stopped and unable to send one. It is the
+            # only part of its node: two ranks of a node do not claim at the same time.
             self._report.parts.setdefault(node, message["part"])
         recent = time.monotonic() - self._claimed.get(reason, -CLAIM_HOLDS_SECONDS) < hold_seconds(reason)
         if not self.is_idle or recent:
@@ -201,16 +203,16 @@ class ReportDesk:
         ends: bool = True,
         parts: dict[int, Part] | None = None,
     ) -> None:
-        """Ask for the nodes' parts, and print them; then do ``then``."""
+        """Ask the nodes for their parts, print the report, and call ``then``."""
         parts = parts or {}
         self._report = _Report(reason, heading, position, ends, parts, then)
         skip = next(iter(parts), -1)
         self.ask_all({"what": "part", "position": position, "called": called}, PARTS_SECONDS, self._print, skip)
 
     def _print(self, answers: Answers) -> None:
-        """Print the report of the parts that have come, by node; then do what was asked for behind it."""
+        """Print the report from the parts that have arrived, then call the report's ``then``."""
         report, self._report = self._report, None
-        assert report is not None, "begin has asked"
+        assert report is not None, "begin() sets the report before it asks"
         parts = {node: ([Line(*row) for row in rows], dump) for node, (rows, dump) in (answers | report.parts).items()}
         try:
             self._say("\n".join([report.heading, *self._lines(parts)]))
@@ -220,19 +222,19 @@ class ReportDesk:
             report.then()
 
     def _lines(self, parts: dict[int, Part]) -> list[str]:
-        """The lines of a report: by node, or the rows of the ranks of many nodes together, the largest row first."""
+        """Return the lines of a report: by node, or for many nodes one merged list of rows, the largest row first."""
         lines, nodes = list[str](), sorted(self._nodes.ranks)
         if len(nodes) > _MOST_NODES_APART:
             rows = reports.folded(row for here, _ in parts.values() for row in here)
             rows.sort(key=lambda row: -len(row.ranks))
             lines = reports.limited([str(row) for row in rows], "more rows", _MOST_ROWS)
             parts = {node: ([], dump) for node, (_, dump) in parts.items()}
-            nodes.sort(key=parts.__contains__)  # those that have not answered first
-        said = {node: [f"{self._nodes.name(node)}:", *map(str, here), dump] for node, (here, dump) in parts.items()}
-        texts = ["\n".join(said.get(node) or [self._absence(node)]) for node in nodes]
+            nodes.sort(key=parts.__contains__)  # nodes without an answer first
+        sections = {node: [f"{self._nodes.name(node)}:", *map(str, here), dump] for node, (here, dump) in parts.items()}
+        texts = ["\n".join(sections.get(node) or [self._absence(node)]) for node in nodes]
         return [*lines, *reports.limited(texts, "more hosts", _MOST_NODES_APART)]
 
 
 def _reply(link: Link, message: Message) -> None:
-    with contextlib.suppress(OSError):  # who has asked may be gone
+    with contextlib.suppress(OSError):  # the process that asked may be gone
         link.send(message)

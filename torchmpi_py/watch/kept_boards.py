@@ -1,10 +1,12 @@
-"""Boards that outlast their job: what each rank has done, for the page of ``torchmpirun --timeline``.
+"""Keep boards after their job: the record of what each rank did, for the page of ``torchmpirun --timeline``.
 
-TORCHMPI_TIMELINE names a folder that torchmpirun makes for a job. The boards of its nodes (``core/status_board.py``)
-are files there, which stay as the ranks have left them, however these end. Beside each board is a file with what the
-board does not tell: the host, and how far its clock is from that of rank 0's host (``tracing.read_clock``), at the
-start and, if the ranks have come to it, at ``stop``. A host on which there is no such folder, for its file system is
-another one, leaves nothing. A later session of the same job takes the place of the former one.
+TORCHMPI_TIMELINE names a folder that torchmpirun makes for a job. The boards of the job's nodes
+(``core/status_board.py``) are files in this folder, so that they outlast the ranks however the ranks end.
+
+Beside each board lies a JSON file with what the board does not hold: the host, and the offset of its clock from the
+clock of rank 0's host (``tracing.read_clock``). The ranks read the offset at the start and, if they reach it,
+at ``stop``. A host that does not share the folder's file system leaves no files. A later session of the same job
+replaces the files of the former.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ _TIMES = ("time_created_ns", "time_discovered_started_ns", "time_discovered_comp
 
 
 def replaced(rank: int) -> str:
-    """The file for the board of the node whose lowest rank is ``rank``; "" where no board is to be kept.
+    """Return the file for the board of the node whose lowest rank is ``rank``; "" if boards are not kept.
 
-    What a former session has written about the board that lies there no longer counts.
+    Remove the JSON file that a former session has written beside this board.
     """
     if not (folder := config.timeline_directory()):
         return ""
@@ -45,17 +47,17 @@ def replaced(rank: int) -> str:
 
 
 def describe(world: Communicator, start_ns: int = 0) -> int:
-    """Compare the hosts' clocks, write down what the boards do not tell, and return rank 0's time.
+    """Compare the hosts' clocks, write the JSON files beside the boards, and return rank 0's time at the start.
 
-    Collective over all ranks; called when a session begins, and before it ends, with the time that was returned then
-    (``start_ns``).
+    Collective over all ranks. Call it when a session begins, and again before the session ends, then with the time that
+    the first call returned (``start_ns``).
     """
     if not (folder := config.timeline_directory()):
         return 0
     nodes = world.background.places.nodes.tolist()
     reading = tracing.read_clock(world.background.mpi, nodes)
     begin_ns: int = start_ns or world.background.mpi.bcast(reading.at_ns)
-    if world.rank == nodes[world.rank] and os.path.isdir(folder):  # not on a host with another file system
+    if world.rank == nodes[world.rank] and os.path.isdir(folder):  # a host with another file system lacks it
         path, clock = pathlib.Path(folder, f"node-{world.rank}.json"), []
         with contextlib.suppress(OSError):  # a full disk
             if start_ns:
@@ -67,25 +69,25 @@ def describe(world: Communicator, start_ns: int = 0) -> int:
 
 
 def versions() -> str:
-    """The versions of this package, of torch and of the MPI."""
+    """Return the versions of this package, of torch and of the MPI library as one line."""
     vendor, numbers = MPI.get_vendor()
     return f"torchmpi_py {torchmpi_py.__version__}, torch {torch.__version__}, {vendor} {'.'.join(map(str, numbers))}"
 
 
 class KeptRank(NamedTuple):
-    """What a rank has left: its whole dump, as of the flight recorder, with times by the clock of rank 0's host."""
+    """The record of one rank: its whole flight recorder dump, with times by the clock of rank 0's host."""
 
     dump: dict[str, Any]
     host: str
     versions: str
-    has_left: bool  # by ``mpi.stop()``
-    restart: int  # of the job, whose session it was; 0: the first start
+    has_left: bool  # whether ``mpi.stop()`` has completed
+    restart: int  # how often the job had been restarted before this session
 
 
 def load(folder: pathlib.Path) -> tuple[int, list[KeptRank]]:
-    """(the number of ranks of the job, those that have left a board in ``folder``), of the last session.
+    """Return the number of ranks of the last session, and each rank whose board is in ``folder``.
 
-    OSError or ValueError where a file cannot be read; 0 ranks where the folder has none.
+    Raise OSError or ValueError if a file cannot be read. Return 0 and an empty list if the folder has no boards.
     """
     nodes = [
         (trusted_files.read_json(path, owners=None), path.with_suffix(".board")) for path in folder.glob("node-*.json")
@@ -109,8 +111,8 @@ def _of_node(about: Mapping[str, Any], path: pathlib.Path) -> Iterator[KeptRank]
 
 def _of_rank(board: ReadableBoard, index: int, about: Mapping[str, Any]) -> KeptRank:
     dump = flight_recorder.whole(flight_recorder.of_rank(board, index))
-    # A rank's times count from a reading of two clocks, which the system may have interrupted; those of the node's
-    # first rank are taken for all of its ranks.
+    # Each rank reads two clocks to find its epoch. The system may interrupt a rank between the two readings, so the
+    # epoch of the node's first rank serves for all ranks of the node: their times stay comparable.
     shift_ns = board.get(EPOCH, 0) - board.get(EPOCH, index)
     for entry in dump["entries"]:
         for name in _TIMES:
@@ -121,7 +123,7 @@ def _of_rank(board: ReadableBoard, index: int, about: Mapping[str, Any]) -> Kept
 
 
 def _by_rank_0(time_ns: int, clock: list[Mapping[str, int]]) -> int:
-    """A time of a host by the clock of rank 0's; the offset is interpolated linearly between the readings."""
+    """Convert a host's time to the clock of rank 0's host, with linear interpolation between the two readings."""
     first, last = clock[0], clock[-1]
     passed_ns = last["at_ns"] - first["at_ns"]
     drift = (last["offset_ns"] - first["offset_ns"]) / passed_ns if passed_ns else 0.0

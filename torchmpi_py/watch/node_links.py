@@ -1,15 +1,16 @@
-"""Links between the nodes of a job: TCP connections beside MPI, on which the watchdogs of different nodes talk.
+"""Link the nodes of a job by TCP connections beside MPI, on which hang detection of different nodes communicates.
 
-The *leader* of a node is its lowest rank. The leaders of the first two nodes are *hubs*: they listen, at the address
-under which the other hosts know them, and the leader of each node connects to the hubs before it. So N nodes have at
-most 2 N connections, and after the death of one hub the nodes still have the other. A rank that has something to tell
-or to ask connects to a hub for as long as that takes.
+The *leader* of a node is its lowest rank. The leaders of the first two nodes are *hubs*, which listen at an address
+that the other hosts can reach. The leader of each node connects to the hubs of lower rank. N nodes therefore need at
+most 2 N connections, and if one hub dies, the other one still connects all nodes. A rank that reports or asks something
+opens a *short link* to a hub, and closes it after the answer.
 
-Messages are JSON behind four bytes with their length. Who connects proves that it knows the token of the job, which
-MPI has carried to all ranks, and so does who accepts: each signs a number that the other has drawn.
+A message is JSON text after four bytes with its length. Both ends of a connection prove that they know the token of the
+job, which MPI has broadcast to all ranks. For this proof each end signs a random number of the other end.
 
-A link that is *stuck* has sent bytes that the other host's system has not acknowledged. The system answers also for a
-process that is stopped, or that does not let Python's threads run: then the process is silent, and the host is not.
+A silent process is not yet a silent host. The operating system acknowledges bytes also for a process that is stopped,
+or that does not let its Python threads run. So a link asks the system whether the other host has acknowledged all bytes
+that were sent. Only bytes without an acknowledgement mean that the host itself is silent.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ logger = logging.getLogger("torchmpi_py")
 
 Message = dict[str, Any]
 NUM_HUBS = 2
-CONNECT_SECONDS = 2.0  # also for the hub to answer: a hub that is stopped does not
-_ACCEPTED_PER_SECOND = 100  # links, by a hub, at least
-_QUIET_SECONDS = 1.0  # between a sign of life and the question for another one
-_MOST_UNANSWERED = 1000  # such questions; more would fill the memory of a connection whose other end is stopped
+CONNECT_SECONDS = 2.0  # With the hub's answer, because a stopped hub accepts but never answers.
+_ACCEPTED_PER_SECOND = 100  # Links per hub, at least.
+_QUIET_SECONDS = 1.0  # From a sign of life to the next ping.
+_MOST_UNANSWERED = 1000  # Pings; more would fill the connection's buffers.
 _LENGTH = struct.Struct("!I")
 _MOST_BYTES = 1 << 26
 _MOST_BYTES_BEFORE_PROOF = 1 << 10
@@ -53,7 +54,7 @@ _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    for each in list(_open):  # a connection ends when all processes that have it have closed it
+    for each in list(_open):  # a connection ends only when every process that holds it has closed it
         each.close()
 
 
@@ -61,29 +62,30 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Nodes(NamedTuple):
-    """The nodes of a job, as each rank knows them; a node is named by its lowest rank."""
+    """The nodes of a job, known to each rank. The lowest rank of a node is the node's number."""
 
     mine: int
     hosts: dict[int, str]
     ranks: dict[int, list[int]]
-    hubs: dict[int, tuple[str, int]]  # node -> address and port, in the order in which they are asked
+    hubs: dict[int, tuple[str, int]]  # node -> address and port, in the order in which ranks try them
     token: bytes
 
     def name(self, node: int) -> str:
-        """Host and ranks of a node, for a report."""
+        """Return the host and the ranks of a node, for a report."""
         ranks = self.ranks[node]
         shown = ", ".join(map(str, ranks)) if len(ranks) < 5 else f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]}"
         return f"host {self.hosts[node]} (rank{'s' * (len(ranks) > 1)} {shown})"
 
 
 current: Nodes | None = None
-"""The nodes of the session; None on one node. A session alone assigns it. Read it as ``node_links.current``."""
+"""The nodes of the session; None on one node. Only the session assigns it. Read it as ``node_links.current``."""
 
 
 def introduce(channel: Channel, address: str) -> tuple[Nodes | None, socket.socket | None]:
-    """The nodes of a channel of all ranks, and the socket on which this rank listens if it is a hub. Collective.
+    """Return the nodes, and the socket on which this rank listens if it is a hub. Collective over all ranks.
 
-    ``address``: under which other hosts reach this one. (None, None) where all ranks are on one node.
+    ``channel`` joins all ranks; other hosts reach this host at ``address``. Return (None, None) if all ranks are on one
+    node.
     """
     ranks: dict[int, list[int]] = {}
     for rank, node in enumerate(channel.places.nodes.tolist()):
@@ -103,7 +105,7 @@ def introduce(channel: Channel, address: str) -> tuple[Nodes | None, socket.sock
 
 
 def _listen(address: str, num_nodes: int) -> socket.socket | None:
-    # For the nodes' links, for short links, and for what the program opens later.
+    # Allow enough open files for the links of all nodes, for short links, and for the program's own files.
     surroundings.allow_open_files(len(os.listdir("/proc/self/fd")) + num_nodes + 256)
     try:
         family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
@@ -112,7 +114,7 @@ def _listen(address: str, num_nodes: int) -> socket.socket | None:
         return listener
     except OSError as error:
         logger.warning(
-            "the watch between nodes cannot listen at %s (%s): name the network interface in GLOO_SOCKET_IFNAME",
+            "hang detection cannot listen for other nodes at %s (%s); name the interface in GLOO_SOCKET_IFNAME",
             address,
             error,
         )
@@ -120,7 +122,7 @@ def _listen(address: str, num_nodes: int) -> socket.socket | None:
 
 
 class Link:
-    """One end of a connection. ``node``: the other end's, known when it has proved itself; None for a short link."""
+    """One end of a connection. ``node`` is the other end's node after its proof; it is None for a short link."""
 
     def __init__(self, connection: socket.socket, token: bytes, *, accepts: bool) -> None:
         connection.setblocking(False)
@@ -130,36 +132,36 @@ class Link:
         self.node: int | None = None
         self.is_proved = self.is_leaving = self.is_ending = False
         self.last_heard = self._last_sign = self._last_asked = self.begun = time.monotonic()
-        self._failure: OSError | None = None  # the first one: the system reports it once, and then a mere end
+        self._failure: OSError | None = None  # the first error: the system reports it only once, then a plain end
         self._num_unanswered = 0
         self._in, self._out = bytearray(), bytearray()
-        self.unread: list[Message] = []  # that came with the last step of the proof
+        self.unread: list[Message] = []  # messages that arrived with the last step of the proof
         self._nonce, self._theirs = secrets.token_hex(16), ""
-        if accepts:  # the first word is with the hub: a number to sign
+        if accepts:  # the hub sends the first message: a number to sign
             self.send({"nonce": self._nonce})
 
     def fileno(self) -> int:
-        """The descriptor, for poll."""
+        """Return the file descriptor, for poll."""
         return self.connection.fileno()
 
     @property
     def has_output(self) -> bool:
-        """Whether the system has yet to take some of what was sent."""
+        """Whether some bytes are still to be handed to the system."""
         return bool(self._out)
 
     @property
     def is_unreachable(self) -> bool:
-        """Whether the link has failed because the other host could not be reached, and not by the other end."""
+        """Whether the link has failed because the other host was unreachable, not because the other end closed it."""
         return self._failure is not None and self._failure.errno in _UNREACHABLE
 
     def send(self, message: Message) -> None:
-        """Send a message, as far as the system takes it now; ``flush`` sends the rest. OSError if the link is lost."""
+        """Send as much of a message as the system accepts now; ``flush`` sends the rest. OSError on a lost link."""
         text = json.dumps(message, separators=(",", ":")).encode()
         self._out += _LENGTH.pack(len(text)) + text
         self.flush()
 
     def flush(self) -> None:
-        """Send what is left."""
+        """Send the bytes that the system has not accepted yet. Raise OSError if the link is lost."""
         try:
             while self._out:
                 del self._out[: self.connection.send(self._out)]
@@ -170,9 +172,9 @@ class Link:
             raise
 
     def receive(self) -> list[Message]:
-        """The messages that have come since, but for those by which the ends prove themselves.
+        """Return the messages that have arrived since the last call, without those of the link's own protocol.
 
-        OSError at the end of the connection, or where the other end is no part of this job.
+        Raise OSError at the end of the connection, or if the other end does not belong to this job.
         """
         self._read()
         messages = [each for each in self._messages() if self._is_news(each)]
@@ -181,7 +183,7 @@ class Link:
         return messages
 
     def _read(self) -> None:
-        # Of one who has not proved anything little is taken at a time: poll says when there is more.
+        # Read little at a time from an unproved end, which might send without limit; poll reports that more is there.
         most = 1 << 16 if self.is_proved else _MOST_BYTES_BEFORE_PROOF
         try:
             while piece := self.connection.recv(most):
@@ -199,7 +201,7 @@ class Link:
         while len(self._in) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._in)
             if length > (_MOST_BYTES if self.is_proved else _MOST_BYTES_BEFORE_PROOF):
-                raise ConnectionRefusedError(f"a message of {length} bytes")
+                raise ConnectionRefusedError(f"a message of {length} bytes is too long")
             end = _LENGTH.size + length
             if len(self._in) < end:
                 break
@@ -212,17 +214,17 @@ class Link:
         return found
 
     def _is_news(self, message: Message) -> bool:
-        """Take in what keeps the link itself; whether the message is for the owner of the link."""
+        """Process a message of the link's own protocol; return whether the message is for the owner of the link."""
         self.last_heard, self._num_unanswered = time.monotonic(), 0
         if "ping" in message:
-            with contextlib.suppress(OSError):  # what came behind it counts; ``receive`` raises the next time
+            with contextlib.suppress(OSError):  # later messages still count; the next ``receive`` raises
                 self.send({"pong": 1})
         self.is_leaving = self.is_leaving or "leaving" in message
         self.is_ending = self.is_ending or "ending" in message
         return not message.keys() & {"ping", "pong", "leaving", "ending"}
 
     def _prove(self, message: Message) -> None:
-        """One step of the proof: the hub's number, the answer signed with the token, and the hub's own signature."""
+        """Do one step of the proof: the hub's number, the answer signed with the token, the hub's own signature."""
         if not self._accepts and "nonce" in message:
             self._theirs = str(message["nonce"])
             signed = self._sign("connect", self._theirs + self._nonce)
@@ -230,8 +232,8 @@ class Link:
             return
         nonces = self._nonce + str(message.get("nonce")) if self._accepts else self._nonce + self._theirs
         role = "connect" if self._accepts else "accept"
-        given = str(message.get("signed")).encode(errors="replace")
-        if not hmac.compare_digest(given, self._sign(role, nonces).encode()):
+        signature = str(message.get("signed")).encode(errors="replace")
+        if not hmac.compare_digest(signature, self._sign(role, nonces).encode()):
             raise ConnectionRefusedError("the other end does not know the token of this job")
         self.is_proved = True
         if self._accepts:
@@ -242,7 +244,7 @@ class Link:
         return hmac.new(self._token, f"{role} {nonces}".encode(), _DIGEST).hexdigest()
 
     def tend(self, now: float) -> None:
-        """Look for a sign of life, and ask for one where nothing was heard for a while."""
+        """Check for a sign of life; ask for one (a ping) after a second without a message."""
         if not self._is_unacknowledged():
             self._last_sign = now
             is_due = now - max(self.last_heard, self._last_asked) >= _QUIET_SECONDS
@@ -251,16 +253,16 @@ class Link:
                 self.send({"ping": 1})
 
     def forgive(self, seconds: float, now: float) -> None:
-        """Leave time in which this process did not look out of the silence of the other host."""
+        """Subtract the time in which this process itself stalled from the silence of the other host."""
         self._last_sign = min(max(self._last_sign, self.last_heard) + seconds, now)
 
     def seconds_unheard(self, now: float) -> float:
-        """For how long the other *host* has given no sign of life."""
+        """Return for how many seconds the other *host* has given no sign of life."""
         return now - max(self._last_sign, self.last_heard)
 
     def _is_unacknowledged(self) -> bool:
-        left = fcntl.ioctl(self.connection, termios.TIOCOUTQ, b"\0" * 4)
-        return self.has_output or struct.unpack("i", left)[0] > 0
+        num_bytes = fcntl.ioctl(self.connection, termios.TIOCOUTQ, b"\0" * 4)
+        return self.has_output or struct.unpack("i", num_bytes)[0] > 0
 
     def close(self) -> None:
         """Close the connection."""
@@ -273,15 +275,16 @@ def _parse(text: bytearray) -> Message:
     except RecursionError:
         message = None
     if not isinstance(message, dict):
-        raise ConnectionRefusedError("what has come is no message of this job")
+        raise ConnectionRefusedError("the data received is not a message of this job")
     return message
 
 
 def connect(nodes: Nodes, hub: int, node: int | None = None, *, is_again: bool = False) -> Link:
-    """A link to a hub, on which both ends have proved themselves. OSError within some seconds if there is none.
+    """Connect to a hub, and return the link after both ends have proved themselves.
 
-    ``node``: of the leader that connects for good; None for a short link. ``is_again``: whether there was a link
-    before; else all nodes may connect at the same time, as at the start, or when a rank of each is late.
+    Raise OSError within some seconds if that fails. ``node`` is the node of a leader that keeps the link; None makes a
+    short link. ``is_again`` says that this rank had a link before. Without it, allow more time, because all nodes may
+    connect at once: at the start, or when a rank on each node is late.
     """
     seconds = CONNECT_SECONDS + (0 if is_again else len(nodes.hosts) / _ACCEPTED_PER_SECOND)
     until = time.monotonic() + seconds
@@ -301,14 +304,14 @@ def connect(nodes: Nodes, hub: int, node: int | None = None, *, is_again: bool =
 
 def _wait_readable(link: Link, until: float) -> None:
     link.connection.settimeout(max(until - time.monotonic(), 0.001))
-    link.connection.recv(1, socket.MSG_PEEK)  # TimeoutError, an OSError, when the time is over
+    link.connection.recv(1, socket.MSG_PEEK)  # raises TimeoutError, an OSError, at the time ``until``
     link.connection.setblocking(False)
 
 
 def ask(question: Message, seconds: float) -> Message | None:
-    """The answer of the first hub that gives one; None on one node, or where no hub answers in time.
+    """Return the answer of the first hub that answers; None on one node, or if no hub answers in time.
 
-    Called by any rank, from any thread, while the hubs watch.
+    Any thread of any rank may call this, as long as the hubs run hang detection.
     """
     if (nodes := current) is None:
         return None

@@ -1,15 +1,15 @@
-"""The watch between nodes: a thread of each node's leader, which serves the links to the other nodes.
+"""Detect hangs between nodes: a thread of each node's leader serves the links to the other nodes.
 
-Once a second the first hub that can be reached asks each leader for the rows of its node, and compares them
-(``cross_check.py``): calls that differ end the job with a report of both sides, a second later, for MPI may notice too,
-and the rank where it does raises an error with both sides. The reports of all nodes go through a hub
+Once a second the first reachable hub asks each leader for the rows of its node, and compares them (``cross_check.py``).
+Calls that differ end the job with a report of both sides. The hub waits a second before it reports, because MPI may
+notice the difference too, and then a rank raises an error with both sides. The reports of all nodes go through a hub
 (``job_reports.py``).
 
-A link that the other end closes without a word, and that is not made again, means that the leader's process has ended:
-its program did not come to ``mpi.stop()``. The other ranks of its node notice that as well, and have some seconds to
-report it. A link on which nothing is acknowledged for ``Tuning.unreachable_seconds`` means that the host cannot be
-reached, also where the system gives the connection up meanwhile. Both end the job; an elastic one goes on when ranks
-have died, as many as a node has, but not without a host, for Open MPI's starter does not.
+If the other end closes a link without a "leaving" message and does not connect again, the leader's process has ended
+without ``mpi.stop()``. The other ranks of its node have some seconds to report this first. If a link carries no
+acknowledgement for ``Tuning.unreachable_seconds``, the host is unreachable, even if the system closes the connection
+earlier. Both cases end the job. An elastic job survives dead ranks, even all ranks of a node, but not a lost host,
+because Open MPI's mpirun does not survive that.
 """
 
 from __future__ import annotations
@@ -34,40 +34,40 @@ from torchmpi_py.watch.node_links import Link, Message, Nodes
 logger = logging.getLogger("torchmpi_py")
 
 _TURN_SECONDS = 0.25
-_ROWS_SECONDS = 1.0  # between two comparisons
+_ROWS_SECONDS = 1.0  # Between two comparisons.
 _CONNECT_AGAIN_SECONDS = 2.0
-_WARN_SECONDS = 30.0  # without a connection to a hub
-_COME_AGAIN_SECONDS = 1.5  # besides OTHERS_REPORT_SECONDS, for a leader whose connection was lost to connect again
-_COME_BACK_SECONDS = 4.0  # the same, where the host was silent before: an attempt to connect may be under way
-_STALL_SECONDS = 1.0  # a turn that takes longer is no silence of the others
+_WARN_SECONDS = 30.0  # Without a connection to a hub, until a warning.
+_COME_AGAIN_SECONDS = 1.5  # Added to OTHERS_REPORT_SECONDS: for a leader to connect again.
+_COME_BACK_SECONDS = 4.0  # Instead, if the host was silent: it may still try to connect.
+_STALL_SECONDS = 1.0  # A slower turn means that this thread stalled, not that the peers are silent.
 _PROOF_SECONDS = 5.0
-_SLOW_SECONDS = 0.5  # for a proof, while others wait
+_SLOW_SECONDS = 0.5  # for a proof, while other connections wait
 _ACCEPT_SOON_SECONDS, _ACCEPT_AGAIN_SECONDS = 0.01, 1.0
-_MOST_UNPROVED = 64  # connections that have yet to prove themselves; each takes a descriptor
+_MOST_UNPROVED = 64  # connections without a proof; each takes a descriptor
 _ACCEPTED_PER_TURN = 16
 
 
 class NodeWatch:
-    """The thread, from the construction to ``stop``."""
+    """The thread. It runs from construction to ``stop``."""
 
     def __init__(self, board: Board, nodes: Nodes, listener: socket.socket | None, tuning: Tuning, say: Any) -> None:
         self._board, self._nodes, self._listener, self._tuning = board, nodes, listener, tuning
         self._links: dict[int, Link] = {}
-        self._others: list[Link] = []  # short ones, and those that have not proved themselves
+        self._others: list[Link] = []  # short links, and links without a proof
         self._desk = ReportDesk(nodes, self._links, self._answer, self._absence, say)
         self._rows, self._comparison = cross_check.Rows(board), Comparison()
-        self._briefs: dict[int, list[str]] = {}  # by node: what its ranks did when last heard of
-        self._asked_for_rows: dict[int, bool] = {}  # by node: whether the answer is due
-        self._gone: dict[int, float] = {}  # nodes whose links have ended without a word: since when
-        self._unreachable: dict[int, float] = {}  # nodes whose links the system gave up: since when they are silent
+        self._briefs: dict[int, list[str]] = {}  # by node: its ranks' last known operations
+        self._asked_for_rows: dict[int, bool] = {}  # by node: whether an answer is pending
+        self._gone: dict[int, float] = {}  # nodes whose link ended without "leaving" -> since when
+        self._unreachable: dict[int, float] = {}  # nodes whose link the system closed -> silent since
         self._left: set[int] = set()
         self._reported: set[int] = set()  # nodes whose loss was reported
         self._trouble: tuple[Mismatch | Desertion, float] | None = None
         if listener is not None:
             listener.setblocking(False)
-        self._begun = self._last_rows = self._now = time.monotonic()  # _now: when the turn last looked at the links
+        self._begun = self._last_rows = self._now = time.monotonic()  # _now: the last look at the links
         self._last_connect = self._accept_after = 0.0
-        self._heard_rows: dict[int, float] = {}  # by node: when its rows came
+        self._heard_rows: dict[int, float] = {}  # by node: when its rows arrived
         self._has_warned = self._has_announced = False
         self._ending = threading.Event()
         self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -75,7 +75,7 @@ class NodeWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the watch: this node leaves in order."""
+        """End the thread: this node leaves in order."""
         self._ending.set()
         os.write(self._wake[1], b"x")
         if threading.current_thread() is not self._thread:
@@ -89,7 +89,7 @@ class NodeWatch:
                 self._turn()
             except Exception:
                 with contextlib.suppress(Exception):
-                    logger.exception("the watch between nodes failed, and goes on")
+                    logger.exception("hang detection between nodes failed; it continues")
                 self._ending.wait(_TURN_SECONDS)
         for link in (*self._links.values(), *self._others):
             with contextlib.suppress(OSError):
@@ -99,15 +99,15 @@ class NodeWatch:
             self._listener.close()
 
     def _turn(self) -> None:
-        """One turn: connections, messages, questions; where this node is in charge, comparison and losses too."""
+        """Do one turn: connect, handle messages and questions; if this node is in charge, compare and find losses."""
         if time.monotonic() - self._last_connect > _CONNECT_AGAIN_SECONDS:
             self._connect_to_hubs()
             self._last_connect = time.monotonic()
         self._serve()
         self._announce_end()
         self._desk.turn()
-        now = time.monotonic()  # after all that may take long: with an older one, or two, a stall looks like silence
-        if now - self._now < _TURN_SECONDS / 2:  # between messages: a look at thousands of links takes a while
+        now = time.monotonic()  # read after all slow steps: an earlier time makes a stall look like silence
+        if now - self._now < _TURN_SECONDS / 2:  # checking thousands of links takes a while
             return
         self._tend(now)
         if self._is_in_charge(now):
@@ -116,7 +116,7 @@ class NodeWatch:
             self._check_losses(now)
 
     def _tend(self, now: float) -> None:
-        """Look for signs of life on the links; drop connections that have not proved themselves in time."""
+        """Look for signs of life on the links; drop connections that have sent no proof in time."""
         stalled, self._now = now - self._now - _STALL_SECONDS, now
         for node, link in list(self._links.items()):
             if stalled > 0:
@@ -129,7 +129,7 @@ class NodeWatch:
             self._drop(link)
 
     def _connect_to_hubs(self) -> None:
-        """Connect to the hubs before this node, where there is no link yet."""
+        """Connect to each hub of lower rank to which there is no link yet."""
         for hub in self._nodes.hubs:
             if hub >= self._nodes.mine or hub in self._links or hub in self._left:
                 continue
@@ -140,8 +140,8 @@ class NodeWatch:
                     self._has_warned = True
                     where = ", port ".join(map(str, self._nodes.hubs[hub]))
                     logger.warning(
-                        "the watch of %s cannot connect to %s (%s): ranks of different nodes are not compared. Name "
-                        "the network interface through which all nodes reach each other in GLOO_SOCKET_IFNAME",
+                        "hang detection of %s cannot connect to %s (%s), so calls on different nodes are not compared. "
+                        "Name the network interface through which all nodes reach each other in GLOO_SOCKET_IFNAME",
                         self._nodes.name(self._nodes.mine),
                         where,
                         error,
@@ -168,9 +168,9 @@ class NodeWatch:
             self._accept(self._listener)
 
     def _accept(self, listener: socket.socket) -> None:
-        """Accept connections. Of too many that prove nothing the slow ones go, for a proof takes one round trip."""
+        """Accept connections. If too many lack a proof, drop the slow ones, because a proof takes one round trip."""
         unproved, now = [link for link in self._others if not link.is_proved], time.monotonic()
-        if len(unproved) >= _MOST_UNPROVED:  # a crowd waits in the system
+        if len(unproved) >= _MOST_UNPROVED:  # more connections wait in the system
             self._accept_after = now + _ACCEPT_SOON_SECONDS
             for link in (each for each in unproved if now - each.begun > _SLOW_SECONDS):
                 self._drop(link)
@@ -180,15 +180,15 @@ class NodeWatch:
                 self._others.append(Link(listener.accept()[0], self._nodes.token, accepts=True))
         except BlockingIOError:
             pass
-        except OSError:  # too many open files, for instance: the connection waits, and poll would not
+        except OSError:  # for example too many open files; without the pause poll would spin
             self._accept_after = now + _ACCEPT_AGAIN_SECONDS
 
     def _read(self, link: Link) -> None:
         try:
-            messages = link.receive()  # first: what has come counts also where nothing can be sent
-            with contextlib.suppress(OSError):  # the next turn sees the end
+            messages = link.receive()  # first, because messages that arrived count even if sending fails
+            with contextlib.suppress(OSError):  # the next turn notices the end
                 link.flush()
-        except (OSError, ValueError):  # it has ended, or does not speak as a part of the job does
+        except (OSError, ValueError):  # the link has ended, or the other end is not a part of the job
             self._drop(link)
             return
         if link in self._others and link.node is not None:  # a leader has proved itself
@@ -214,10 +214,10 @@ class NodeWatch:
         link.close()
 
     def _lose(self, node: int) -> None:
-        """A leader's link has ended."""
+        """Note that a leader's link has ended, and why."""
         link, now = self._links.pop(node), time.monotonic()
         with contextlib.suppress(OSError, ValueError):
-            link.receive()  # it may have said that it leaves
+            link.receive()  # the last message may be "leaving"
         link.close()
         self._asked_for_rows.pop(node, None)
         if link.is_leaving:
@@ -225,13 +225,13 @@ class NodeWatch:
         elif link.is_unreachable:
             self._unreachable[node] = now - link.seconds_unheard(now)
         else:
-            # A rank that is ending the job has some seconds more: what ended it was said there.
+            # A node that announced the end of the job gets more time, because it has printed the reason already.
             was_silent = link.seconds_unheard(now) > job_reports.SILENT_SECONDS
             again = _COME_BACK_SECONDS if was_silent else _COME_AGAIN_SECONDS
             self._gone[node] = now + (job_reports.OTHERS_END_SECONDS if link.is_ending else again)
 
     def _handle(self, link: Link, message: Message) -> None:
-        """Serve a hub that asks, a leader that answers, or a rank that claims a report or asks what others do."""
+        """Serve a hub's question, a leader's answer, or a rank that claims a report or asks about other ranks."""
         if "ask" in message:
             with contextlib.suppress(OSError):
                 link.send({"answer": message["ask"], "value": self._answer(message)})
@@ -247,15 +247,15 @@ class NodeWatch:
             self._desk.handle(link, message, "; ".join(reports.limited([self._loss(node, self._now) for node in lost])))
 
     def _answer(self, question: Message) -> Any:
-        """This node's answer to a hub; None, for which a hub does not wait, where an answer cannot be found."""
+        """Return this node's answer to a hub. None stands for an answer that this node cannot find."""
         try:
             return self._find_answer(question)
         except Exception:
-            logger.exception("the watch between nodes cannot answer %s", question.get("what"))
+            logger.exception("hang detection between nodes cannot answer the question %r", question.get("what"))
             return None
 
     def _find_answer(self, question: Message) -> Any:
-        """Rows since the last question, views at a position, or this node's part of a report."""
+        """Return the rows since the last question, the views at a position, or this node's part of a report."""
         board, where = self._board, question.get("position")
         position = None if where is None else Position(*where)
         if question["what"] == "rows":
@@ -267,7 +267,7 @@ class NodeWatch:
         return [reports.part_of_node(board, position, question["called"], silent), flight_recorder.dump(board)]
 
     def _announce_end(self) -> None:
-        """Say to the other nodes that a rank of this one is ending the job, and has said why."""
+        """Tell the other nodes once that a rank of this node is ending the job and has printed the reason."""
         board = self._board
         if not self._has_announced and any(board.get(HAS_LEFT, index) == ENDING for index in board.indices):
             self._has_announced = True
@@ -276,7 +276,7 @@ class NodeWatch:
                     link.send({"ending": 1})
 
     def _is_in_charge(self, now: float) -> bool:
-        """Whether no hub before this node can be reached."""
+        """Return whether this node is the first hub: no hub of lower rank can be reached."""
         before = [hub for hub in self._nodes.hubs if hub < self._nodes.mine]
         return not any(hub in self._links and not self._is_cut(hub, now) for hub in before)
 
@@ -295,7 +295,7 @@ class NodeWatch:
         self._compare(self._nodes.mine, self._answer({"what": "rows"}))
         self._heard_rows[self._nodes.mine] = now
         for node, link in list(self._links.items()):
-            # A leader that is stopped gets no more questions than one.
+            # A stopped leader gets one question only, because more would fill the connection.
             if not self._asked_for_rows.get(node):
                 self._asked_for_rows[node] = True
                 with contextlib.suppress(OSError):
@@ -310,7 +310,7 @@ class NodeWatch:
             self._trouble = trouble, time.monotonic()
 
     def _check_trouble(self, now: float) -> None:
-        """Report calls that differ, if nobody else does within a second, or may still raise an error."""
+        """Report calls that differ, unless another rank reports them first or may still raise an error."""
         if self._trouble is None or not self._desk.is_idle:
             return
         trouble, since = self._trouble
@@ -326,44 +326,44 @@ class NodeWatch:
         if isinstance(trouble, Desertion):
             if not self._comparison.lasts(trouble):
                 return
-            what = f"rank {trouble.stopping} has come to its end, and will not come to an operation of ranks "
+            what = f"rank {trouble.stopping} is in mpi.stop() and will not call an operation of ranks "
             self._end_job(CLAIMED_DIFFERENCE, f"{what}{trouble.position.ranks} in which rank {trouble.waiting} waits")
             return
         self._desk.ask_views(trouble.position, lambda views: self._report_mismatch(trouble, views))
 
     def _is_fresh(self, trouble: Desertion, since: float) -> bool:
-        """Whether the nodes of both ranks have sent rows since."""
+        """Return whether the nodes of both ranks have sent rows after the time ``since``."""
         both = {trouble.waiting, trouble.stopping}
         nodes = [node for node, ranks in self._nodes.ranks.items() if both.intersection(ranks)]
         return all(self._heard_rows.get(node, 0.0) > since for node in nodes)
 
     def _report_mismatch(self, mismatch: Mismatch, views: list[Any]) -> None:
-        """End the job with a report of both sides; ``views``: what the ranks of all nodes call there."""
+        """End the job with a report of both sides; ``views`` holds the calls of all nodes' ranks at the position."""
         first, second = (self._nodes.name(node) for node in mismatch.nodes)
         sides = reports.sides_of_nodes([view for view in map(reports.View._make, views) if not view.is_missing])
-        sides = sides or f"{first} and {second} differ; their records were overwritten meanwhile"
+        sides = sides or f"{first} and {second} differ; the records of the differing calls have been overwritten"
         self._end_job(CLAIMED_DIFFERENCE, f"RanksDisagree: {mismatch.position} is not the same on all ranks: {sides}")
 
     def _lost(self, now: float) -> list[int]:
-        """The nodes that are lost, also those that were reported."""
+        """Return the nodes that are lost, reported or not."""
         cut = [node for node in (*self._links, *self._unreachable) if self._is_cut(node, now)]
         return sorted([*self._gone, *cut])
 
     def _check_losses(self, now: float) -> None:
-        """Report the nodes that are lost, if the other ranks there do not, and end the job."""
+        """Report the nodes that are lost, unless other ranks of these nodes report first, and end the job."""
         if not self._desk.is_idle:
             return
         is_hub = self._nodes.mine in self._nodes.hubs
         patience = job_reports.OTHERS_REPORT_SECONDS * (1 if is_hub else 2)
         lost = self._lost(now)
-        self._reported.intersection_update(lost)  # one that has come back may be lost again
+        self._reported.intersection_update(lost)  # a node that came back may be lost again
         lost = [node for node in lost if node not in self._reported and not (ulfm.is_elastic() and node in self._gone)]
         if not any(now - self._gone.get(node, now - patience) >= patience for node in lost):
             return
         self._reported.update(lost)
         goes_on = self._tuning.at_deadline == "report" and not any(node in self._gone for node in lost)
         why = "; ".join(reports.limited([self._loss(node, now) for node in lost], "more hosts"))
-        why += "; Open MPI loses ranks and goes on (--elastic), but not hosts" * (ulfm.is_elastic() and not goes_on)
+        why += "; an elastic job survives lost ranks, but not lost hosts" * (ulfm.is_elastic() and not goes_on)
         self._end_job(CLAIMED_DEATH, why, ends=not goes_on)
 
     def _end_job(self, reason: int, why: str, *, ends: bool = True) -> None:
@@ -374,27 +374,27 @@ class NodeWatch:
         self._desk.begin(reason, f"torchmpi_py: report of rank {self._board.get(WORLD_RANK)}: {why}", end, ends=ends)
 
     def _loss(self, node: int, now: float) -> str:
-        """What has become of a node that is lost."""
+        """Return how a node was lost, as a clause."""
         if node in self._links or node in self._unreachable:
-            return f"{self._nodes.name(node)} has not been heard of for {self._seconds_unheard(node, now):.0f} s"
+            return f"{self._nodes.name(node)} has not answered for {self._seconds_unheard(node, now):.0f} s"
         leader = self._nodes.ranks[node][0]
-        last = f". When last heard of: {'; '.join(self._briefs[node])}" if self._briefs.get(node) else ""
+        last = f". Last known: {'; '.join(self._briefs[node])}" if self._briefs.get(node) else ""
         return f"rank {leader} on host {self._nodes.hosts[node]} died, or left without mpi.stop(){last}"
 
     def _absence(self, node: int) -> str:
-        """Why a node has not given its part of a report."""
+        """Return why a node has not sent its part of a report."""
         now, link = self._now, self._links.get(node)
         leader = self._nodes.ranks[node][0]
         if link is None and node not in self._gone and node not in self._unreachable:
-            left = " has left by mpi.stop()" if node in self._left else ": no connection, nothing is known of it here"
-            return f"{self._nodes.name(node)}{left}"
+            reason = " has left by mpi.stop()" if node in self._left else ": no connection, so its state is unknown"
+            return f"{self._nodes.name(node)}{reason}"
         if link is None:
-            text = self._loss(node, now).partition(". When")[0]
+            text = self._loss(node, now).partition(". Last known")[0]
         elif link.seconds_unheard(now) >= _TURN_SECONDS * 4:
             text = self._loss(node, now)
         else:
             text = (
                 f"{self._nodes.name(node)}: the host answers, but rank {leader} does not: its process is stopped, or "
-                "in a call that does not let Python's other threads run"
+                "it is in a call that does not let Python's other threads run"
             )
-        return "\n    ".join([text, *(f"when last heard of: {each}" for each in self._briefs.get(node, []))])
+        return "\n    ".join([text, *(f"last known: {each}" for each in self._briefs.get(node, []))])

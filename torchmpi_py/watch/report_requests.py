@@ -1,11 +1,14 @@
-"""Requests for a report: a user sends SIGUSR1 to a rank, whatever its main thread is doing.
+"""Serve requests for a report: a user sends SIGUSR1 to a rank, whatever its main thread is doing.
 
-Python runs signal handlers in the main thread, which is the thread that hangs. ``faulthandler`` has a handler in C
-instead, which runs at once and writes the stack of a thread to a file: here to a pipe, so that a byte in the pipe means
-that the signal came. Programs that the rank starts do not inherit the handler, as they would a blocked signal.
+The idea: Python runs signal handlers in the main thread, which is the thread that hangs. The handler of
+``faulthandler`` is written in C, so it runs at once, and writes the stack of a thread to a file. Here the file is a
+pipe: a byte in the pipe means that the signal has arrived.
 
-Handler and pipe stay when the package is stopped: a signal that comes later does no harm. A handler that the program
-has registered since then, with ``faulthandler`` too, cannot be distinguished from this one, and must not be removed.
+An alternative is to block SIGUSR1 in all threads, and to wait for it in a thread of ours. We do not, because programs
+that the rank starts would inherit the blocked signal; they do not inherit the handler.
+
+Handler and pipe remain when the package is stopped, so that a later signal does no harm. The handler must not be
+removed: the program may since have registered a handler with ``faulthandler`` too, and the two look the same.
 """
 
 from __future__ import annotations
@@ -19,11 +22,11 @@ import time
 from torchmpi_py.launch import proc
 
 _SIGNAL = signal.SIGUSR1
-_DUMP_SECONDS = 0.02  # the handler writes a stack in many small pieces
+_DUMP_SECONDS = 0.02  # the handler writes a stack in many small pieces; wait for all of them
 
 
 class ReportRequests:
-    """The requests to this process: a pipe that becomes readable when one comes."""
+    """The requests to this process: a pipe that becomes readable when a request arrives."""
 
     def __init__(self) -> None:
         self._pipe: tuple[int, int] | None = None
@@ -32,7 +35,7 @@ class ReportRequests:
     def listen(self) -> int:
         """Have SIGUSR1 write to the pipe; return the end to read from.
 
-        A program or a launcher that has another use for SIGUSR1 keeps the signal; ``wake`` still writes to the pipe.
+        If the program or its launcher already uses SIGUSR1, leave the signal alone; ``wake`` still writes to the pipe.
         """
         if self._pipe is None:
             self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -49,12 +52,12 @@ class ReportRequests:
                 os.write(self._pipe[1], b"\n")
 
     def acknowledge(self) -> None:
-        """Empty the pipe: the requests up to now are served by one report."""
+        """Empty the pipe, because one report serves all requests up to now."""
         time.sleep(_DUMP_SECONDS)
         self._empty()
 
     def disown(self) -> None:
-        """In a forked child: give SIGUSR1 its usual meaning, and close the parent's pipe."""
+        """Restore the default meaning of SIGUSR1 in a forked child, and close the parent's pipe."""
         if self._is_registered and signal.getsignal(_SIGNAL) in (signal.SIG_DFL, None):
             faulthandler.unregister(_SIGNAL)
         for end in self._pipe or ():
@@ -69,10 +72,10 @@ class ReportRequests:
 
 
 def _is_in_use() -> bool:
-    """Whether SIGUSR1 is handled, by Python or by C code, or ignored."""
+    """Return whether SIGUSR1 is ignored, or handled by Python or C code."""
     if signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
         return True
-    # The masks of ignored and of caught signals.
+    # The system's masks show also the handlers that C code has installed: ignored signals and caught ones.
     masks = [proc.field("self", "status", name) for name in ("SigIgn", "SigCgt")]
     return any(int(mask, 16) >> _SIGNAL - 1 & 1 for mask in masks)
 

@@ -1,6 +1,6 @@
-"""What the ranks of a node do, read from the board: for reports, and for errors that name the late or dead ranks.
+"""Describe what the ranks of a node do, from the board: for reports, and for errors that name late or dead ranks.
 
-``index`` is the local rank of a rank on its node, ``number`` the number of one of this rank's records.
+In all functions ``index`` is the local rank on the node, and ``number`` the number of one of this rank's records.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torchmpi_py.core.status_board import CHECKSUM_BITS, HAS_LEFT, NAMESPACE, PR
 from torchmpi_py.watch import node_links
 from torchmpi_py.watch.cross_check import Position
 
-_MOST_NAMED, _MOST_RANGES = 4, 20  # ranks that do the same, named each; more of them are one row
+_MOST_NAMED, _MOST_RANGES = 4, 20  # up to 4 ranks that do the same have a row each; more share one
 _STATES = {"T": "its process is stopped (SIGSTOP)", "t": "a debugger has stopped its process"}
-_ANSWER_SECONDS = 2.0  # for a hub, which asks the other nodes
+_ANSWER_SECONDS = 2.0  # for a hub, which asks the other nodes first
 
 
 def is_dead(board: Board, index: int) -> bool:
-    """Whether a rank's process has ended without leaving in order."""
+    """Return whether a rank's process has ended without ``mpi.stop()``."""
     process = _process(board, index)
     if board.get(HAS_LEFT, index) == status_board.STOPPED or process is status_board.UNKNOWN_PROCESS:
         return False
-    started = board.get(status_board.STARTED, index)  # 0 where the system does not say
+    started = board.get(status_board.STARTED, index)  # 0 if the system does not report it
     return process is None or process.is_dead or (started != 0 and process.started != started)
 
 
 def descriptor(board: Board, index: int) -> int | None:
-    """A descriptor that becomes readable when a rank's process ends; None where the system has none."""
+    """Return a descriptor that becomes readable when a rank's process ends; None if the system has none."""
     if not _is_visible(board, index):
         return None
     try:
@@ -42,7 +42,7 @@ def descriptor(board: Board, index: int) -> int | None:
 
 
 def trouble(board: Board, index: int) -> str:
-    """Why a rank's process may not go on; empty if nothing is known to be wrong."""
+    """Return why a rank's process may be unable to continue; "" if no reason is known."""
     if is_dead(board, index):
         return "its process is gone"
     if board.get(HAS_LEFT, index) == status_board.STOPPED:
@@ -56,17 +56,17 @@ def trouble(board: Board, index: int) -> str:
 
 
 def rank_name(board: Board, index: int) -> str:
-    """A rank and its process, as reports name them."""
+    """Return the name of a rank and its process for reports."""
     return f"rank {board.get(WORLD_RANK, index)} (process {board.get(PROCESS, index)})"
 
 
 def _by_rank(board: Board) -> list[int]:
-    """The local ranks that can be seen, ordered by their ranks in the world."""
+    """Return the local ranks on this board, ordered by their world ranks."""
     return sorted(board.indices, key=lambda index: board.get(WORLD_RANK, index))
 
 
 def _blocking(board: Board, waited: Record) -> Record | None:
-    """The operation that keeps a queued one: the oldest open operation that was launched before it."""
+    """Return the oldest open operation that was launched before a queued one and therefore blocks it; else None."""
     if not waited.is_queued:
         return None
     before = [record for record in board.records(board.index) if record.is_launch and record.number < waited.number]
@@ -74,12 +74,12 @@ def _blocking(board: Board, waited: Record) -> Record | None:
 
 
 def limited(texts: Sequence[str], what: str = "more", most: int = _MOST_NAMED) -> list[str]:
-    """The first texts, and the number of the others."""
+    """Return the first texts, and one more text with the number of the others."""
     return [*texts[:most], *[f"{len(texts) - most} {what}"] * (len(texts) > most)]
 
 
 class Line(NamedTuple):
-    """What ranks do: one rank, which ``name`` names with its process, or many that do the same."""
+    """A row of a report: what one rank does, or many ranks. ``name`` names the rank or the ranks."""
 
     ranks: list[int]
     name: str
@@ -90,21 +90,21 @@ class Line(NamedTuple):
 
 
 def folded(rows: Iterable[Line]) -> list[Line]:
-    """The rows, with one in place of the rows of many ranks that do the same, though not for equally long."""
-    alike, found = dict[str, list[Line]](), list[Line]()
+    """Return the rows, with one row for many ranks that do the same; times in the texts may differ."""
+    alike, merged = dict[str, list[Line]](), list[Line]()
     for row in rows:
         alike.setdefault(re.sub(r"\d+\.\d s", "", row.text), []).append(row)
     for each in alike.values():
         ranks = sorted(rank for row in each for rank in row.ranks)
-        if len(ranks) > (2 if "\n" in each[0].text else _MOST_NAMED):  # a stack need not be read three times
+        if len(ranks) > (2 if "\n" in each[0].text else _MOST_NAMED):  # three copies of a stack help no reader
             ranges = limited(sequences.ranks_as_text(ranks, strides=True).split(","), "more ranges", _MOST_RANGES)
             each = [Line(ranks, f"{len(ranks)} ranks ({', '.join(ranges)})", each[0].text)]
-        found += each
-    return sorted(found)
+        merged += each
+    return sorted(merged)
 
 
 class NodeReport(NamedTuple):
-    """A report on a node. ``missing``: the ranks that have not called the late operation, if it names any."""
+    """A report on a node. ``missing`` names the ranks that have not called the late operation; "" if none is known."""
 
     heading: str
     rows: list[Line]
@@ -119,9 +119,9 @@ class NodeReport(NamedTuple):
 def of_node(
     board: Board, why: str, number: int | None = None, *, silent: Collection[int] = (), has_text: bool = True
 ) -> NodeReport:
-    """The report: the reason, the late operation of this rank (``number``), if there is one, and each rank's activity.
+    """Return a report: the reason ``why``, this rank's late operation ``number`` (if any), each rank's activity.
 
-    ``silent``: the ranks that have not given their stacks. ``has_text``: whether the report shows stacks.
+    ``silent`` lists the ranks that have not written their stacks. ``has_text`` says whether to show stacks.
     """
     own, late = f"rank {board.get(WORLD_RANK)}", waited_for(board, number)
     heading = f"torchmpi_py: report of {own}: {why}"
@@ -129,18 +129,18 @@ def of_node(
     if waiting is not None and late is not None:
         heading += f"\n{own} waits in {waiting.what}, called at {waiting.site}"
         if late.number != waiting.number:
-            heading += f"; before it comes {late.what}, called at {late.site}"
+            heading += f"; it is queued behind {late.what}, called at {late.site}"
     return NodeReport(heading, *_of_ranks(board, late, silent, has_text))
 
 
 def waited_for(board: Board, number: int | None) -> Record | None:
-    """The operation that a late one of this rank waits for: itself, or the one that keeps it queued."""
+    """Return the operation that must complete first for ``number``: itself, or the one that it is queued behind."""
     waiting = None if number is None else journal.find_record(board, number)
     return None if waiting is None else _blocking(board, waiting) or waiting
 
 
 def part_of_node(board: Board, position: Position | None, called: str, silent: Collection[int]) -> list[Line]:
-    """This node's part of a report on a late operation of another node; ``called``: verb and arguments there."""
+    """Return this node's part of a report on another node's late operation, whose call there is ``called``."""
     late, slot = None, None
     if position is not None:
         slot = board.find_slot(board.index, position.generation, position.ranks)
@@ -151,16 +151,14 @@ def part_of_node(board: Board, position: Position | None, called: str, silent: C
 
 
 def _of_ranks(board: Board, late: Record | None, silent: Collection[int], has_text: bool) -> tuple[list[Line], str]:
-    """What each rank does; and which ranks have not called the late operation, as a clause."""
+    """Return what each rank does, and a clause that names the ranks that have not called the late operation."""
     rows, activities = [], {index: _activity(board, index, late) for index in _by_rank(board)}
     for index, each in activities.items():
         lines = [_troubled(board, index, each.text)]
         if has_text and index not in silent:
             lines += [f"    {line}" for line in board.read_text(index).splitlines()]
         elif has_text and not trouble(board, index):
-            lines.append(
-                "    does not say where it stands: it is in a call that does not let Python's other threads run"
-            )
+            lines.append("    has sent no stack: it is in a call that does not let Python's other threads run")
         rows.append(Line([board.get(WORLD_RANK, index)], rank_name(board, index), "\n".join(lines)))
     names = limited([rank_name(board, index) for index, each in activities.items() if each.is_missing])
     missing = f"{', '.join(names)} did not call {late.what}, called at {late.site}" if names and late else ""
@@ -168,26 +166,26 @@ def _of_ranks(board: Board, late: Record | None, silent: Collection[int], has_te
 
 
 class _Activity(NamedTuple):
-    """What a rank does, or did last, seen from a late operation of this rank."""
+    """What a rank does, or did last, compared with a late operation of this rank."""
 
     text: str
-    is_there: bool = False  # in the same operation, or through with it
-    is_missing: bool = False  # of the operation's communicator, and not come to it
+    is_there: bool = False  # the rank has called the same operation, and not failed in it
+    is_missing: bool = False  # the rank belongs to the communicator, but has not called the operation
 
 
 def _activity(board: Board, index: int, late: Record | None) -> _Activity:
-    """What a rank does; seen from the operation that is late, if one is."""
+    """Return what a rank does, compared with the late operation if there is one."""
     if late is None or late.slot < 0 or late.sequence_number == 0:
         return _Activity(_last(board, index))
     is_own = index == board.index and late.number > 0
     theirs = late if is_own else board.counterpart(late.slot, late.fingerprint, index)
     if theirs is not None:
-        state = "is through with it" if theirs.ended > 0 else "has failed in it" if theirs.ended else "is there too"
+        state = "has completed it" if theirs.ended > 0 else "has failed in it" if theirs.ended else "is in it too"
         is_same = theirs.what == late.what
-        call = "" if is_same else f", but as {theirs.what}"
+        call = "" if is_same else f", but calls {theirs.what} there"
         return _Activity(f"{state}{call}, called at {theirs.site}", is_there=is_same and theirs.ended >= 0)
     if index in board.slots_of.get(late.slot, {}):
-        return _Activity(f"has not come to it; {_last(board, index)}", is_missing=True)
+        return _Activity(f"has not called it; {_last(board, index)}", is_missing=True)
     return _Activity(_last(board, index))
 
 
@@ -198,15 +196,15 @@ def _last(board: Board, index: int) -> str:
     if not records:
         return "has called nothing yet"
     last = records[0]
-    how = "launched" if not last.ended else "complete" if last.ended > 0 else "failed"
+    how = "was launched" if not last.ended else "completed" if last.ended > 0 else "failed"
     ago = (board.now(index) - abs(last.ended or last.launched)) / 1e9
-    return f"its last, {last.what}, was {how} {ago:.1f} s ago, called at {last.site}"
+    return f"its last call, {last.what}, {how} {ago:.1f} s ago, called at {last.site}"
 
 
 def _current(records: Sequence[Record]) -> Record | None:
-    """The open operation of a rank: a call rather than a launched operation, which the rank may not wait for."""
-    begun = [record for record in reversed(records) if record.is_open]
-    return min(begun, key=lambda record: record.is_launch, default=None)
+    """Return a rank's oldest open operation; prefer a blocking call, because it surely waits in that one."""
+    open_records = [record for record in reversed(records) if record.is_open]
+    return min(open_records, key=lambda record: record.is_launch, default=None)
 
 
 def _troubled(board: Board, index: int, text: str) -> str:
@@ -219,7 +217,7 @@ def _with_trouble(board: Board, index: int, text: str) -> str:
 
 
 def death(board: Board, index: int) -> str:
-    """In which operation, or after which, a rank has died."""
+    """Return a clause that names the operation in which, or after which, a rank has died."""
     records = board.records(index)
     if not records:
         return f"{rank_name(board, index)} died before its first operation"
@@ -229,9 +227,10 @@ def death(board: Board, index: int) -> str:
 
 
 def deaths(within_seconds: float) -> str:
-    """The dead ranks of this node, and what is lost of other nodes; empty if nothing is, nor is ``within_seconds``.
+    """Return the dead ranks of this node or the losses of other nodes; "" if none appear ``within_seconds``.
 
-    The system closes the connections of a dying process, and other ranks notice it, some time before the process ends.
+    Wait, because the system closes the connections of a dying process, which other ranks notice, before the process has
+    ended.
     """
     board, until = status_board.current, time.monotonic() + within_seconds
     while board is not None:
@@ -247,9 +246,9 @@ def deaths(within_seconds: float) -> str:
 
 
 def late(entry: Entry, only: Sequence[int] | None = None) -> str:
-    """The ranks that this rank's operation waits for, as far as is known; empty if nothing is.
+    """Return the ranks that this rank's operation waits for, as far as known; "" if nothing is known.
 
-    ``only``: for a message, the local ranks of its sender and its receiver.
+    ``only`` restricts the answer to these local ranks: for a message, its sender and its receiver.
     """
     board = status_board.current
     record = None if board is None else journal.find_record(board, entry[0])
@@ -258,32 +257,32 @@ def late(entry: Entry, only: Sequence[int] | None = None) -> str:
     candidates = board.slots_of.get(record.slot, {}) if only is None else only
     others = [index for index in _by_rank(board) if index != board.index and index in candidates]
     activities = {index: _activity(board, index, record) for index in others}
-    found = [_with_trouble(board, index, each.text) for index, each in activities.items() if not each.is_there]
+    waits = [_with_trouble(board, index, each.text) for index, each in activities.items() if not each.is_there]
     elsewhere = _elsewhere(board, record)
-    found += [
-        each.text if each.is_missing else f"rank {each.rank} does something else: it is in {each.text}"
+    waits += [
+        each.text if each.is_missing else f"rank {each.rank} is in another call: {each.text}"
         for each in elsewhere
         if each.fingerprint != record.fingerprint
     ]
-    all_there = f"The ranks of {'the nodes that answer' if elsewhere else 'this node'} are all there."
-    return "; ".join(limited(found)) or all_there
+    all_there = f"All ranks of {'the nodes that answer' if elsewhere else 'this node'} have called it."
+    return "; ".join(limited(waits)) or all_there
 
 
 class View(NamedTuple):
-    """What a rank does at a position: the call, or what it does while it has not come there (``is_missing``)."""
+    """A rank's call at a position, or its current activity if it has not called there yet (``is_missing``)."""
 
     rank: int
-    fingerprint: int  # 0 of a rank that is missing
+    fingerprint: int  # 0 if the rank is missing
     text: str
 
     @property
     def is_missing(self) -> bool:
-        """Whether the rank has not come there."""
+        """Whether the rank has not called the operation at the position."""
         return self.fingerprint == 0
 
 
 def position_of(board: Board, record: Record | None) -> Position | None:
-    """The position of an operation of this rank; None for an operation without counterparts."""
+    """Return the position of this rank's operation; None for an operation without counterparts."""
     if record is None or record.slot < 0 or not record.sequence_number:
         return None
     group = board.group(board.index, record.slot)
@@ -291,8 +290,8 @@ def position_of(board: Board, record: Record | None) -> Position | None:
 
 
 def views(board: Board, position: Position) -> list[View]:
-    """What the ranks of this node do at a position, as far as it is still known: of each kind a few ranks."""
-    found: dict[int, list[View]] = {}
+    """Return what ranks of this node do at a position, as far as the board still knows; a few ranks for each call."""
+    by_call: dict[int, list[View]] = {}
     for index in _by_rank(board):
         rank, slot = board.get(WORLD_RANK, index), board.find_slot(index, position.generation, position.ranks)
         if slot is None:
@@ -305,13 +304,13 @@ def views(board: Board, position: Position) -> list[View]:
             view = View(rank, 0, _with_trouble(board, index, _last(board, index)))
         else:
             continue
-        if len(alike := found.setdefault(view.fingerprint, [])) < _MOST_NAMED:
+        if len(alike := by_call.setdefault(view.fingerprint, [])) < _MOST_NAMED:
             alike.append(view)
-    return [view for alike in found.values() for view in alike]
+    return [view for alike in by_call.values() for view in alike]
 
 
 def sides_of_nodes(seen: Sequence[View]) -> str:
-    """What ranks of different nodes call at a position; empty where they are not known to differ."""
+    """Return what ranks of different nodes call at a position; "" if the calls are not known to differ."""
     sides: dict[tuple[bool, str], list[str]] = {}
     for view in seen:
         sides.setdefault((view.is_missing, view.text), []).append(str(view.rank))
@@ -325,7 +324,7 @@ def sides_of_nodes(seen: Sequence[View]) -> str:
 
 
 def _elsewhere(board: Board, record: Record) -> list[View]:
-    """What the ranks of other nodes do at the position of this rank's operation; empty where nothing is known."""
+    """Return what ranks of other nodes do at the position of this rank's operation, as far as known."""
     position = position_of(board, record)
     here = {board.get(WORLD_RANK, index) for index in board.indices}
     if position is None or node_links.current is None:
@@ -333,28 +332,29 @@ def _elsewhere(board: Board, record: Record) -> list[View]:
     if not sequences.is_cut(position.ranks) and here.issuperset(sequences.ranks_from_text(position.ranks)):
         return []
     answer = node_links.ask({"views": position}, _ANSWER_SECONDS)
-    found = [] if answer is None else [View(*each) for each in answer["views"]]
-    return [view for view in found if view.rank not in here]
+    seen = [] if answer is None else [View(*each) for each in answer["views"]]
+    return [view for view in seen if view.rank not in here]
 
 
 def brief(board: Board, index: int) -> str:
-    """The last operation of a rank in a line that costs little; without times, for it is read later."""
+    """Return a cheap line on a rank's last operation, without times, because the line is read later."""
     last = board.latest(index)
     what = "has called nothing yet" if last is None else f"last called {last.what} at {last.site}"
     return f"{rank_name(board, index)}: {what}"
 
 
 class Sides(NamedTuple):
-    """What ranks call in the place of an operation. ``differ``: whether one differs from this rank's."""
+    """The calls of ranks at the place of an operation. ``differ``: whether a call differs from this rank's."""
 
     text: str
     differ: bool
 
 
 def sides(entry: Entry) -> Sides:
-    """The calls of other ranks in the place of an operation, and where the calls are, as far as is known.
+    """Return the other ranks' calls at the place of an operation, and their call sites, as far as known.
 
-    The text has the ranks that differ, or all ranks if none is known to; it is empty where nothing can be seen.
+    The text names the ranks whose call differs, or all ranks if no call is known to differ. It is "" if no call of
+    another rank is known.
     """
     board = status_board.current
     mine = None if board is None else journal.find_record(board, entry[0])
@@ -370,25 +370,25 @@ def sides(entry: Entry) -> Sides:
 
 
 def disagreement(board: Board, number: int) -> str:
-    """The ranks of this node that call something else in the place of an operation; empty if none is known to."""
+    """Return the ranks of this node with another call at the place of an operation; "" if no such rank is known."""
     mine = journal.find_record(board, number)
     return "" if mine is None else sequences.difference(board, mine)
 
 
 def deserted(board: Board, number: int) -> str:
-    """The rank of this node that is in ``mpi.stop()`` without having come to an operation; empty if there is none."""
+    """Return a clause on a rank of this node that is in ``mpi.stop()`` without this operation; "" without one."""
     mine = journal.find_record(board, number)
     if mine is None:
         return ""
     for index in sequences.behind(board, mine):
         if board.get(HAS_LEFT, index) == status_board.STOPPING:
             rank = rank_name(board, index)
-            return f"{rank} has come to its end, and will not come to {mine.what}, called at {mine.site}"
+            return f"{rank} is in mpi.stop() and will not call {mine.what}, called at {mine.site}"
     return ""
 
 
 def _is_visible(board: Board, index: int) -> bool:
-    """Whether a rank is in the process namespace of this one, so that its process id has a meaning here."""
+    """Return whether a rank shares this rank's process namespace, so that its process id is valid here."""
     return board.get(NAMESPACE) != 0 and board.get(NAMESPACE, index) == board.get(NAMESPACE)
 
 

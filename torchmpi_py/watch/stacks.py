@@ -1,4 +1,4 @@
-"""Where the threads of a node's ranks stand: one rank asks for stacks on the board, each watchdog writes its own."""
+"""Collect the stacks of a node's ranks: one rank requests them on the board, and each watchdog writes its own."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from torchmpi_py.watch import reports
 _GIVEN_WITHIN_SECONDS = 1.5
 _FRAMES = 8
 _MOST_OF_AN_ERROR = 500  # characters
-_HANDLES = "handles "  # begins the line of an exception in the text of a rank
+_HANDLES = "handles "  # starts an exception's line in a rank's text
 _OWN_THREADS = ("torchmpi_py-watchdog", "torchmpi_py-nodes", "torchmpi_py-building")
-_LAUNCHER = re.compile(r'\s*File "(.*/launch/wrap\.py|<frozen runpy>|.*/runpy\.py)"')  # frames below the program
-_giving = threading.Lock()  # the watchdog's thread gives, and that of runtime/building.py
+_LAUNCHER = re.compile(r'\s*File "(.*/launch/wrap\.py|<frozen runpy>|.*/runpy\.py)"')  # not the program
+_giving = threading.Lock()  # two threads write: the watchdog's, and the one of runtime/building.py
 
 
 def gather(board: Board, is_over: Callable[[], bool], seconds: float = _GIVEN_WITHIN_SECONDS) -> list[int]:
-    """Have all ranks of the node write their stacks; return those that have not within some seconds."""
-    asked = time.monotonic_ns()
+    """Have all ranks of the node write their stacks; return the ranks that have not done so after ``seconds``."""
+    request_ns = time.monotonic_ns()
     for index in board.indices:
-        board.put(TEXT_WANTED, asked, index)
+        board.put(TEXT_WANTED, request_ns, index)
     until = time.monotonic() + seconds
     while True:
         give(board)
-        silent = [index for index in board.indices if board.get(TEXT_GIVEN, index) < asked]
+        silent = [index for index in board.indices if board.get(TEXT_GIVEN, index) < request_ns]
         if time.monotonic() > until or is_over() or all(reports.trouble(board, index) for index in silent):
             return silent
         time.sleep(0.02)
 
 
 def give(board: Board) -> None:
-    """Write the stacks of this process to the board, if another rank has asked since the last time."""
+    """Write the stacks of this process to the board, if a rank has requested them since the last time."""
     with _giving:
-        asked = board.get(TEXT_WANTED)
-        if asked != board.get(TEXT_GIVEN):
+        request_ns = board.get(TEXT_WANTED)
+        if request_ns != board.get(TEXT_GIVEN):
             board.write_text(text())
-            board.put(TEXT_GIVEN, asked)
+            board.put(TEXT_GIVEN, request_ns)
 
 
 def text() -> str:
-    """The innermost frames of the threads of this process, the main thread first, but for those that watch."""
+    """Return the innermost frames of this process's threads, the main thread first; omit the package's own threads."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main, handled = threading.main_thread().ident, sys._current_exceptions()
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
@@ -58,9 +58,9 @@ def text() -> str:
     )
 
 
-def _handled(found: Any) -> str:
-    """Return the exception that a thread handles, or that waits for the end of a ``finally``; "" if there is none."""
-    error = found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
+def _handled(entry: Any) -> str:
+    """Return the exception that a thread handles, also in a ``finally`` block; "" if it handles none."""
+    error = entry[1] if isinstance(entry, tuple) else entry  # a tuple before Python 3.12
     if error is None:
         return ""
     text = " ".join("".join(traceback.format_exception_only(error)).split())[:_MOST_OF_AN_ERROR]
@@ -69,7 +69,7 @@ def _handled(found: Any) -> str:
 
 
 def exceptions(board: Board, silent: Collection[int]) -> str:
-    """Return the exceptions that threads of the ranks handle, from the text that ranks not ``silent`` have written."""
+    """Return the exceptions that threads of the ranks handle, from the texts of all ranks that are not ``silent``."""
     return "".join(
         f"torchmpi_py: {reports.rank_name(board, index)} {line}\n"
         for index in board.indices

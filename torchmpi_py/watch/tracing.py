@@ -1,26 +1,29 @@
-"""Profiling traces: what this rank did and when, in a file that Chrome and Perfetto show.
+"""Write profiling traces: what this rank did and when, in a file for Chrome or Perfetto.
 
 With TORCHMPI_PROFILE=DIR, which ``torchmpirun --profile DIR`` sets, ``start`` begins a trace and ``stop`` writes it to
-DIR/rank-R.json: what torch.profiler saw (operators of the thread that called ``start``, and of backward passes; CUDA
-kernels), and our operations in rows of their own. torch.profiler alone does not do for these: it sees neither the
-communication thread, nor operations that no thread carries out, and does not run where the program has started one.
-Both kinds of events are on one axis, for torch's times are those of time.time_ns, counted from ``baseTimeNanoseconds``.
+DIR/rank-R.json. A trace has the events of torch.profiler (operators of the thread that called ``start`` and of backward
+passes; CUDA kernels), and our operations in rows of their own.
 
-Operations of one *lane* take turns, so that a lane is a row:
+torch.profiler alone cannot show our operations. It sees neither the communication thread nor operations that MPI
+carries out without a thread, and it does not run if the program has started a profiler. Both kinds of events share one
+time axis, because torch counts time.time_ns from ``baseTimeNanoseconds``.
+
+Operations of one *lane* run one after another, so that a lane is a row:
 
 direct       blocking calls
-background   asynchronous operations in the communication thread; "queued us" is the time from launch to begin
-posted       asynchronous operations that MPI carries out itself, from the launch until they were found complete; as
-             they overlap, they take as many rows as they need
+background   asynchronous operations in the communication thread; "queued us" is the time from launch to start
+posted       asynchronous operations that MPI carries out itself, from the launch until a test finds them complete.
+             They overlap, so this lane has as many rows as it needs
 
-A file also says how far this rank's clock was from rank 0's, at the begin and, unless the rank failed, at the end. A
-rank asks rank 0 for its time over MPI, some dozens of times, and keeps the answer with the shortest round trip
-(Cristian's algorithm). Rank 0 read its clock somewhere between question and answer, so that ::
+A file also states the offset of this rank's clock from rank 0's clock, at the start and, unless the rank failed, at the
+end. To measure it, a rank asks rank 0 for its time over MPI 50 times, and keeps the answer with the shortest round trip
+(Cristian, "Probabilistic clock synchronization", 1989). Rank 0 reads its clock between question and answer, so the
+error of ::
 
-    offset = (asked + answered) / 2 - time of rank 0         this rank's clock less that of rank 0
+    offset = (asked + answered) / 2 - time of rank 0         this rank's clock minus rank 0's clock
 
-is wrong by half the round trip at most. The ranks of a node share one clock: one of them asks for all, and on the node
-of rank 0 the offset is 0, exactly.
+is at most half the round trip. The ranks of a node share one clock: one rank of a node asks for all of them, and on the
+node of rank 0 the offset is exactly 0.
 """
 
 from __future__ import annotations
@@ -49,18 +52,18 @@ from torchmpi_py.errors import RanksDisagree, TorchMPIError
 
 logger = logging.getLogger("torchmpi_py")
 
-CATEGORY = "torchmpi"  # of our events, and the key of what a file says about its rank
+CATEGORY = "torchmpi"  # the category of our events, and the key of the facts about the rank
 LANES = ("direct", "background", "posted")
-POSTED = 2  # the first two are the thread roles of channels
-_FIRST_ROW = 2_000_000_000  # no thread has such a number
-_ROWS_PER_LANE = 16  # where more overlap, the last row shows them badly
+POSTED = 2  # an index of LANES; the first two are thread roles of channels
+_FIRST_ROW = 2_000_000_000  # larger than any thread's number
+_ROWS_PER_LANE = 16  # if more operations overlap, the last row shows them badly
 _NUM_ROWS = len(LANES) * _ROWS_PER_LANE
 _NUM_ROUNDS = 50
 _TAG = 7011
 
 
 class Reading(NamedTuple):
-    """This rank's clock against rank 0's, in nanoseconds; ``at_ns`` is the time of the reading by this rank's clock."""
+    """This rank's clock relative to rank 0's, in nanoseconds; ``at_ns`` is this rank's time at the reading."""
 
     at_ns: int
     offset_ns: int
@@ -68,9 +71,9 @@ class Reading(NamedTuple):
 
 
 def read_clock(comm: MPI.Comm, nodes: Sequence[int], clock: Callable[[], int] = time.time_ns) -> Reading:
-    """Compare this rank's clock with rank 0's. Collective over ``comm``, on which nothing else is under way.
+    """Compare this rank's clock with rank 0's. Collective over ``comm``, which no other operation may use meanwhile.
 
-    ``nodes``: for each rank the lowest rank on its node.
+    ``nodes`` holds for each rank the lowest rank on its node.
     """
     mine = Reading(clock(), 0, 0)
     for asker in sorted(set(nodes) - {nodes[0]}):
@@ -99,7 +102,7 @@ def _answer(comm: MPI.Comm, asker: int, clock: Callable[[], int]) -> None:
 
 
 class TraceEvent(NamedTuple):
-    """One operation. ``launched`` is 0 for a blocking call; times are of time.time_ns."""
+    """One operation. Times are from time.time_ns; ``launched`` is 0 for a blocking call."""
 
     name: str
     flavour: str
@@ -113,23 +116,23 @@ class TraceEvent(NamedTuple):
 
 
 def chrome_events(events: Sequence[TraceEvent], process_id: int, base_ns: int) -> list[dict[str, Any]]:
-    """The operations, and the names of their rows, in Chrome's format; times are microseconds since ``base_ns``."""
-    ends: dict[int, int] = {}  # of the last operation in each row
-    placed = []
-    # 1. Each operation goes to the first row of its lane that is free when it begins.
+    """Return the operations and their row names in Chrome's format; times are microseconds since ``base_ns``."""
+    ends: dict[int, int] = {}  # row -> end of its last operation
+    chrome = []
+    # 1. Put each operation into the first row of its lane that is free when the operation starts.
     for event in sorted(events, key=lambda event: event.begin):
         candidates = range(event.thread_role * _ROWS_PER_LANE, (event.thread_role + 1) * _ROWS_PER_LANE)
         row = next((row for row in candidates if ends.get(row, 0) <= event.begin), candidates[-1])
         ends[row] = event.end
-        placed.append(_chrome_event(event, process_id, _FIRST_ROW + row, base_ns))
-    # 2. Rows are named, and sorted before torch's.
+        chrome.append(_chrome_event(event, process_id, _FIRST_ROW + row, base_ns))
+    # 2. Name the rows, and sort them before torch's rows.
     for row in ends:
         thread_role = row // _ROWS_PER_LANE
         about = {"ph": "M", "pid": process_id, "tid": _FIRST_ROW + row, "ts": 0}
         name = "torchmpi operations" + (f" ({LANES[thread_role]})" if thread_role else "")
-        placed.append(about | {"name": "thread_name", "args": {"name": name}})
-        placed.append(about | {"name": "thread_sort_index", "args": {"sort_index": row - _NUM_ROWS}})
-    return placed
+        chrome.append(about | {"name": "thread_name", "args": {"name": name}})
+        chrome.append(about | {"name": "thread_sort_index", "args": {"sort_index": row - _NUM_ROWS}})
+    return chrome
 
 
 def _chrome_event(event: TraceEvent, process_id: int, row: int, base_ns: int) -> dict[str, Any]:
@@ -147,7 +150,7 @@ def _chrome_event(event: TraceEvent, process_id: int, row: int, base_ns: int) ->
 
 
 class Trace:
-    """The events of this rank between ``start`` and ``stop``, and the file that they are written to."""
+    """The events of this rank between ``start`` and ``stop``, and the file to which they are written."""
 
     def __init__(self, path: pathlib.Path, world: Communicator) -> None:
         self.path = path
@@ -165,15 +168,15 @@ class Trace:
         self.readings.append(read_clock(channel.mpi, channel.places.nodes.tolist()))
 
     def begin(self, operation: Recorded) -> int:
-        """The begin of an operation: the time, for ``end``."""
+        """Mark the start of an operation; return the time, for ``end``."""
         if self._nvtx is not None:
             self._nvtx.range_push(f"{operation.name} {operation.flavour.name} {operation.num_bytes} bytes")
         return time.time_ns()
 
     def end(self, operation: Recorded, thread_role: int, begin: int, launched: int) -> None:
-        """Record an operation that began at ``begin``, and is over, with a result or an error.
+        """Record an operation that started at ``begin`` and has now ended, with a result or an error.
 
-        ``launched``: the time of its launch; 0 for a blocking call.
+        ``launched`` is the time of its launch; 0 for a blocking call.
         """
         end = time.time_ns()
         if self._nvtx is not None and thread_role != POSTED:
@@ -183,7 +186,7 @@ class Trace:
         self.events.append(event)
 
     def write(self) -> None:
-        """End torch's profiler, and write everything to ``path``, whole or not at all; once."""
+        """Stop torch's profiler, and write the whole trace to ``path`` or nothing; later calls do nothing."""
         if self._is_written:
             return
         self._is_written = True
@@ -203,25 +206,25 @@ class Trace:
                 part.unlink()
 
     def _of_torch(self, part: pathlib.Path) -> dict[str, Any]:
-        """What torch.profiler saw; nothing, with a warning, where that is impossible."""
+        """Return the trace of torch.profiler; an empty one, with a warning, if torch.profiler cannot give it."""
         empty = {"displayTimeUnit": "ms", "baseTimeNanoseconds": self.readings[0].at_ns, "traceEvents": []}
-        if self._profiler is None:  # of which start_profiler has warned
+        if self._profiler is None:  # start_profiler has warned already
             return empty
         try:
             if not _is_main_thread():
-                atexit.register(self._profiler.stop)  # a process that ends while it runs crashes
-                raise RuntimeError("it ends only in the main thread, where it began")
+                atexit.register(self._profiler.stop)  # a process crashes if it exits while the profiler runs
+                raise RuntimeError("only the main thread, which started it, can stop it")
             if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-                raise RuntimeError("the program has started another one, whose end was the end of both")
+                raise RuntimeError("the program ran a profiler too, and stopping that one stopped both")
             self._profiler.stop()
             self._profiler.export_chrome_trace(str(part))
             data: dict[str, Any] = {"baseTimeNanoseconds": 0} | json.loads(part.read_text(errors="replace"))
         except (OSError, RuntimeError, ValueError) as error:
-            logger.warning("the trace %s is without what torch.profiler saw: %s", self.path, error)
+            logger.warning("the trace %s lacks the events of torch.profiler: %s", self.path, error)
             return empty
         with_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if with_cuda and not any(event.get("cat") == "kernel" for event in data["traceEvents"]):
-            logger.warning("%s: torch.profiler saw no CUDA kernels; KINETO_LOG_LEVEL=0 may tell why", self.path)
+            logger.warning("%s: torch.profiler saw no CUDA kernels; set KINETO_LOG_LEVEL=0 to see why", self.path)
         return data
 
     def _about(self) -> dict[str, Any]:
@@ -234,15 +237,15 @@ class Trace:
 
 
 current: Trace | None = None
-"""The trace that is being recorded, or None, which is all that an operation looks at. A session alone assigns it."""
+"""The trace that is being recorded, or None. Every operation reads this name; only the session assigns it."""
 
 _numbers = itertools.count(1)
 
 
 def start(world: Communicator) -> Trace | None:
-    """Begin a trace if TORCHMPI_PROFILE names a directory. Collective over ``world``, which is all ranks.
+    """Start a trace if TORCHMPI_PROFILE names a directory. Collective over ``world``, which holds all ranks.
 
-    Raises RanksDisagree where it is set on some ranks only, TorchMPIError where a folder cannot be made, on all ranks.
+    Raise, on all ranks, RanksDisagree if only some ranks set the variable, TorchMPIError if a rank cannot write there.
     """
     directory = config.profile_directory()
     allgather = world.background.mpi.allgather
@@ -263,14 +266,14 @@ def start(world: Communicator) -> Trace | None:
 
 
 def stop() -> None:
-    """Write the trace, if there is one. Collective: the clocks are compared once more."""
+    """Compare the clocks once more, and write the trace if there is one. Collective."""
     if current is not None:
         current.read_clock()
         current.write()
 
 
 def save() -> None:
-    """Write the trace of this rank alone, which has failed and ends the job. ``launch/wrap.py`` calls this, too."""
+    """Write the trace of this rank only, which has failed and ends the job. ``launch/wrap.py`` calls this too."""
     if current is not None:
         current.write()
 
@@ -278,28 +281,28 @@ def save() -> None:
 def _make_folder(directory: pathlib.Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     if not os.access(directory, os.W_OK):
-        raise PermissionError(f"{directory} may not be written to")
+        raise PermissionError(f"{directory} is not writable")
 
 
 def _no_folder(failures: Mapping[int, str]) -> TorchMPIError:
     rank, text = next(iter(failures.items()))
-    return TorchMPIError(f"start: no folder for traces on rank {rank}: {text}; give --profile another one")
+    return TorchMPIError(f"start: cannot write traces on rank {rank}: {text}; pass another folder to --profile")
 
 
 def start_profiler() -> Any:
-    """Start a torch.profiler; None, with a warning, where that is impossible. Two at a time end in a crash."""
+    """Start and return a torch.profiler; return None, with a warning, if it cannot run. Two at once would crash."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     try:
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-            raise RuntimeError("the program has started one itself")
+            raise RuntimeError("the program runs one itself")
         if not _is_main_thread():
-            raise RuntimeError("mpi.start() was called in another thread than the main one")
+            raise RuntimeError("mpi.start() was called outside the main thread")
         profiler = torch.profiler.profile(activities=activities)
         profiler.start()
     except RuntimeError as error:
-        logger.warning("torch.profiler does not run, so traces hold our operations only: %s", error)
+        logger.warning("torch.profiler does not run, so traces hold torchmpi_py's operations only: %s", error)
         return None
     return profiler
 
@@ -309,7 +312,7 @@ def _is_main_thread() -> bool:
 
 
 def _nvtx() -> Any:
-    """Torch's NVTX, for ranges in Nsight; None where it does not work."""
+    """Return torch's NVTX module, for ranges in Nsight; None if it does not work."""
     if not torch.cuda.is_available():
         return None
     try:

@@ -1,21 +1,24 @@
-"""Waits that can never meet: each of some ranks waits for a call that another of them, itself waiting, has not made.
+"""Find circles of waits (deadlocks): each rank waits for a call that the next rank, itself waiting, has not made.
 
-The comparison of calls sees ranks that differ at one place of one sequence. Ranks may also wait in different sequences:
-one in a blocking call and one for an asynchronous call, two in two communicators in crossed order, one for a message
-and one in a collective. Each watchdog publishes on the board in which operation its rank waits, if the rank waits. An
-operation needs another rank if it cannot complete before that rank calls it: all ranks of an allreduce, allgather,
-reduce_scatter, alltoall or barrier, and the other side of a message. A circle of ranks, each in an operation that needs
-the next one, where the next one has not called that operation, stays as it is, because a call that a rank has made or
-launched is on the board already.
+The comparison of calls finds ranks that differ at one place of one sequence. But ranks may also wait in different
+sequences. For example, one rank waits in a blocking call and one for an asynchronous call. Or two ranks use two
+communicators in crossed order, or one rank waits for a message and one in a collective.
 
-This is a proof only if nothing else can make a missing call. So a wait is published after a second, it must have no
-time limit, and a circle counts when two looks find the same operations. If a rank of the circle has a further Python
-thread, that thread might still make the call: then the report is printed, and the job goes on until its deadline.
+The idea: each watchdog publishes on the board the operation in which its rank waits. An operation needs another rank if
+it cannot complete before that rank calls it. An allreduce, allgather, reduce_scatter, alltoall or barrier needs all
+ranks, and a message needs its other side. Suppose that each rank of a circle waits in an operation that needs the next
+rank, and that the next rank has not called it. Then the circle can never resolve, because every call that a rank has
+made or launched is already on the board.
 
-Alternative: look for circles of any kind, also where a call is queued behind another one, and where a broadcast waits
-for its root. Not taken, because the board does not say whether a call is queued or posted, nor which ranks a broadcast
-has passed; a circle that is not one would end a sound job. Such waits end at the deadline, and so do waits of
-ranks whose watchdog cannot run, as in calls of mpi4py on Python objects, which keep other Python threads from running.
+This is a proof only if nothing else can make a missing call. So a watchdog publishes a wait only after a second, and
+only if it has no time limit. A circle counts only if two successive looks find the same operations. If a rank of
+the circle has another Python thread, that thread might still make the call. Then the report is printed, and the job
+continues until its timeout.
+
+An alternative is to look for circles of every kind: also calls that are queued behind another call, and broadcasts that
+wait for their root. We do not, because the board does not tell whether a call is queued or posted, nor which ranks a
+broadcast has passed. A false circle would end a correct job. So such waits end only at the timeout. The same is true
+of a rank whose watchdog cannot run, for example in mpi4py calls on Python objects, which block other Python threads.
 """
 
 from __future__ import annotations
@@ -32,13 +35,13 @@ _SURE_SECONDS = 1.0
 _NEED_ALL = frozenset({"barrier", *(row.name for row in COLLECTIVES.values() if row.needs_all)})
 _OTHER_SIDE = {"send": "recv", "recv": "send"}
 Circle = frozenset[tuple[int, int]]
-"""The ranks of a circle: local rank, and the number of the record in which it waits."""
+"""The members of a circle: each one's local rank, and the number of the record in which it waits."""
 
 
 def publish(board: Board, ages: Mapping[int, float]) -> None:
-    """Write to the board in which operation this rank waits, and whether no other thread could call anything."""
+    """Write to the board in which operation this rank waits, and whether it has no other thread to make a call."""
     limited = {number for number, _ in tuple(backoff.limited.values())}
-    # A handle among the waits stands for a future, for which perhaps nothing waits.
+    # A wait that is a handle stands for a future. Leave it out, because perhaps no thread waits for the future.
     waits = {number for wait, number in tuple(backoff.active.items()) if type(wait) is object} | journal.called(board)
     old = [number for number in waits - limited if ages.get(number, 0.0) >= _SURE_SECONDS]
     own = [thread.ident for thread in threading.enumerate() if thread.name.startswith("torchmpi_py-")]
@@ -47,17 +50,18 @@ def publish(board: Board, ages: Mapping[int, float]) -> None:
 
 
 def find(board: Board) -> Circle:
-    """The circle in which this rank waits; empty if there is none, or not for sure."""
+    """Return the circle in which this rank waits; an empty one if none is certain."""
     mine = _waited_for(board, board.index)
-    ways: list[tuple[tuple[int, Record], ...]] = [] if mine is None else [((board.index, mine),)]
+    # A depth-first search from this rank along "needs" until a path comes back to this rank.
+    paths: list[tuple[tuple[int, Record], ...]] = [] if mine is None else [((board.index, mine),)]
     seen: set[int] = set()
-    while ways:
-        way = ways.pop()
-        for index in _needed(board, *way[-1]):
+    while paths:
+        path = paths.pop()
+        for index in _needed(board, *path[-1]):
             if index == board.index:
-                return frozenset((each, record.number) for each, record in way)
+                return frozenset((each, record.number) for each, record in path)
             if index not in seen and (record := _waited_for(board, index)) is not None:
-                ways.append((*way, (index, record)))
+                paths.append((*path, (index, record)))
             seen.add(index)
     return frozenset()
 
@@ -69,7 +73,7 @@ def _waited_for(board: Board, index: int) -> Record | None:
 
 
 def _needed(board: Board, index: int, record: Record) -> list[int]:
-    """The ranks of this node that the operation of a rank cannot do without, and that have not called it."""
+    """Return the ranks of this node that a rank's operation needs, and that have not called it."""
     if record.slot < 0 or "any size" in record.text:
         return []
     group, words = board.group(index, record.slot), record.text.split(" ")
@@ -83,7 +87,7 @@ def _needed(board: Board, index: int, record: Record) -> list[int]:
 
 
 def _lacks(board: Board, index: int, record: Record, group: Group) -> bool:
-    """Whether a rank has not called the operation of another rank; for a message, whether it has none under way."""
+    """Return whether a rank has not called another rank's operation; for a message, whether no counterpart is open."""
     if not record.sequence_number:
         other = _OTHER_SIDE[record.text.split(" ")[0]]
         return all(each.ended or each.text.split(" ")[0] != other for each in board.records(index))
@@ -92,7 +96,7 @@ def _lacks(board: Board, index: int, record: Record, group: Group) -> bool:
 
 
 def describe(board: Board, circle: Circle) -> str:
-    """The operations of a circle, with their places in the program."""
+    """Return the operations of a circle, with their call sites."""
     waits = sorted((board.get(WORLD_RANK, index), index, number) for index, number in circle)
-    found = [(rank, next((r for r in board.records(index) if r.number == n), None)) for rank, index, n in waits]
-    return "; ".join(f"rank {rank} waits in {r.call}" for rank, r in found if r is not None)
+    calls = [(rank, next((r for r in board.records(index) if r.number == n), None)) for rank, index, n in waits]
+    return "; ".join(f"rank {rank} waits in {r.call}" for rank, r in calls if r is not None)

@@ -1,17 +1,17 @@
-"""The watchdog: a thread that reports an operation that takes too long, or a rank that has died, and ends the job.
+"""Watch this process: a thread reports operations that exceed the timeout and ranks that died, and ends the job.
 
-The thread wakes twice a second. An operation that this process carries out, or waits for, ages by the time between two
-looks, but by a second at most: neither a job that was stopped as a whole nor a clock that was set makes it old. When an
-operation is older than ``Tuning.deadline_seconds``, one rank of the node writes a report to standard error, from the
-board: what each rank of the node does or did last, whether its process is there, and where its threads stand, which the
-watchdogs of the other ranks write to the board on request. Then the job ends, unless the operation has completed
-meanwhile, or ``Tuning.at_deadline`` says otherwise.
+The thread wakes twice a second. At each look, every operation that this process carries out or waits for ages by the
+time since the last look, but by one second at most. So neither a suspended job nor a changed clock makes an operation
+old. When an operation is older than ``Tuning.deadline_seconds``, one rank of the node writes a report to standard
+error, from the board. The report shows what each rank of the node does or did last, whether its process exists, and the
+stacks of its threads. Each rank's watchdog writes these stacks to the board on request. Then the job ends, unless the
+operation has completed in the meantime or ``Tuning.at_deadline`` says otherwise.
 
 The thread also waits for the end of two other processes of its node (``Neighbours``). A process that ends without
-having left in order is reported at once, and the job ends, unless the job is elastic (``core/ulfm.py``).
+``mpi.stop()`` is reported at once, and the job ends, unless the job is elastic (``core/ulfm.py``).
 
-Several ranks notice the same trouble; each *claims* the report on the board, and the earliest claim holds (``claim``).
-The job ends whatever is wrong with the report.
+Several ranks may notice the same fault. Each *claims* the report on the board, and the earliest claim wins (``claim``).
+The job ends even if writing the report fails.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ _SHORT_SECONDS = 60  # ages up to this are reported with one decimal
 
 
 class Ages:
-    """The ages of the operations that are under way: ``seconds``, by the numbers of their records."""
+    """The ages of the operations under way: ``seconds`` maps the number of an operation's record to its age."""
 
     def __init__(self, now: float) -> None:
         self.seconds: dict[int, float] = {}
-        self._at_wait: dict[object, float] = {}  # when waits with a limit began
+        self._at_wait: dict[object, float] = {}  # wait with a time limit -> the operation's age at its start
         self._before = now
 
     def look(self, numbers: Iterable[int], now: float) -> None:
-        """Age the operations that are under way now; forget the others."""
+        """Age the operations that are under way now, and forget all others."""
         passed, self._before = min(now - self._before, _MOST_A_LOOK_SECONDS), now
         self.seconds = {number: self.seconds.get(number, 0.0) + passed for number in numbers}
         limited = tuple(backoff.limited.items())
         self._at_wait = {wait: self._at_wait.get(wait, self.seconds.get(n, 0.0)) for wait, (n, _) in limited}
 
     def oldest(self, at_least: float, excluded: Collection[int]) -> int | None:
-        """The oldest operation of at least this age, for which no wait has more time by its own limit."""
+        """Return the oldest operation of at least this age, without operations whose own waits allow more time."""
         old = {n: seconds for n, seconds in self.seconds.items() if seconds >= at_least and n not in excluded}
         for wait, (number, limit) in tuple(backoff.limited.items()) if old else ():
-            # A shorter limit is no reason: a program may look again and again.
+            # Ignore a wait with a shorter limit, because a program may poll with short waits for ever.
             if limit >= at_least and number in old:
                 waited = old[number] - self._at_wait.get(wait, old[number])
                 if waited < limit + job_reports.RAISE_SECONDS:
@@ -72,13 +72,13 @@ class Ages:
 
 
 Claim = tuple[int, int]
-"""The claim of a rank to write a report: its time in ns, and the local rank. The smallest one holds."""
+"""The claim of a rank to write a report: its time in ns, and the local rank. The smallest claim wins."""
 
 
 def claim(board: Board, reason: int) -> bool:
-    """Whether this rank is the one to report; not if a rank of the node has reported shortly before.
+    """Claim a report; return whether this rank is to write it. False if a rank of the node reported shortly before.
 
-    ``reason`` is the word of the board (``CLAIMED_...``): a report for one reason prevents none for another.
+    ``reason`` is a field of the board (``CLAIMED_...``). Claims for different reasons do not affect each other.
     """
     now = time.monotonic_ns()
     if _recent_claims(board, reason, now):
@@ -95,7 +95,7 @@ def _recent_claims(board: Board, reason: int, now: int) -> list[Claim]:
 
 
 def _is_reported(board: Board, number: int) -> bool:
-    """Whether the late operation that another rank has just reported is, on this rank, the operation ``number``."""
+    """Return whether another rank has just reported this rank's operation ``number`` as late."""
     mine = board.record(number)
     if mine is None or not mine.sequence_number:
         return False
@@ -107,9 +107,9 @@ def _is_reported(board: Board, number: int) -> bool:
 
 
 class Neighbours:
-    """The next two ranks of this node, whose ends this rank waits for.
+    """The next two ranks of this node, which this rank watches for their end.
 
-    The system wakes the waiter by a descriptor of the process, where there are descriptors; else the waiter looks.
+    The system wakes this rank through a descriptor of the other process; without descriptors this rank polls.
     """
 
     def __init__(self, board: Board, wake: int) -> None:
@@ -124,25 +124,26 @@ class Neighbours:
             self._poll.register(file, select.POLLIN)
 
     def sleep(self, seconds: float) -> bool:
-        """Sleep until the time is over, a neighbour ends, or ``wake`` is readable; return whether ``wake`` is."""
-        found = dict(self._poll.poll(seconds * 1000))
-        for file in self._alive.keys() & found.keys():
+        """Sleep until the time is over, a neighbour ends, or ``wake`` is readable; return True in the last case."""
+        events = dict(self._poll.poll(seconds * 1000))
+        for file in self._alive.keys() & events.keys():
             self._suspects.append(self._alive.pop(file))
             self._poll.unregister(file)
-            if found[file] != select.POLLNVAL:
+            if events[file] != select.POLLNVAL:
                 os.close(file)
-        if found.get(self._wake) == select.POLLNVAL:  # the program has closed files that it did not open
+        if events.get(self._wake) == select.POLLNVAL:  # the program has closed files that it did not open
             self._poll.unregister(self._wake)
             return False
-        return self._wake in found
+        return self._wake in events
 
     def death_to_report(self, now: float) -> int | None:
-        """A dead neighbour, if this rank is the one to report the death."""
+        """Return a dead neighbour if this rank is to report the death; else None."""
         for index in self._suspects:
             if not reports.is_dead(self._board, index):
                 continue
             since = self._dead_since.setdefault(index, now)
-            # A rank that was ending the job, or that another rank claims, is reported if the job is still here later.
+            # The dead rank may have been ending the job, or another rank may have claimed the report. Then report only
+            # if the job still runs some seconds later.
             is_expected = self._board.get(HAS_LEFT, index) == status_board.ENDING
             if (
                 not is_expected and claim(self._board, status_board.CLAIMED_DEATH)
@@ -151,23 +152,23 @@ class Neighbours:
         return None
 
     def close(self) -> None:
-        """Close the descriptors."""
+        """Close the descriptors of the neighbours."""
         for file in self._alive:
             os.close(file)
 
 
 class Watchdog:
-    """The watchdog of this process, from the construction to ``stop``."""
+    """The watchdog of this process. It runs from construction to ``stop``."""
 
     def __init__(
         self, board: Board, tuning: Tuning, nodes: Nodes | None = None, listener: socket.socket | None = None
     ) -> None:
         self._board = board
         self._deadline_seconds, self._at_deadline = tuning.deadline_seconds, tuning.at_deadline
-        self.least_seconds = 0.0  # of each deadline, while the session is built
+        self.least_seconds = 0.0  # the shortest timeout that applies while the session is built
         self._ages = Ages(time.monotonic())
         self._reported: set[int] = set()
-        self._circle = self._told = wait_cycles.Circle()
+        self._circle = self._reported_circle = wait_cycles.Circle()
         self._is_stopping = False
         self._ending = threading.Event()
         for waits in (backoff.active, backoff.limited, backoff.unhurried):
@@ -181,7 +182,7 @@ class Watchdog:
             self._node_watch = NodeWatch(board, nodes, listener, tuning, print_to_stderr)
 
     def stop(self) -> None:
-        """End the watch: this rank no longer needs the others, nor they this rank."""
+        """Stop the thread: this rank needs no other rank any more, and no other rank needs this one."""
         self._board.put(HAS_LEFT, status_board.STOPPED)
         if self._node_watch is not None:
             self._node_watch.stop()
@@ -197,24 +198,24 @@ class Watchdog:
                 self._look()
             except Exception:
                 with contextlib.suppress(Exception):
-                    logger.exception("the watchdog failed, and goes on")
+                    logger.exception("the watchdog failed; it continues")
                 self._ending.wait(_LOOK_SECONDS)
 
     def _look(self) -> None:
-        """One look: ages of operations, requests for stacks and reports, then troubles."""
+        """Do one look: age the operations, serve requests for stacks and reports, then search for faults."""
         is_asked = self._neighbours.sleep(_LOOK_SECONDS)
         if self._ending.is_set():
             return
         self._ages.look(journal.under_way(self._board), now := time.monotonic())
-        # 1. Requests: of other ranks, for the stacks of this one; of the user, for a report.
+        # 1. Serve requests: other ranks request the stacks of this rank, and the user requests a report.
         stacks.give(self._board)
         if is_asked:
             requests.acknowledge()
             if claim(self._board, status_board.CLAIMED_ASKED):
-                report = self._report("asked for by SIGUSR1")
+                report = self._report("requested by SIGUSR1")
                 if job_reports.claim(self._board, status_board.CLAIMED_ASKED, report, ends=False) is None:
                     print_to_stderr(report.text)
-        # 2. Troubles, the surest first: a dead rank makes operations late, and so do ranks that disagree.
+        # 2. Search for faults, causes first: dead ranks and ranks that disagree make operations late.
         dead = self._neighbours.death_to_report(now)
         if dead is not None:
             end_job(self._board, status_board.CLAIMED_DEATH, reports.death(self._board, dead))
@@ -223,10 +224,10 @@ class Watchdog:
         self._check_deadline()
 
     def _check_agreement(self) -> None:
-        """End the job if a rank of the node is in another operation in the place of one of this rank's, or has left.
+        """End the job if a rank of the node calls another operation at the place of this rank's, or is in ``stop``.
 
-        Each rank compares with one neighbour as it begins an operation. Ranks that come before their neighbours do not
-        see a difference; here they look again, at all ranks of the node.
+        Each rank compares its call with one neighbour when it starts an operation. A rank that calls before its
+        neighbour sees no difference then, so the watchdog compares again, with all ranks of the node.
         """
         for number, seconds in self._ages.seconds.items():
             if seconds < 2 * _LOOK_SECONDS or self._at_deadline == "raise":
@@ -239,24 +240,24 @@ class Watchdog:
     def _check_circles(self) -> None:
         """End the job if ranks of the node wait for each other in a circle; only report it if another thread may help.
 
-        A circle counts if the look before has found the same one.
+        A circle counts only if the look before has found the same circle.
         """
         if ulfm.is_elastic():
-            return  # a death ends waits
+            return  # a death may end the waits
         wait_cycles.publish(self._board, self._ages.seconds)
         before, self._circle = self._circle, wait_cycles.find(self._board)
-        if not self._circle or self._circle != before or self._circle <= self._told:
+        if not self._circle or self._circle != before or self._circle <= self._reported_circle:
             return
-        self._told = self._told | self._circle
+        self._reported_circle = self._reported_circle | self._circle
         if claim(self._board, CLAIMED_DIFFERENCE):
-            text = f"RanksDisagree: no rank can go on: {wait_cycles.describe(self._board, self._circle)}"
+            text = f"RanksDisagree: the ranks wait for each other: {wait_cycles.describe(self._board, self._circle)}"
             if self._at_deadline != "raise" and all(self._board.get(WAITS_ALONE, index) for index, _ in self._circle):
                 end_job(self._board, CLAIMED_DIFFERENCE, text)
-            text += "; the job goes on, because another thread of a rank may make the missing call"
+            text += "; the job continues, because another thread of a rank may make the missing call"
             print_to_stderr(reports.of_node(self._board, text, has_text=False).text)
 
     def _check_deadline(self) -> None:
-        """Report the oldest operation that is too old, and end the job, or do as ``Tuning.at_deadline`` says."""
+        """Report the oldest operation beyond the timeout; end the job unless ``Tuning.at_deadline`` says otherwise."""
         board, at_least = self._board, max(self._deadline_seconds, self.least_seconds)
         if self._deadline_seconds == 0:
             return
@@ -264,15 +265,16 @@ class Watchdog:
         if self._at_deadline == "raise" and board.get(HAS_LEFT) == 0:
             at_least, raising = at_least + job_reports.RAISE_SECONDS, set(self._ages.seconds) - journal.called(board)
         elif self._at_deadline == "raise" and not self._is_stopping:
-            # Nothing raises in mpi.stop(), which waits once more for operations whose lateness was raised before.
+            # mpi.stop() waits again for operations that have raised CollectiveTimeout before, but it does not raise. So
+            # count their ages from here on, and end the job at the timeout.
             self._is_stopping = True
             self._ages.seconds.clear()
         is_end = self._at_deadline != "report"
         oldest = self._ages.oldest(at_least, raising if is_end else self._reported)
-        # An operation that has completed since the look has lost its limit, and is not late.
+        # An operation that has completed since the look is not late.
         if oldest is None or oldest not in journal.under_way(board):
             return
-        # Other ranks compare this number with theirs, to know whether the report covers their operation.
+        # Other ranks look this number up, to know whether the report covers their own late operation.
         board.put(status_board.LATE_NUMBER, oldest)
         if not claim(board, CLAIMED_LATE):
             if _is_reported(board, oldest):
@@ -291,7 +293,7 @@ class Watchdog:
                 self._end_if_incomplete(oldest, patience_seconds, why)
 
     def _end_if_incomplete(self, number: int, seconds: float, why: str) -> None:
-        """End the job, after some seconds, unless the operation has completed meanwhile."""
+        """End the job after ``seconds``, unless the operation has completed in the meantime."""
         if self._ending.wait(seconds):
             return
         if number in journal.under_way(self._board):
@@ -300,46 +302,46 @@ class Watchdog:
             withdraw()
 
     def _report(self, why: str, number: int | None = None) -> reports.NodeReport:
-        """The report, with the stacks that the ranks of this node give within some seconds."""
+        """Return the report, with the stacks that the ranks of this node write within some seconds."""
         silent = stacks.gather(self._board, self._ending.is_set)
         return reports.of_node(self._board, why, number, silent=silent)
 
 
 def tell_late(board: Board, report: reports.NodeReport, number: int | None = None, *, ends: bool) -> float:
-    """Print a report on what is late, by way of a hub; for how many seconds others may still report it.
+    """Print a report on a late operation, if possible through a hub; return how long to wait for other reports.
 
-    ``number``: of the operation; ``ends``: whether the job ends after the report.
+    ``number`` is the number of the operation; ``ends`` says whether the job ends after the report.
     """
     answer = job_reports.claim(board, CLAIMED_LATE, report, number, ends=ends)
-    if answer is None:  # one node, or no hub that answers
+    if answer is None:  # one node, or no hub has answered
         print_to_stderr(f"{report.text}\n{flight_recorder.dump(board)}")
         return 0 if report.missing else job_reports.OTHERS_REPORT_SECONDS
     return 0 if answer["claimed"] == "printed" else job_reports.OTHERS_END_SECONDS
 
 
 def withdraw() -> None:
-    """Say that what was reported as late has completed."""
-    print_to_stderr("torchmpi_py: it has completed meanwhile, and the job goes on")
+    """Report that the late operation has completed."""
+    print_to_stderr("torchmpi_py: the late operation has completed; the job continues")
     job_reports.withdraw()
 
 
 def end_job(board: Board, reason: int, why: str) -> None:
-    """Print a report without stacks, and end the job whatever is wrong with the report."""
+    """Print a report without stacks, and end the job even if the report fails."""
     try:
         report = reports.of_node(board, why, has_text=False)
         answer = job_reports.claim(board, reason, report, ends=True)
         if answer is None:
             print_to_stderr(report.text)
-            # After the report: the launcher may notice the death, too, and end this process before the files are there.
+            # Dump after the report, because the launcher may notice the death too and end this process during the dump.
             print_to_stderr(flight_recorder.dump(board))
         elif answer["claimed"] == "held":
-            time.sleep(job_reports.OTHERS_END_SECONDS)  # in which the one that reports ends the job
+            time.sleep(job_reports.OTHERS_END_SECONDS)  # meanwhile the rank that reports ends the job
     finally:
         abort.abort(abort.EXIT_CODE, why)
 
 
 def print_to_stderr(text: str) -> None:
-    """Print to the standard error that the process began with: ``sys.stderr`` may be closed, or be kept in memory."""
+    """Print to the process's original standard error, because ``sys.stderr`` may be closed or redirected to memory."""
     line = f"{printable(text)}\n"
     try:
         assert sys.__stderr__ is not None
@@ -351,9 +353,9 @@ def print_to_stderr(text: str) -> None:
 
 
 def announce_stop(*, is_drained: bool) -> None:
-    """Show on the board that this rank is in ``mpi.stop()``, to ranks that wait for it in an operation.
+    """Show on the board that this rank is in ``mpi.stop()``, for ranks that wait for it in an operation.
 
-    ``is_drained``: the rank will come to no further operation, and its entries of ``mpi.stop()`` itself are recorded.
+    ``is_drained`` says that the rank will call no further operation, and has recorded the entries of ``mpi.stop()``.
     """
     if status_board.current is not None:
         status_board.current.put(HAS_LEFT, status_board.STOPPING if is_drained else status_board.DRAINING)
