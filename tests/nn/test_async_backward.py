@@ -151,7 +151,7 @@ def test_remove_and_what_is_refused(mpi):
     backward.remove()
     mpinn.register_async_backward(net.double())
     net.float()
-    with pytest.raises(RuntimeError, match="another shape, dtype or device"):
+    with pytest.raises(RuntimeError, match="changed their shape, dtype or device"):
         loss(net, mpi.rank()).backward()
     with pytest.raises(ValueError, match="frequency=0"):
         mpinn.register_async_backward(net, frequency=0)

@@ -194,7 +194,7 @@ def test_bad_input(mpi):
         with pytest.raises(ValueError, match=told):
             optim.ShardedOptimizer(module.parameters(), torch.optim.SGD, placement=wrong)
     ours = optim.ShardedOptimizer(module.parameters(), torch.optim.SGD)
-    with pytest.raises(TypeError, match=r"take the plain optimizer that its to_optimizer\(\) returns"):
+    with pytest.raises(TypeError, match=r"use the plain optimizer that its to_optimizer\(\) returns"):
         ours.add_param_group({"params": []})
     with pytest.raises(ValueError, match="doesn't match the size"):
         ours.load_state_dict(torch.optim.SGD(module[0].parameters()).state_dict())
