@@ -23,11 +23,11 @@ class AbsentGradient(torch.Tensor):
     def why(cls) -> str:
         """Return the text of the error: what went wrong, and the remedies."""
         return (
-            f"this gradient cannot be read or changed now, because it is {cls.place}. Other causes: backward() ran "
-            "again before synchronize() or step() (to accumulate, use frequency= or backward_passes_per_step=); "
-            "activation checkpointing without use_reentrant=False; a hook that changes gradients and was registered "
-            "after the registration or the optimizer was created; a DistributedOptimizer that was dropped without "
-            "remove(); an earlier backward() that raised (then call zero_grad(set_to_none=True))"
+            f"this gradient cannot be read or changed now, because it is {cls.place}. If backward() ran again before "
+            "synchronize() or step() to accumulate, use frequency= or backward_passes_per_step=. Activation "
+            "checkpointing needs checkpoint(..., use_reentrant=False). Register a hook that changes gradients before "
+            "you create the registration or the optimizer. Call remove() on a DistributedOptimizer before you drop "
+            "it. After a backward() that raised, call zero_grad(set_to_none=True)"
         )
 
     @staticmethod

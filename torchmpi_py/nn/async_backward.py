@@ -70,11 +70,11 @@ class AsyncBackward:
         frequency (int): number of backward passes per reduction; default 1.
         average (bool): True (default) divides the sum by the number of ranks; False keeps the sum.
         comm (Communicator): ranks to reduce over; default None, the current level.
-        parameters (callable): function that returns the parameters to reduce; called with the module, at the
-            registration and in each pass; default all parameters.
-        make_buckets (callable): function that creates the buckets; called with the module, its parameters and ``comm``.
-        owner (object): optimizer that holds this registration; default None. Its ``check_pass`` is called at the first
-            gradient of a backward pass, and its ``wait_in_pass`` at the end of a pass whose gradients are reduced.
+        parameters (callable): function from the module to the parameters to reduce, called at the registration and in
+            each pass; by default all parameters.
+        make_buckets (callable): function that creates the buckets from the module, its parameters and ``comm``.
+        owner (object): optimizer that holds this registration, or None (default). Its ``check_pass`` is called at the
+            first gradient of a backward pass, and its ``wait_in_pass`` at the end of a pass that reduces.
 
     Raises:
         TypeError: ``module`` is not a module, or a parameter is a DTensor.

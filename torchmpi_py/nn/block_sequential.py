@@ -97,12 +97,11 @@ class BlockSequential(torch.nn.Sequential):
 
     Examples:
         >>> net = mpi.nn.BlockSequential(2, torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
-        >>> loss = net(torch.ones(3, 4)).sum()
         >>> output = net(torch.ones(3, 4))
         >>> handles = []
         >>> for block in net.backward_blocks(torch.ones_like(output)):  # from the last block to the first
         ...     handles.append(mpi.allreduce_async(block.gradients, op="avg"))
-        >>> mpi.wait_all(handles)
+        >>> reduced = mpi.wait_all(handles)
     """
 
     def __init__(self, partitions: int, *modules: torch.nn.Module) -> None:

@@ -5,12 +5,10 @@ arguments on every rank. It reduces each bucket of floating-point gradients; oth
 ranks get the same bits. A plain allreduce sends and receives 2 n b (P-1)/P bytes on each rank, for n elements of b
 bytes and P ranks. With compression:
 
-==============  ==========================  =============================================================
-``BF16()``      n x 2 bytes by allreduce    16 bits with the range of float32
-``FP16()``      n x 2 bytes by allreduce    16 bits, scaled into their range; float32 where they overflow
-``TopK(r)``     r n x (4 + b) x P bytes     the largest share r of each rank's elements, by allgather
-``PowerSGD(k)``  k (rows + columns) x b      matrices as products of rank k, by two allreduces
-==============  ==========================  =============================================================
+- ``BF16()``: 16 bits with the range of float32; n x 2 bytes by allreduce.
+- ``FP16()``: 16 bits, scaled into their range, and float32 if they overflow; n x 2 bytes by allreduce.
+- ``TopK(r)``: the largest share r of each rank's elements; r n x (4 + b) x P bytes by allgather.
+- ``PowerSGD(k)``: matrices as products of rank k; k (rows + columns) x b bytes by two allreduces.
 
 TopK and PowerSGD add the part that they omit to the gradients of the next step (error feedback), so that part arrives
 late, but it is not lost. If a GradScaler changes its scale, the omitted part keeps the scale of its own step. BF16 and
@@ -40,7 +38,7 @@ from torchmpi_py.nn.gradient_reducer import GradientReducer
 _WIDE = (torch.float32, torch.float64)
 _MOST_FLOAT16 = 65504.0
 _LEAST_FLOAT16 = 2.0**-10  # If the largest absolute value is smaller, other elements lose digits.
-_MOST_EXPONENT = 126  # the largest exponent of a scale, which float32 can hold
+_MOST_EXPONENT = 126  # This is the largest exponent of a scale in float32.
 _HEADROOM = 64.0  # Gradients may grow by this factor from one step to the next before they overflow.
 
 
@@ -336,7 +334,7 @@ class PowerSGD(Compression):
 
 
 class _PowerSGD(Compressor):
-    """For each matrix M: P = M Q, averaged over the ranks and made orthogonal; Q = M^T P, averaged; M becomes P Q^T.
+    """The steps for a matrix M: average P = M Q over the ranks and make it orthogonal. Average Q = M^T P. M is P Q^T.
 
     Each step starts with the Q of the previous step, so P approaches the space that the gradients have in common.
     """

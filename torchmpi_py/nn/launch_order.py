@@ -5,15 +5,15 @@ launched in the order in which autograd reaches them. That order differs between
 of two networks in another order, or omits a layer. Buckets of one size would then be added to each other.
 
 The idea: each registration counts the launches on its communicator and notes the numbers of its own launches. It
-hashes its number, these numbers, and the number of reductions since its compression was restarted. The digest and its
+hashes these numbers, its own number, and the age of its compression, which counts reductions. This digest and its
 complement travel with the flags, which are reduced by ``max`` anyway. If all ranks have the same digest, every reduced
 byte and its complement add up to 255. Alternative: a collective that compares the orders before each reduction. Why
 not: it would add a message to each step, and it would delay the first bucket.
 
 A rank that skips the optimizer's ``step``, for example because it caught an error, makes the same launches as the
 others, but its parameters differ from then on. So the number of updates since the last reduction travels with the
-digest. Some ranks send zeros instead, which ``max`` ignores: a rank without a backward pass, a rank that has loaded a
-state, and ranks in ``join``, which may have different numbers of batches. Calls of ``zero_grad`` are not compared: an
+digest. A rank without a backward pass sends zero instead, which ``max`` ignores. So does a rank that has loaded a
+state, or is in ``join``, where ranks may have different numbers of batches. Calls of ``zero_grad`` are not compared: an
 extra call changes nothing, and ranks that agree to skip a batch may differ in it.
 """
 
@@ -43,11 +43,11 @@ class LaunchOrder:
         self._places = _counts.setdefault(comm, itertools.count())
         self._number = next(self._places)
         self._digest = 0
-        self.age = 0  # number of reductions since compression was restarted, on all ranks in the same reduction
-        self.num_steps = 0  # number of complete reductions
-        self.num_updates = 0  # updates by the optimizer since the last reduction
+        self.age = 0  # This is the number of reductions since compression was restarted, the same on all ranks.
+        self.num_steps = 0  # This is the number of complete reductions.
+        self.num_updates = 0  # This is the number of updates by the optimizer since the last reduction.
         self.has_loaded = False  # A state was loaded since then, so num_updates does not describe the parameters.
-        self._updates_here = 0  # num_updates at the start of the pending reduction
+        self._updates_here = 0  # This is num_updates when the pending reduction ended its backward pass.
 
     def begin(self) -> None:
         """Begin a reduction."""

@@ -48,7 +48,7 @@ class SyncBatchNorm(_BatchNorm):
     Args:
         num_features (int): number of channels C.
         eps (float): number added to the variance; default 1e-5.
-        momentum (float): weight of a new batch in the running statistics; None computes a cumulative mean; default 0.1.
+        momentum (float): weight of a new batch in the running statistics, or None for a cumulative mean; default 0.1.
         affine (bool): whether the layer has a trainable weight and bias; default True.
         track_running_stats (bool): whether the layer keeps running statistics for evaluation; default True.
         comm (Communicator): ranks whose batches count; default None, the current level.

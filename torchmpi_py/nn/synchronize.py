@@ -195,9 +195,9 @@ def check_whole(what: str, named: Mapping[Any, Tensor]) -> None:
     for name, x in named.items():
         if hasattr(x, "device_mesh"):
             raise TypeError(
-                f"{what}: parameter {name} is a DTensor, of which this rank holds a part; average the gradients of "
-                "torch's tensor parallelism by torch's own, over the mesh's data-parallel dimension: see "
-                "docs/from_0.1.md and examples/mnist_hybrid.py"
+                f"{what}: parameter {name} is a DTensor, of which this rank holds a part. Average the gradients with "
+                "torch's own functions over the mesh's data-parallel dimension; see docs/from_0.1.md and "
+                "examples/mnist_hybrid.py"
             )
         if type(x) is not torch.nn.Parameter:
             check_tensor(what, f"parameter {name}", x)
@@ -211,7 +211,7 @@ def check_unregistered(call: str, named: Iterable[tuple[str, torch.nn.Parameter]
     if registered:
         raise ValueError(
             f"{call}: register_async_backward, or an optimizer of optim, already reduces the gradients of "
-            f"{', '.join(registered[:3])} ({len(registered)} in all), and a second reduction would be wrong; "
+            f"{', '.join(registered[:3])} ({len(registered)} in all). A second reduction would be wrong; "
             "call remove() on the registration or optimizer first"
         )
 

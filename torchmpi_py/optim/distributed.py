@@ -36,7 +36,7 @@ class DistributedOptimizer(ReducingOptimizer):
     """Average the gradients of ``optimizer`` over the ranks; everything else is done by ``optimizer``.
 
     ``param_groups``, ``state``, ``state_dict``, hooks, schedulers and GradScaler work as with the plain optimizer.
-    Every rank creates it with the same arguments and calls ``step`` equally often; use ``mpi.join`` if some ranks run
+    Every rank creates it with the same arguments and calls ``step`` equally often. Use ``mpi.join`` if some ranks run
     out of data earlier. Creating it and ``step`` are collective. Parameters must be equal on all ranks at the start
     (see ``nn.synchronize_parameters``); the first reduction checks this. ``remove()`` ends the averaging.
 
@@ -44,13 +44,13 @@ class DistributedOptimizer(ReducingOptimizer):
         optimizer (torch.optim.Optimizer): any optimizer of parameters of ``module``.
         module (torch.nn.Module): module that holds the parameters. Parameters that are not in the optimizer are not
             reduced.
-        backward_passes_per_step (int): number of backward passes whose gradients are added up before a step; the last
-            pass reduces them; default 1.
-        compression (Compression): compression of the gradients that are sent, such as ``optim.compression.BF16()``;
-            default None.
+        backward_passes_per_step (int): number of backward passes whose gradients are added up before a step; default
+            1. The last pass reduces them.
+        compression (Compression): compression of the gradients that are sent, such as ``optim.compression.BF16()``, or
+            None (default).
         average (bool): True (default) computes the mean over the ranks; False computes the sum.
         sparse_as_dense (bool): True converts sparse gradients (``Embedding(sparse=True)``) to dense ones before the
-            reduction; with False (default) the ranks gather each other's rows, and gradients stay sparse.
+            reduction. With False (default) the ranks gather each other's rows, and gradients stay sparse.
         comm (Communicator): ranks to average over; default None, the current level.
 
     Raises:

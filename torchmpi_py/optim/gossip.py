@@ -76,8 +76,8 @@ class Gossip(LocalOptimizer):
         """Take a step of the optimizer, and average the parameters with the partners'. Every rank must make this call.
 
         Args:
-            closure (callable): function that computes the loss and its gradients; evaluated once, before the step;
-                default None.
+            closure (callable): function that computes the loss and its gradients, evaluated once before the step, or
+                None (default).
 
         Returns:
             The loss of the closure; None without a closure.

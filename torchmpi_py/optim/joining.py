@@ -1,9 +1,9 @@
 """Training when ranks run out of data at different times.
 
 The idea: each reduction of gradients begins with a count of the ranks that have data. A rank that has left its loop
-repeats: take part in the count; if any rank has data, send zeros in its reduction; otherwise stop. Averages are over
-the ranks that have data. At the end, all ranks get parameters, buffers and optimizer state of a rank with the most
-steps. Alternative: cut all ranks to the same number of batches. Why not: the data of the other batches is lost.
+repeats these steps: take part in the count, stop if no rank has data, and otherwise send zeros in the reduction.
+Averages are over the ranks that have data. At the end, all ranks get parameters, buffers and optimizer state of a rank
+with the most steps. Alternative: cut all ranks to the same number of batches. Why not: the other batches are lost.
 
 Source: the semantics of torch.distributed.algorithms.Join, which does not support an optimizer over MPI.
 """

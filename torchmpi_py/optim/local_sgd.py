@@ -77,8 +77,8 @@ class LocalSGD(LocalOptimizer):
         """Take a step of the optimizer; average the parameters if an average is due. Every rank must make this call.
 
         Args:
-            closure (callable): function that computes the loss and its gradients; evaluated once, before the step;
-                default None.
+            closure (callable): function that computes the loss and its gradients, evaluated once before the step, or
+                None (default).
 
         Returns:
             The loss of the closure; None without a closure.

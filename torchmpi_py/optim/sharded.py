@@ -42,7 +42,7 @@ class ShardedOptimizer(ReducingOptimizer):
     save clones. ``step`` of ``optimizer_class`` runs once per bucket, and so do its step hooks. Sparse gradients
     (``Embedding(sparse=True)``) are made dense. A parameter that no rank used in a step is not changed.
 
-    ``param_groups`` holds this rank's shards, and works with schedulers and GradScaler; ``parameters`` are the whole
+    ``param_groups`` holds this rank's shards, and works with schedulers and GradScaler. ``parameters`` holds the whole
     parameters. ``state_dict`` is collective. It returns the state of the plain optimizer, the same on every rank and
     for any number of ranks. Call ``load_state_dict`` on every rank. ``from_optimizer`` converts an existing optimizer,
     and ``remove()`` ends the sharding.
@@ -52,10 +52,10 @@ class ShardedOptimizer(ReducingOptimizer):
             ranks; the first step checks this.
         optimizer_class (type): class of torch optimizers that needs no closure (not LBFGS). The update of a parameter
             must not depend on other parameters.
-        placement (str or callable): which rank updates what. "size" (default): equal slices, if the class treats every
-            element in the same way (SGD, Adam, AdamW and others of torch.optim); for any other class whole parameters,
-            the largest first, each to the rank with the fewest elements. "round_robin" and "hash" (of the parameter's
-            number): whole parameters. A function of (number of the parameter, parameter) returns the rank.
+        placement (str or callable): which rank updates what. "size" (default) makes equal slices, if the class treats
+            every element in the same way (SGD, Adam, AdamW and others of torch.optim). For any other class it assigns
+            whole parameters, the largest first, each to the rank with the fewest elements. "round_robin" and "hash" (of
+            the parameter's number) assign whole parameters. A function of (number, parameter) returns the rank.
         comm (Communicator): ranks that share the state; default None, the current level.
         average (bool): True (default) computes the mean of the gradients over the ranks; False computes the sum.
         backward_passes_per_step (int): number of backward passes whose gradients are added up before a step; default 1.
@@ -156,8 +156,8 @@ class ShardedOptimizer(ReducingOptimizer):
         **Overwrites** the parameters, and drops the gradients.
 
         Args:
-            closure (callable): function that computes the loss and its gradients; evaluated once, before the update;
-                default None.
+            closure (callable): function that computes the loss and its gradients, evaluated once before the update, or
+                None (default).
 
         Returns:
             The loss of the closure; None without a closure.

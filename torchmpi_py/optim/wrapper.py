@@ -136,7 +136,7 @@ class ReducingOptimizer(OptimizerWrapper):
             TypeError: always.
         """
         raise TypeError(
-            f"add_param_group: a {type(self).__name__} takes no more parameters; {self.ends_by}; add the group to "
+            f"add_param_group: a {type(self).__name__} takes no more parameters; {self.ends_by}. Add the group to "
             f"that optimizer, and create a new {type(self).__name__} from it"
         )
 
