@@ -252,8 +252,8 @@ class Checkpoint(Extension):
         state.epoch, state.t, state.place.is_resumed = parts["epoch"], parts["t"], True
         if parts["loss"] is not None:
             state.loss = parts["loss"].to(next((tensor.device for tensor in state.parameters()), None))
-        asked, last = parts["maxepoch"]
-        if state.maxepoch == asked:  # Otherwise the program asks for another number of epochs now.
+        requested, last = parts["maxepoch"]
+        if state.maxepoch == requested:  # Otherwise the program asks for another number of epochs now.
             # A hook that lowered maxepoch in the middle of an epoch meant the end of that epoch.
             state.maxepoch = max(last, state.epoch + (state.position > 0))
 

@@ -84,9 +84,9 @@ def compact(content: Any) -> Any:
         is_part = content.layout is torch.strided and content.untyped_storage().nbytes() > content.nbytes
         return content.detach().clone() if is_part else content
     if isinstance(content, dict):
-        copied = copy.copy(content)  # This keeps the attributes, such as the versions of a state_dict.
-        copied.update({key: compact(value) for key, value in content.items()})
-        return copied
+        result = copy.copy(content)  # This keeps the attributes, such as the versions of a state_dict.
+        result.update({key: compact(value) for key, value in content.items()})
+        return result
     if type(content) in (list, tuple):
         return type(content)(map(compact, content))
     return content.item() if isinstance(content, (np.number, np.bool_)) else content
@@ -137,9 +137,9 @@ def unpacked(stream: io.BytesIO) -> Any:
 
 def make_folder(directory: pathlib.Path) -> None:
     """Create the folder of checkpoints, and bring its name to the disk."""
-    missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    new_folders = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     os.makedirs(directory, exist_ok=True)
-    for folder in missing:
+    for folder in new_folders:
         _sync(folder.parent)
 
 

@@ -181,7 +181,7 @@ class Checkpoints:
         return Saved(step, parts)
 
     def _hold(self) -> None:
-        """Rank 0: make the folder, and take the lock."""
+        """Create the folder, and lock it. Only rank 0 calls it."""
         files.make_folder(self.directory)
         if not os.access(self.directory, os.W_OK):
             raise PermissionError(errno.EACCES, "this user cannot write into it", str(self.directory))

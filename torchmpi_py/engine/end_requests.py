@@ -86,13 +86,13 @@ class EndRequests:
         if self._steps_left > 0 and size == self._size and not now:
             return False
         step_seconds = (time.monotonic() - self._when) / self._num_steps
-        known = torch.tensor([float(self._has_come), step_seconds], dtype=torch.float64, device="cpu")
+        facts = torch.tensor([float(self._has_come), step_seconds], dtype=torch.float64, device="cpu")
         if size > 1:
-            allreduce(known, op="max")
-        self._is_known = bool(known[0])
+            allreduce(facts, op="max")
+        self._is_known = bool(facts[0])
         self._size, self._when = size, time.monotonic()
-        fitting = int(EXCHANGE_SECONDS / max(float(known[1]), 1e-6))
-        self._num_steps = self._steps_left = max(1, min(fitting, 2 * self._num_steps, MOST_STEPS))
+        num_fitting = int(EXCHANGE_SECONDS / max(float(facts[1]), 1e-6))
+        self._num_steps = self._steps_left = max(1, min(num_fitting, 2 * self._num_steps, MOST_STEPS))
         return self._is_known
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> Any:

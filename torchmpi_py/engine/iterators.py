@@ -72,8 +72,8 @@ class DatasetIterator(BatchIterator):
             None. It needs a length, and may be a torch sampler. Its ``set_epoch`` is called if it has one. It must give
             the same indices on all ranks. They compare digests at the start of an epoch, so iterating is collective. A
             ``state_dict`` in the middle of an epoch holds the indices.
-        prefetch (int): number of batches that a thread builds in advance; default 2; 0 means no thread. The loop raises
-            errors of the dataset.
+        prefetch (int): number of batches that a thread builds in advance, or 0 for no thread; default 2. The loop
+            raises errors of the dataset.
         device (torch.device or str): device to which batches are moved in advance; default None, not moved.
         collate_fn (callable): function from a list of samples to a batch; default None, torch's. A TensorDataset is
             indexed directly.

@@ -177,10 +177,10 @@ def restore_random_states(states: dict[str, Any]) -> None:
 
 def derive_random_states(states: dict[str, Any], rank: int) -> None:
     """Seed the global random generators of a rank without saved states, from another rank's states and its own rank."""
-    drawn = _number_of(states["torch"])
-    torch.manual_seed((drawn << 24) + rank)
-    np.random.seed([drawn, rank])
-    random.seed((drawn << 24) + rank)
+    seed = _number_of(states["torch"])
+    torch.manual_seed((seed << 24) + rank)
+    np.random.seed([seed, rank])
+    random.seed((seed << 24) + rank)
 
 
 def _number_of(state: torch.Tensor) -> int:

@@ -248,12 +248,12 @@ class SGDEngine:
             )
         if lr is not None:
             return torch.optim.SGD(state.parameters(), lr=lr) if lr != 0 else None
-        chosen: Any = optimizer
-        if callable(chosen) and (isinstance(chosen, type) or not hasattr(chosen, "step")):
-            chosen = chosen(state.parameters())
-        if not hasattr(chosen, "step"):
+        result: Any = optimizer
+        if callable(result) and (isinstance(result, type) or not hasattr(result, "step")):
+            result = result(state.parameters())
+        if not hasattr(result, "step"):
             raise TypeError(f"optimizer={optimizer!r} is neither a torch optimizer nor a function that returns one")
-        return cast(torch.optim.Optimizer, chosen)
+        return cast(torch.optim.Optimizer, result)
 
     def set_mode(self, state: State) -> None:
         """Put network and criterion into training or evaluation mode.

@@ -139,16 +139,16 @@ class _ReadBatches(IterableDataset[Any]):
         info, of = get_worker_info(), self.iterator
         worker = 0 if info is None else info.id
         # Number the readers by rank first, so that every rank gets some pieces if there are few.
-        rests, waiting = dealt(self.progress.rests, worker * of.size + of.rank, of.num_readers), []
+        rests, samples = dealt(self.progress.rests, worker * of.size + of.rank, of.num_readers), []
         collate = of.collate_fn or default_collate
         for number, (piece, used) in enumerate(rests):
             for count, sample in enumerate(islice(self._piece(piece), used, None), used + 1):
-                waiting.append(sample)
-                if len(waiting) == of.batch_size:
-                    yield collate(waiting), [len(waiting), worker, number, count]
-                    waiting = []
-        if waiting:
-            yield collate(waiting), [len(waiting), worker, len(rests), 0]
+                samples.append(sample)
+                if len(samples) == of.batch_size:
+                    yield collate(samples), [len(samples), worker, number, count]
+                    samples = []
+        if samples:
+            yield collate(samples), [len(samples), worker, len(rests), 0]
 
     def _piece(self, piece: int) -> Iterator[Any]:
         stream = self.iterator.stream

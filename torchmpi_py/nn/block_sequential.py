@@ -161,9 +161,9 @@ class BlockSequential(torch.nn.Sequential):
             raise RuntimeError("backward_blocks: call forward first; each forward serves one backward")
         passed, self._passed = self._passed, []
         for block, before, after in reversed(passed):
-            wanted = [*block.trained, *([before] if before.requires_grad else [])]
+            inputs = [*block.trained, *([before] if before.requires_grad else [])]
             # Differentiate this block alone; the gradient of its input starts the next block.
-            parts = torch.autograd.grad(after, wanted, gradient, allow_unused=True) if wanted else ()
+            parts = torch.autograd.grad(after, inputs, gradient, allow_unused=True) if inputs else ()
             for view, part in zip(_views(block.gradients, block.trained), parts, strict=False):
                 if part is not None:
                     view.add_(part)

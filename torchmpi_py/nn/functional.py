@@ -334,8 +334,8 @@ def _share(whole: Tensor, counts: list[int], comm: Communicator) -> Tensor:
 
 def _filled(rows: Tensor, count: int) -> Tensor:
     """Return the rows, followed by zeros up to ``count`` rows; autograd follows even if there are no rows."""
-    missing = count - rows.shape[0]
-    return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))]) if missing else rows
+    num_missing = count - rows.shape[0]
+    return torch.cat([rows, rows.new_zeros((num_missing, *rows.shape[1:]))]) if num_missing else rows
 
 
 # Each function takes dy, the communicator, the number of rows of this rank's x, and the arguments of the collective.

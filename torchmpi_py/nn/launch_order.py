@@ -47,7 +47,7 @@ class LaunchOrder:
         self.num_steps = 0  # This is the number of complete reductions.
         self.num_updates = 0  # This is the number of updates by the optimizer since the last reduction.
         self.has_loaded = False  # A state was loaded since then, so num_updates does not describe the parameters.
-        self._updates_here = 0  # This is num_updates when the pending reduction ended its backward pass.
+        self._updates_here = 0  # This is num_updates when the flags of the pending reduction were launched.
 
     def begin(self) -> None:
         """Begin a reduction."""

@@ -52,10 +52,10 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, *, comm: Communicat
         # A tensor on a GPU of root is loaded onto this rank's own GPU.
         gpus = {f"cuda:{number}": "cuda" for number in range(torch.cuda.device_count())}
         optimizer.load_state_dict(torch.load(content, map_location=gpus, weights_only=False))
-    if differing := _differing(optimizer, comm):
+    if others := _differing(optimizer, comm):
         raise RanksDisagree(
             f"{type(optimizer).__name__}.load_state_dict has changed the state of rank {root} while loading it, on "
-            f"rank {', '.join(map(str, differing))}; call load_state_dict with the same state on every rank"
+            f"rank {', '.join(map(str, others))}; call load_state_dict with the same state on every rank"
         )
 
 
@@ -91,8 +91,8 @@ def _differing(optimizer: Any, comm: Communicator) -> list[int]:
     digest = hashlib.blake2b(repr(_content(state)).encode(), digest_size=16).digest()
     kinds = verbs.allgather_object((name_of_class(optimizer), sizes, digest), comm=comm)
     if any(kind[:2] != kinds[0][:2] for kind in kinds):
-        named = "; ".join(f"rank {rank}: {name} of {sizes}" for rank, (name, sizes, _) in enumerate(kinds))
-        raise RanksDisagree(f"the ranks' optimizers differ in kind, or in the parameters of their groups: {named}")
+        texts = "; ".join(f"rank {rank}: {name} of {sizes}" for rank, (name, sizes, _) in enumerate(kinds))
+        raise RanksDisagree(f"the ranks' optimizers differ in kind, or in the parameters of their groups: {texts}")
     return [rank for rank, kind in enumerate(kinds) if kind != kinds[0]]
 
 

@@ -92,8 +92,8 @@ class DistributedOptimizer(ReducingOptimizer):
         self.optimizer = optimizer
         self.module = module
         self.comm = resolve(comm)
-        known = set(module.parameters())
-        others = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
+        module_parameters = set(module.parameters())
+        others = [p for group in optimizer.param_groups for p in group["params"] if p not in module_parameters]
         counts = verbs.allgather(len(others), comm=self.comm)
         if any(counts):
             raise ValueError(

@@ -170,18 +170,18 @@ class ShardedOptimizer(ReducingOptimizer):
                     shard.grad = None
         # A bucket's parameters are sent while the next bucket is updated. Every rank starts all buckets, in one order.
         handles: list[Handle[Any]] = []
-        groups, updated = self.optimizer.param_groups, {}
+        groups, new_groups = self.optimizer.param_groups, {}
         try:
             for bucket in self._buckets:
                 if bucket.shards:
-                    updated[bucket.group] = {**groups[bucket.group], "params": list(bucket.shards)}
-                    self.optimizer.param_groups = [updated[bucket.group]]
+                    new_groups[bucket.group] = {**groups[bucket.group], "params": list(bucket.shards)}
+                    self.optimizer.param_groups = [new_groups[bucket.group]]
                     self.optimizer.step()
                 handles.append(bucket.spread())
         finally:
             self.optimizer.param_groups = groups
         # An optimizer that counts in a group must count once per step, not once per bucket.
-        for index, group in updated.items():
+        for index, group in new_groups.items():
             groups[index].update({**group, "params": groups[index]["params"]})
         self._is_reduced = False
         self.reduction.order.num_updates += 1
@@ -254,7 +254,7 @@ class ShardedOptimizer(ReducingOptimizer):
         of_ranks = verbs.allgather_object((self._num_loads, here), comm=self.comm)
         if len({num_loads for num_loads, _ in of_ranks}) > 1:
             raise RanksDisagree("ShardedOptimizer: only some ranks called load_state_dict; call it on every rank")
-        updated = collections.ChainMap(*(groups_there for _, groups_there in of_ranks))
+        options_of_group = collections.ChainMap(*(groups_there for _, groups_there in of_ranks))
         # Entries outside the shards belong to frozen parameters, for example.
         whole = {key: entries for key, entries in state.items() if key not in self._shards}
         for bucket in self._buckets:
@@ -262,7 +262,7 @@ class ShardedOptimizer(ReducingOptimizer):
         try:
             self.optimizer.state = {p: whole.pop(p) for p in self.parameters if p in whole} | whole  # type: ignore[assignment]
             self.optimizer.param_groups = [
-                {**group, **updated.get(index, {}), "params": self.whole_groups[index]}
+                {**group, **options_of_group.get(index, {}), "params": self.whole_groups[index]}
                 for index, group in enumerate(groups)
             ]
             return self.optimizer.state_dict()

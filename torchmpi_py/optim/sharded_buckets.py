@@ -226,11 +226,11 @@ class ShardedReducer(CompressedReducer):
         number_of = {p: number for number, p in enumerate(self.parameters)}
         here = {number_of[part.parameter]: state[shard] for shard, part in self.shards.items() if state.get(shard)}
         of_ranks = verbs.allgather_object(tree_map_only(Tensor, lambda x: x.detach().cpu(), here), comm=self.comm)
-        joined = {}
+        whole_state = {}
         for p, number in number_of.items():
             if parts := [of_rank[number] for of_rank in of_ranks if number in of_rank]:
-                joined[p] = {name: _joined(p, [part[name] for part in parts]) for name in parts[0]}
-        return joined
+                whole_state[p] = {name: _joined(p, [part[name] for part in parts]) for name in parts[0]}
+        return whole_state
 
 
 def _cut(x: Any, shard: Tensor, part: Part) -> Any:
