@@ -26,7 +26,7 @@ WRAPPED = {"wrapped": {}, "BF16": {"compression": compression.BF16()}, "TopK": {
 STEPS = 4
 REFUSED = {("join", "synchronized"): "call register_async_backward"}
 REFUSED |= {("join", kind): "expected a module or an optim.DistributedOptimizer" for kind in SHARDED}
-REFUSED |= {("frozen", kind): "make another" for kind in ("registered", *WRAPPED, *SHARDED)}
+REFUSED |= {("frozen", kind): "create a new one" for kind in ("registered", *WRAPPED, *SHARDED)}
 
 
 class Network(torch.nn.Module):

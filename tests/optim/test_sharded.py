@@ -202,5 +202,5 @@ def test_bad_input(mpi):
     with pytest.raises(RuntimeError, match=r"ran again before .*step\(\)"):
         loss_of(module, 0, [mpi.rank()]).backward()
     module[0].weight.data = module[0].weight.data.clone()
-    with pytest.raises(RuntimeError, match="other memory"):
+    with pytest.raises(RuntimeError, match="memory of the parameters"):
         train(module, ours, [0], [mpi.rank()])
