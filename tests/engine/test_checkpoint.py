@@ -144,7 +144,7 @@ def test_an_epoch_of_a_loader_whose_place_is_not_known_begins_again(tmp_path, ca
         train(torch.nn.Linear(6, 3), loader(), engine=SGDEngine(), checkpoint=tmp_path, on_update=steps.append)
     assert steps[:5] == [1, 2, 3, 4, 5]
     assert len(steps) == 5 + 7
-    assert "a DataLoader is not known, so that epoch begins again" in caplog.text
+    assert "a DataLoader is unknown, so the epoch begins again" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_another_order_in_the_middle_of_an_epoch_is_refused(tmp_path, now, messa
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"every": 0}, "every=0: give a positive number"), ({"every": "step"}, "every='step'"), ({"keep": 0}, "keep=0")],
+    [({"every": 0}, "every=0: expected a"), ({"every": "step"}, "every='step'"), ({"keep": 0}, "keep=0")],
 )
 def test_wrong_arguments(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
@@ -270,6 +270,6 @@ def test_another_network_in_the_same_folder_is_refused(tmp_path):
     network = torch.nn.Linear(6, 3)
     options = {"criterion": loss_of, "iterator": DatasetIterator(samples(), 8), "lr": 0.1}
     SGDEngine().train(network=network, extensions=[Checkpoint(tmp_path)], **options)
-    with pytest.raises(errors.CheckpointError, match=r"has trained another network .*: give each a folder"):
+    with pytest.raises(errors.CheckpointError, match=r"has trained another network .*: use one folder"):
         SGDEngine().train(network=torch.nn.Linear(6, 3), maxepoch=2, extensions=[Checkpoint(tmp_path)], **options)
     assert SGDEngine().train(network=network, maxepoch=2, extensions=[Checkpoint(tmp_path)], **options).epoch == 2

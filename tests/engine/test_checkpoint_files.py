@@ -72,8 +72,8 @@ def test_a_damaged_one_is_passed_over(tmp_path, caplog, damage):
     DAMAGES[damage](path)
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.load() == (1, {"x": 1})
-    assert f"{path} is damaged and passed over" in caplog.text
-    assert ("its checksum is another" in caplog.text) == (damage != "is a folder")
+    assert f"{path} is damaged and was skipped" in caplog.text
+    assert ("its checksum is wrong" in caplog.text) == (damage != "is a folder")
     checkpoints.save(2, {"x": 5})
     assert listed(tmp_path) == ["step-000001.pt", "step-000002.pt", "step-000002.pt.damaged"]
     assert checkpoints.load() == (2, {"x": 5})
@@ -101,13 +101,13 @@ def test_only_data_is_saved(tmp_path):
     tagged.tag = Tag()
     for value in (lambda: None, np.ones(1), 2**2039, tagged, {1: Tag()}):
         for parts, own in ({"x": {"y": value}}, {}), ({}, {"x": {"y": value}}):
-            with pytest.raises(errors.CheckpointError, match=r"\['x'\]\['y'\](\[1\])? is a \w+ that a checkpoint does"):
+            with pytest.raises(errors.CheckpointError, match=r"\['x'\]\['y'\](\[1\])? is a \w+, which a check"):
                 checkpoints.save(1, parts, own=own)
     with pytest.raises(errors.CheckpointError, match=r"\['x'\]\[0\]\['y'\] is a ndarray"):
         checkpoints.save(1, {"x": [{"y": np.ones(1)}]})
     with pytest.raises(errors.CheckpointError, match="step=-1"):
         checkpoints.save(-1, {})
-    with pytest.raises(errors.CheckpointError, match=r"\['a'\] are both in parts and in own"):
+    with pytest.raises(errors.CheckpointError, match=r"\['a'\] are in parts and also in own"):
         checkpoints.save(1, {"a": 1}, own={"a": 1})
     assert checkpoints.load() is None
 

@@ -128,7 +128,7 @@ def test_on_another_number_of_ranks_an_epoch_goes_on(mpi, folder, kind, caplog):
         assert sorted(number for step in steps for number in step) == list(range(83))
     else:
         assert len(on_few(mpi, run)) == 25
-    said = [record for record in caplog.records if "that epoch begins again" in record.getMessage()]
+    said = [record for record in caplog.records if "the epoch begins again" in record.getMessage()]
     assert len(said) == (mpi.rank() == 0 and kind == "batches")
 
 

@@ -112,7 +112,7 @@ def test_former_keywords_build_the_extension_and_name_it(tmp_path, capsys):
         SGDEngine().train(network=network, criterion=loss_of, iterator=samples(), lr=0.1, **options)
 
     epochs = []
-    with pytest.warns(DeprecationWarning, match="goes away") as warned:
+    with pytest.warns(DeprecationWarning, match="is deprecated") as warned:
         run(checkpoint=tmp_path, every=1, keep=2, evaluator=lambda network, epoch: epochs.append(epoch))
     said = [str(each.message) for each in warned]
     assert all(each.filename == __file__ for each in warned)
@@ -124,7 +124,7 @@ def test_former_keywords_build_the_extension_and_name_it(tmp_path, capsys):
         run(epoch_lines=False)
     assert capsys.readouterr().out == ""
     with (
-        pytest.warns(DeprecationWarning, match="goes away"),
+        pytest.warns(DeprecationWarning, match="is deprecated"),
         pytest.raises(ValueError, match=r"Checkpoint\(folder, stateful="),
     ):
         run(stateful={"a": Evaluate(print)})

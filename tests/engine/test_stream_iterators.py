@@ -190,7 +190,7 @@ def test_a_checkpoint_of_other_files_is_refused(mpi, pattern, folder):
     fewer = Shards(pattern.replace("*", "[3-6]"), read)
     with pytest.raises(CheckpointError, match=r"in the middle of an epoch over {.*; this is another order: {"):
         trained(StreamIterator(fewer, 1), **options)
-    with pytest.raises(ValueError, match="position=2: a stream goes on from a state_dict alone"):
+    with pytest.raises(ValueError, match="position=2: a stream can continue only from a state_dict"):
         StreamIterator(fewer, 1).set_position(2)
 
 
@@ -239,16 +239,16 @@ def test_streams_that_differ_are_refused_on_all_ranks(mpi, pattern):
         with pytest.raises(ValueError, match=rf"{name} is \["):
             iter(StreamIterator(Shards(files, read), **{"batch_size": 2, name: value}))
     iterator = StreamIterator(Shards(files, read), 2)
-    with pytest.raises(ValueError, match="was made for rank"), mpi.at(mpi.push_communicator(mpi.rank())):
+    with pytest.raises(ValueError, match="was created for rank"), mpi.at(mpi.push_communicator(mpi.rank())):
         iter(iterator)
 
 
 def test_nonsense_is_refused(mpi, tmp_path):
-    with pytest.raises(ValueError, match="there is no such file"):
+    with pytest.raises(ValueError, match="expected at least one file, found none"):
         Shards(f"{tmp_path}/*.tar", read)
     with pytest.raises(TypeError, match="stream is a list"):
         StreamIterator([1], 2)
-    with pytest.raises(TypeError, match="a stream goes into a StreamIterator"):
+    with pytest.raises(TypeError, match="use a StreamIterator for a stream"):
         DatasetIterator(Stream(), 2)
     for name in ("batch_size", "seed", "prefetch", "num_workers"):
         with pytest.raises(ValueError, match=f"{name}=-1"):

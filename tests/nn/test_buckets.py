@@ -256,7 +256,7 @@ def test_gradients_of_another_dtype_are_refused(mpi, tune, alone_bytes):
     for parameter in net.parameters():
         parameter.grad_dtype = None
         parameter.grad = torch.full_like(parameter, 1.001, dtype=torch.float32)
-    with pytest.raises(TypeError, match=r"is torch.float32, and its parameter torch.bfloat16"):
+    with pytest.raises(TypeError, match=r"is torch.float32, but its parameter is torch.bfloat16"):
         mpi.nn.synchronize_gradients(net)
 
 

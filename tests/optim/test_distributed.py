@@ -153,7 +153,7 @@ def test_what_others_do_with_its_optimizer_is_told(mpi):
     module, _ = pair()
     ours = DistributedOptimizer(sgd(module[0]), module)
     ours.optimizer.add_param_group({"params": list(module[2].parameters())})
-    with pytest.raises(RuntimeError, match=r"2\.weight, 2\.bias: new or trainable .* make another one"):
+    with pytest.raises(RuntimeError, match=r"2\.weight, 2\.bias: added or made trainable .* create a new one"):
         loss_of(module, 0, [mpi.rank()]).backward()
     with pytest.raises(TypeError, match="takes no more parameters"):
         ours.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})

@@ -175,7 +175,7 @@ def test_bad_input(mpi):
     for options, told in (
         ({"period": 0}, "period=0"),
         ({"period": {}}, "period={}"),
-        ({"period": {world: 2}, "comm": world}, "no comm= beside"),
+        ({"period": {world: 2}, "comm": world}, "and no comm="),
         ({"start": -1}, "start=-1"),
         ({"slow_momentum": 1.0}, r"slow_momentum=1\.0"),
     ):
@@ -183,8 +183,8 @@ def test_bad_input(mpi):
             optim.LocalSGD(optimizer, **options)
     with pytest.raises(TypeError, match="not a LocalSGD"):
         optim.Gossip(optim.LocalSGD(optimizer))
-    with mpi.split(0) as other, pytest.raises(ValueError, match="give multiples"):
+    with mpi.split(0) as other, pytest.raises(ValueError, match="expected multiples"):
         optim.LocalSGD(optimizer, {world: 3, other: 2})
     if mpi.size() > 1:
-        with mpi.split(mpi.rank()) as alone, pytest.raises(ValueError, match="the more ranks, the longer"):
+        with mpi.split(mpi.rank()) as alone, pytest.raises(ValueError, match="longer period for the more ranks"):
             optim.LocalSGD(optimizer, {world: 2, alone: 4})

@@ -89,5 +89,5 @@ def test_a_state_that_one_rank_alone_has_loaded(mpi, placement):
     if mpi.rank() == 0:
         optimizer.load_state_dict(state)
     for call in (optimizer.state_dict, lambda: optim.broadcast_optimizer_state(optimizer)):
-        with pytest.raises(errors.RanksDisagree, match="every rank loads the same"):
+        with pytest.raises(errors.RanksDisagree, match="call it on every rank"):
             call()

@@ -64,7 +64,7 @@ def test_a_layer_that_thaws_is_told_of(mpi, kind, reaches_others):
     module[2].requires_grad_(True)
     module[0].requires_grad_(reaches_others)
     before = networks.flat(module)
-    with pytest.raises(RuntimeError, match=r"(2\.weight, 2\.bias|parameter 2, parameter 3): new or trainable"):
+    with pytest.raises(RuntimeError, match=r"(2\.weight, 2\.bias|parameter 2, parameter 3): added or made trainable"):
         train(module, ours, [0], [mpi.rank()])
     assert torch.equal(networks.flat(module), before)
     ours.remove()

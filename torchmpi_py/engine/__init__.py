@@ -1,4 +1,4 @@
-"""The training engine: torchnet's loop with hooks, alone or data-parallel over MPI ranks."""
+"""The training engine: torchnet's loop with hooks, on one process or data-parallel over MPI ranks."""
 
 from torchmpi_py.engine.allreduce_sgd import AllReduceSGDEngine
 from torchmpi_py.engine.checkpoint import Checkpoint

@@ -1,20 +1,21 @@
-"""Data-parallel SGD: the same loop, with gradients averaged over the ranks.
+"""Data-parallel SGD: the loop of ``SGDEngine``, with gradients averaged over the ranks.
 
-What it adds to ``SGDEngine``, by overriding the loop's small methods, so that all hooks stay the user's:
+The engine overrides the small methods of the loop, so that all hooks remain the user's. It adds three things:
 
-* before the first sample, rank 0's parameters and buffers of network and criterion, the parameters that only the
-  optimizer holds, and its state are broadcast, and again after ``hooks.on_start``, which may change them on a rank;
-* before a test, and at the end of training, buffers that differ between ranks are averaged;
-* after each backward pass, gradients are averaged over the ranks; ``hooks.on_backward`` sees the averages. Synchronous:
-  after the pass. Asynchronous: a gradient is reduced during the pass, as soon as it is complete, and the end of the
-  pass waits for all of them.
+* Before the first sample, it broadcasts rank 0's parameters and buffers of network and criterion, the parameters that
+  only the optimizer holds, and the optimizer's state. It repeats this after ``hooks.on_start``, which may change them
+  on one rank.
+* Before a test, and at the end of training, it averages buffers that differ between ranks.
+* After each backward pass, it averages the gradients over the ranks; ``hooks.on_backward`` sees the averages. With
+  ``asynchronous``, each gradient is reduced during the pass, as soon as it is complete, and the end of the pass waits
+  for all of them.
 
-In a job that ``torchmpirun --elastic`` has started, training goes on when a rank dies (``elastic``).
+In a job started by ``torchmpirun --elastic``, training continues when a rank dies (``elastic``).
 
-Source: TorchMPI, ``AllReduceSGDEngine`` (reference section 7), with these differences: gradients are averaged, not
-summed; uneven batches are weighted (``iterators``); a network that grows has its new parameters broadcast too; and
-there are no barriers. TorchMPI held two per step, to line the ranks up for its GPU streams; on a CPU the averaging
-synchronizes the ranks in every step, and a barrier before it only adds its own latency.
+Source: TorchMPI, ``AllReduceSGDEngine`` (reference section 7). There are four differences. Gradients are averaged, not
+summed. Uneven batches are weighted (``iterators``). The new parameters of a network that grows are broadcast too. There
+are no barriers: TorchMPI had two per step, to synchronize the ranks for its GPU streams. On a CPU the averaging
+synchronizes the ranks in every step, and a barrier before it only adds latency.
 """
 
 from __future__ import annotations
@@ -50,32 +51,54 @@ from torchmpi_py.runtime import process
 
 @dataclass(eq=False)
 class AllReduceSGDEngine(SGDEngine):
-    """Train one copy of the network per rank; all copies are equal at every step.
+    """Train one copy of the network per rank; all copies are equal after every step.
 
-    Every rank of the current communicator calls ``train`` and ``test`` alike, with iterators that give the same number
-    of batches (``DatasetIterator`` and ``StreamIterator`` do; a DataLoader that torch orders is divided, see
-    ``loaders``). With one rank it is ``SGDEngine``. Raises NotStarted before ``mpi.start()``, and ValueError for
-    ``usegpu`` in a session without GPUs, for an iterator whose rank and size were taken before ``mpi.start()`` or at
-    another level, and, on all ranks, for one that iterates over something else on another rank.
+    Every rank of the current level must call ``train`` and ``test`` with the same arguments. The iterators must give
+    the same number of batches on every rank: ``DatasetIterator`` and ``StreamIterator`` do, and a DataLoader with
+    torch's own order is divided (see ``loaders``). With one rank the engine works like ``SGDEngine``.
 
     Args:
-        usegpu: move network, criterion and samples to ``mpi.device()``. Batches of a ``DatasetIterator`` are moved
-            ahead of their use, from pinned memory, while the previous step is computed.
-        asynchronous: average gradients during the backward pass instead of after it.
-        devicesync: with ``usegpu``, wait for the device at each sample, as TorchMPI does; without it, do nothing.
-        dynamicnetwork: before each forward pass, look whether hooks have changed the set of trained parameters (with
-            the same change on every rank). If so, broadcast parameters and buffers and register gradients again.
-        debug: before each forward pass, check that all ranks hold the same parameters; raises RanksDisagree if not.
-        compression: how gradients are compressed, such as ``optim.compression.BF16()`` (default: not at all).
-        sharded: shard the optimizer's state: ``state.optimizer`` becomes an ``optim.ShardedOptimizer``. Gradients are
-            then always reduced during the backward pass, and reading ``p.grad`` in ``hooks.on_backward`` raises
-            RuntimeError; clip with ``state.optimizer.clip_grad_norm_``. An optimizer that was created before ``train``
-            gets its whole state back at the end, except when an error ends training. If ``lr`` or a function creates
-            the optimizer, its state stays sharded. Your own ``optim.ShardedOptimizer`` or ``DistributedOptimizer``
-            needs no option here. It reduces the gradients itself until you call its ``remove``.
-        buffers: how to make buffers equal before a test and at the end of training when they differ between ranks, as
-            the statistics of BatchNorm do. "average" averages them (rank 0's whole numbers are used), "root" uses rank
-            0's, "leave" keeps each rank's own.
+        usegpu (bool): True moves network, criterion and samples to ``mpi.device()``; default False. Batches of a
+            ``DatasetIterator`` are moved in advance, from pinned memory, while the previous step is computed.
+        asynchronous (bool): True averages gradients during the backward pass, False (default) after it.
+        devicesync (bool): with ``usegpu``, True (default) waits for the device at each sample, as TorchMPI does; False
+            does not wait.
+        dynamicnetwork (bool): True (default) checks before each forward pass whether hooks have changed the set of
+            trained parameters, with the same change on every rank. If so, it broadcasts parameters and buffers and
+            registers gradients again.
+        debug (bool): True checks before each forward pass that all ranks have the same parameters; default False.
+        buffers (str): how buffers that differ between ranks, such as BatchNorm's statistics, become equal before a test
+            and at the end of training. "average" (default) averages them, and uses rank 0's integers. "root" uses rank
+            0's buffers. "leave" does not change them.
+        compression (Compression): compression of gradients, such as ``optim.compression.BF16()``, or None (default).
+        sharded (bool): True shards the optimizer's state: ``state.optimizer`` becomes an ``optim.ShardedOptimizer``.
+            The default is False. Gradients are then reduced during the backward pass. Reading ``p.grad`` in
+            ``hooks.on_backward`` raises RuntimeError, so clip with ``state.optimizer.clip_grad_norm_``. An optimizer
+            that you created before ``train`` gets its whole state back at the end, unless an error ends training. If
+            ``lr`` or a function creates the optimizer, its state stays sharded. Your own ``optim.ShardedOptimizer`` or
+            ``DistributedOptimizer`` needs no option here; it reduces the gradients until you call its ``remove``.
+
+    Raises:
+        NotStarted: in ``train`` and ``test``, before ``mpi.start()``.
+        ValueError: ``buffers`` is unknown. In ``train`` and ``test``: ``usegpu`` in a session without GPUs, or an
+            iterator created before ``mpi.start()`` or at another level. On every rank: the ranks iterate over different
+            data.
+        RanksDisagree: with ``debug``, on every rank, if the parameters differ between ranks.
+
+    Examples:
+        >>> data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+        >>> trainer = mpi.engine.AllReduceSGDEngine(asynchronous=True)
+        >>> state = trainer.train(
+        ...     network=torch.nn.Linear(4, 1),
+        ...     criterion=torch.nn.functional.mse_loss,
+        ...     iterator=mpi.engine.DatasetIterator(data, batch_size=8),
+        ...     lr=0.1,
+        ...     maxepoch=2,
+        ...     extensions=[],
+        ... )
+        >>> state.epoch
+        2
+        >>> mpi.nn.check_with_allreduce(state.network)
     """
 
     steps_together = True
@@ -93,15 +116,19 @@ class AllReduceSGDEngine(SGDEngine):
         super().__init__()
         check_compression(self.compression)
         if self.buffers not in ("average", "root", "leave"):
-            raise ValueError(f"buffers={self.buffers!r}: give 'average', 'root' or 'leave'")
-        # Of the train() in progress:
-        self._replicas: Replicas | None = None  # None with one rank
-        self._sharded: ShardedOptimizer | None = None  # if the engine has made it
+            raise ValueError(f"buffers={self.buffers!r}: expected 'average', 'root' or 'leave'")
+        # These belong to the current call of train().
+        self._replicas: Replicas | None = None  # It is None with one rank.
+        self._sharded: ShardedOptimizer | None = None  # It is set if the engine has created it.
         self._gets_state_back = False  # whether the optimizer in it is the user's
 
     @contextmanager
     def session(self, state: State) -> Iterator[None]:
-        """Check; divide the iterator; move network and samples to the device; keep the copies equal while training."""
+        """Return the context of a run: check, divide the iterator, move to the device, and keep the copies equal.
+
+        Args:
+            state (State): state of the run; its iterator may be replaced.
+        """
         if not process.is_started():
             raise NotStarted("AllReduceSGDEngine needs a running session: call mpi.start() first, on every rank")
         state.iterator = iterator = loaders.divided(state.iterator)
@@ -110,7 +137,7 @@ class AllReduceSGDEngine(SGDEngine):
                 iterator.take_place()
             iterator.check_alike()
         device_of_user = getattr(iterator, "device", None)
-        enclosing = self._replicas, self._sharded, self._gets_state_back  # a hook may train another network, or test
+        enclosing = self._replicas, self._sharded, self._gets_state_back  # A hook may train another network, or test.
         self._replicas = self._sharded = None
         try:
             if self.usegpu:
@@ -127,12 +154,12 @@ class AllReduceSGDEngine(SGDEngine):
                 self._replicas.close()
             if self._sharded is not None:
                 self._sharded.remove()
-                if self._gets_state_back and state.optimizer is self._sharded:  # an error has ended training
+                if self._gets_state_back and state.optimizer is self._sharded:  # An error has ended training.
                     self._sharded.optimizer.state.clear()
             self._replicas, self._sharded, self._gets_state_back = enclosing
 
     def _move(self, state: State) -> None:
-        """Move the modules to the device, and let the iterator do so with batches, ahead of their use."""
+        """Move the modules to the device, and let the iterator move batches in advance."""
         if process.device().type == "cpu":
             raise ValueError("usegpu=True, but this session computes on the CPU: call mpi.start(with_cuda=True)")
         for module in state.modules():
@@ -141,20 +168,32 @@ class AllReduceSGDEngine(SGDEngine):
             state.iterator.device = state.iterator.device or process.device()
 
     def regroup(self) -> None:
-        """Keep the copies of the survivors of a death equal. Collective."""
+        """Keep the copies of the surviving ranks equal after a death. Every surviving rank must make this call."""
         if self._replicas is not None:
             self._replicas.regroup()
 
     def make_optimizer(
         self, state: State, lr: float | None, optimizer: OptimizerLike | None
     ) -> torch.optim.Optimizer | None:
-        """As in ``SGDEngine``; with ``sharded`` its state is divided. Collective."""
+        """Create the optimizer as in ``SGDEngine``; with ``sharded``, shard it. Every rank must make this call.
+
+        Args:
+            state (State): state of the run.
+            lr (float): learning rate of plain SGD, or None.
+            optimizer (torch.optim.Optimizer or callable): optimizer, a function that creates it, or None.
+
+        Returns:
+            The optimizer, or None with ``lr=0``.
+
+        Raises:
+            ValueError: ``optimizer`` reduces gradients, and it or the engine has options that do not fit together.
+        """
         plain = super().make_optimizer(state, lr, optimizer)
         if isinstance(plain, ReducingOptimizer):
             is_other = self.compression is not None or (self.sharded and not isinstance(plain, ShardedOptimizer))
             if is_other or plain.reduction.frequency > 1 or plain.comm is not resolve(None):
                 raise ValueError(
-                    f"optimizer is a {type(plain).__name__}, which reduces gradients: leave out compression= and "
+                    f"optimizer is a {type(plain).__name__}, which reduces gradients: omit compression= and "
                     "sharded= of the engine, and backward_passes_per_step= and comm= of the optimizer"
                 )
         elif plain is not None and self.sharded:
@@ -165,9 +204,12 @@ class AllReduceSGDEngine(SGDEngine):
         return plain
 
     def set_mode(self, state: State) -> None:
-        """As in ``SGDEngine``; then, for a test, make the buffers equal.
+        """Set the mode of the modules. For a test, make the buffers equal; for training, broadcast the optimizer.
 
-        For training, broadcast what the optimizer alone holds, and its state: it was made after the session began.
+        The optimizer was created after the session began. So its own parameters and its state are broadcast here.
+
+        Args:
+            state (State): state of the run.
         """
         super().set_mode(state)
         if not state.training:
@@ -177,10 +219,14 @@ class AllReduceSGDEngine(SGDEngine):
             broadcast_optimizer_state(state.optimizer)
 
     def begin(self, state: State) -> None:
-        """As in ``SGDEngine``; then broadcast what rank 0 alone has loaded in ``hooks.on_start``.
+        """Broadcast again what ``hooks.on_start`` may have changed on rank 0, and check that the ranks agree.
 
-        ValueError, on all ranks, where they would begin or end with another epoch each, or where a rank may have no
-        samples in a step and the network has SyncBatchNorm.
+        Args:
+            state (State): state of the run.
+
+        Raises:
+            ValueError: on every rank, if first or last epoch differ between ranks, or if a rank may have no samples in
+                a step and the network has SyncBatchNorm.
         """
         super().begin(state)
         if self._replicas is not None:
@@ -190,7 +236,12 @@ class AllReduceSGDEngine(SGDEngine):
             broadcast_optimizer_state(state.optimizer)
 
     def take_sample(self, state: State, sample: Any) -> None:
-        """As in ``SGDEngine``, after moving the sample to the device."""
+        """Move the sample to the device, and set it in the state.
+
+        Args:
+            state (State): state of the run.
+            sample (object): (input, target), or None.
+        """
         if self.usegpu:
             sample = tree_map_only(torch.Tensor, lambda tensor: tensor.to(process.device()), sample)
         super().take_sample(state, sample)
@@ -198,7 +249,11 @@ class AllReduceSGDEngine(SGDEngine):
             torch.cuda.synchronize(process.device())
 
     def prepare(self, state: State) -> None:
-        """Follow changes of the network; with ``debug`` check that the ranks agree."""
+        """Follow changes of the network; with ``debug``, check that the parameters are equal on all ranks.
+
+        Args:
+            state (State): state of the run.
+        """
         super().prepare(state)
         if self._replicas is not None:
             if self.dynamicnetwork:
@@ -208,12 +263,20 @@ class AllReduceSGDEngine(SGDEngine):
                 self._replicas.check()
 
     def reduce(self, state: State) -> None:
-        """Average the gradients over the ranks."""
+        """Average the gradients over the ranks.
+
+        Args:
+            state (State): state of the run.
+        """
         if self._replicas is not None:
             self._replicas.average_gradients()
 
     def finish(self, state: State) -> None:
-        """Give a sharded optimizer of the user's its state back; make the buffers equal."""
+        """Give the user's optimizer its whole state back, if it was sharded, and make the buffers equal.
+
+        Args:
+            state (State): state of the run.
+        """
         super().finish(state)
         if self._sharded is not None and self._gets_state_back:
             state.optimizer = self._sharded.to_optimizer()
@@ -225,11 +288,11 @@ class AllReduceSGDEngine(SGDEngine):
 
 
 def _check_every_rank_computes(state: State) -> None:
-    """ValueError if a layer needs all ranks in each forward pass, and a rank may have no samples in a step."""
+    """Raise ValueError if a layer needs all ranks in each forward pass, and a rank may have no samples in a step."""
     parts = [part for module in state.modules() for part in modules_of(module)]
     has_none = isinstance(state.iterator, BatchIterator) and state.iterator.may_give_none()
     if has_none and any(isinstance(part, SyncBatchNorm) for part in parts):
         raise ValueError(
-            "train: SyncBatchNorm needs every rank in each forward pass, and with this iterator a rank may have no "
-            f"samples in the last steps of an epoch: give the {type(state.iterator).__name__} drop_last=True"
+            "train: SyncBatchNorm needs every rank in each forward pass. With this iterator a rank may have no "
+            f"samples in the last steps of an epoch; give the {type(state.iterator).__name__} drop_last=True"
         )

@@ -1,4 +1,4 @@
-"""The base of iterators that know of ranks: their place in an epoch, a weight for each batch, the device of batches."""
+"""The base of iterators over the batches of a rank: position in an epoch, weight of each batch, device of batches."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ _Place = tuple[int | None, int | None]  # rank and size
 
 
 class IterationPlace:
-    """Where an iteration is: its epoch, the samples that all ranks have used, and the facts about its last batch."""
+    """The position of an iteration: its epoch, the samples that all ranks have used, and facts about its last batch."""
 
     def __init__(self, epoch: int, position: int) -> None:
         self.epoch, self.position = epoch, position
         self.weight, self.num_samples = 1.0, 0
         self.is_running = self.is_over = False
-        self.progress: Any = None  # of a stream
+        self.progress: Any = None  # progress in a stream
 
 
 class BatchIterator(ABC):
-    """The attributes of an iterator that the engine reads, and the methods that set it to a place in an epoch.
+    """Base of iterators that the engine can set to a position in an epoch.
 
-    With each batch ``weight`` and ``num_samples`` are set (``iterators`` explains them), and ``position``: how many
-    samples of the epoch all ranks have used with this batch. A batch is None where this rank has no samples in a step
-    that other ranks take; then ``num_samples`` and ``weight`` are 0. An iteration may begin within another one, for
-    example in a hook that tests on the training data: when it ends, the attributes are again those of the outer one.
+    With each batch the iterator sets ``weight`` and ``num_samples`` (see ``iterators``), and ``position``: the samples
+    of the epoch that all ranks have used, this batch included. A batch is None if this rank has no samples in a step in
+    which other ranks have some; then ``num_samples`` and ``weight`` are 0. An iteration may begin within another one,
+    for example in a hook that tests on the training data. When it ends, the attributes describe the outer iteration
+    again.
     """
 
     def __init__(
@@ -53,21 +54,21 @@ class BatchIterator(ABC):
         place: _Place = (None, None),
     ) -> None:
         self.rank, self.size = _rank_and_size(*place)
-        self.follows_place = place[0] is None  # rank and size are those of the current communicator, and were not given
+        self.follows_place = place[0] is None  # whether rank and size come from the current communicator
         self.batch_size = at_least(1, "batch_size", batch_size)
         self.seed = at_least(0, "seed", seed)
         self.prefetch = at_least(0, "prefetch", prefetch)
-        # With its index: "cuda" alone means another device in the prefetching thread than in the caller's.
+        # The device needs its index, because "cuda" may mean another device in the prefetching thread.
         self.device = None if device is None else torch.empty(0, device=device).device
         self.drop_last = drop_last
-        self.epoch = 0  # of the next iteration
-        self._first = 0  # the position in the epoch where the next iteration begins
-        self._is_set = True  # epoch and position were chosen since the last iteration began
-        self._place = IterationPlace(0, 0)  # of the last iteration
+        self.epoch = 0  # epoch of the next iteration
+        self._first = 0  # position in the epoch where the next iteration begins
+        self._is_set = True  # whether epoch and position were chosen since the last iteration began
+        self._place = IterationPlace(0, 0)  # place of the last iteration
 
     @property
     def position(self) -> int:
-        """The samples of the epoch that all ranks have used with the last batch."""
+        """The samples of the epoch that all ranks have used, the last batch included."""
         return self._place.position
 
     @property
@@ -82,60 +83,76 @@ class BatchIterator(ABC):
 
     @abstractmethod
     def __iter__(self) -> Iterator[Any]:
-        """The batches of the next epoch, or of the rest of one."""
+        """Iterate over the batches of the next epoch, or of the rest of an epoch."""
 
     def may_give_none(self) -> bool:
-        """Whether a rank may have no samples in a step. The same on every rank."""
+        """Return whether a rank may have no samples in a step; the same on every rank."""
         return not self.drop_last
 
     @abstractmethod
     def _facts(self) -> dict[str, Any]:
-        """The facts that are equal on all ranks, by their names in an error."""
+        """Return the facts that must be equal on all ranks, by their names in an error."""
 
     @abstractmethod
     def _order_facts(self) -> dict[str, Any]:
-        """The facts that determine the order of samples, as plain data."""
+        """Return the facts that determine the order of samples, as plain data."""
 
     def check_alike(self) -> None:
-        """ValueError, on all ranks, if the ranks iterate over different things. Collective.
+        """Check that all ranks iterate over the same data. Every rank must make this call.
 
-        ValueError as well if rank and size are defaults, and those of the current communicator have changed. Nothing
-        is compared if rank and size were given.
+        If ``rank`` and ``size`` were passed to the constructor, nothing is compared.
+
+        Raises:
+            ValueError: on every rank, if the facts differ between ranks; or if rank and size of the current
+                communicator have changed since the iterator was created.
         """
         rank, size = _rank_and_size() if self.follows_place else (self.rank, self.size)
         name = type(self).__name__
         if (rank, size) != (self.rank, self.size):
             raise ValueError(
-                f"the {name} was made for rank {self.rank} of {self.size}, but this is rank {rank} of {size}: "
-                "make it after mpi.start(), at the level at which it is used"
+                f"the {name} was created for rank {self.rank} of {self.size}, but this is rank {rank} of {size}: "
+                "create it after mpi.start(), at the level at which it is used"
             )
         if self.size > 1 and self.follows_place:
             check_equal(f"{name}s", verbs.allgather_object(self._facts()))
 
     def take_place(self) -> None:
-        """Take this rank's present rank and size, because ranks have died. If they were given, they remain."""
+        """Use the present rank and size, after ranks have died, unless the constructor got ``rank`` and ``size``."""
         if self.follows_place:
             self.rank, self.size = _rank_and_size()
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration run through ``epoch``; the same on every rank."""
+        """Choose the epoch of the next iteration. Make the same call on every rank.
+
+        Args:
+            epoch (int): number of the epoch, at least 0.
+        """
         self.epoch, self._is_set = at_least(0, "epoch", epoch), True
 
     def set_position(self, position: int) -> None:
-        """Let the next iteration begin after so many samples of its epoch, over all ranks; the same on every rank."""
+        """Choose where the next iteration begins in its epoch. Make the same call on every rank.
+
+        Args:
+            position (int): number of samples, over all ranks, to skip; at least 0.
+        """
         self._first, self._is_set = at_least(0, "position", position), True
 
     def state_dict(self) -> dict[str, Any]:
-        """The place after the last batch, as plain data that are equal on all ranks, whatever is read ahead."""
+        """Return the position after the last batch as plain data, the same on all ranks, without prefetched batches."""
         is_next = self._is_set or self._place.is_over
         place = IterationPlace(self.epoch, self._first) if is_next else self._place
         return {"epoch": place.epoch, "position": place.position, "order": self._order_facts()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration go on at the place of a ``state_dict``; the same on every rank.
+        """Let the next iteration begin at a saved position. Make the same call on every rank.
 
-        The number of ranks may be another one: the rest of the epoch is divided among the present ranks. ValueError if
-        the place is in the middle of an epoch of another order.
+        The number of ranks may differ from the saved one: the rest of the epoch is divided among the present ranks.
+
+        Args:
+            state (mapping): result of ``state_dict``.
+
+        Raises:
+            ValueError: the position is in the middle of an epoch that has another order.
         """
         order = self._order_facts()
         if state["position"] > 0 and state["order"] != order:
@@ -146,17 +163,17 @@ class BatchIterator(ABC):
         self.set_position(state["position"])
 
     def _seed_of_workers(self, place: IterationPlace) -> int:
-        """A seed for this rank's workers, which follows from seed, epoch and place."""
+        """Return a seed for this rank's workers, computed from seed, epoch, position and rank."""
         return zlib.crc32(repr((self.seed, place.epoch, place.position, self.rank)).encode())
 
     def _begin(self) -> IterationPlace:
-        """The place where an iteration begins; the next iteration is of the next epoch."""
+        """Return the place where an iteration begins; the next iteration uses the next epoch."""
         place = IterationPlace(self.epoch, self._first)
         self.epoch, self._first = self.epoch + 1, 0
         return place
 
     def _run(self, place: IterationPlace, batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
-        """The batches of an iteration. Its place is this iterator's, except while another one runs within it."""
+        """Yield the batches of an iteration. Its place is this iterator's place, except during an inner iteration."""
         outer = self._place if self._place.is_running else None
         self._place, self._is_set, place.is_running = place, False, True
         try:
@@ -171,7 +188,7 @@ class BatchIterator(ABC):
 
 
 def check_equal(what: str, facts: Sequence[Mapping[str, Any]]) -> None:
-    """ValueError if the ranks' facts, in rank order, differ. All ranks bring the same list."""
+    """Raise ValueError if the ranks' facts, in rank order, differ. All ranks pass the same list."""
     for name in facts[0]:
         values = [each.get(name) for each in facts]
         if any(value != values[0] for value in values):
@@ -179,7 +196,7 @@ def check_equal(what: str, facts: Sequence[Mapping[str, Any]]) -> None:
 
 
 def moved(batch: Any, device: torch.device | None) -> Any:
-    """The batch on the device. For CUDA on a stream of its own, so that the copy overlaps the step being computed."""
+    """Return the batch on the device. With CUDA, copy on a separate stream, so that it overlaps the current step."""
     if device is None or device.type != "cuda":
         return batch if device is None else tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -194,7 +211,7 @@ def moved(batch: Any, device: torch.device | None) -> Any:
 
 
 def adopted(batch: Any, device: torch.device | None) -> Any:
-    """The batch, after CUDA's allocator is informed that the computing stream uses it."""
+    """Return the batch, after telling CUDA's allocator that the computing stream uses it."""
     if device is not None and device.type == "cuda":
         stream = torch.cuda.current_stream(device)
         tree_map_only(torch.Tensor, lambda tensor: tensor.record_stream(stream), batch)
@@ -202,9 +219,9 @@ def adopted(batch: Any, device: torch.device | None) -> Any:
 
 
 def _rank_and_size(rank: int | None = None, size: int | None = None) -> tuple[int, int]:
-    """(rank, size) as given, else of the current communicator, else 0 of 1."""
+    """Return (rank, size): the arguments, else those of the current communicator, else (0, 1)."""
     if rank is None and size is None:
         return (process.rank(), process.size()) if process.is_started() else (0, 1)
     if rank is None or size is None or not 0 <= rank < size:
-        raise ValueError(f"rank={rank}, size={size}: give neither, or both with 0 <= rank < size")
+        raise ValueError(f"rank={rank}, size={size}: expected neither, or both with 0 <= rank < size")
     return rank, size

@@ -1,6 +1,6 @@
-"""The extension that saves and resumes a run: what of a run is in its checkpoints, and when one is written.
+"""The extension that saves and resumes a run: the content of its checkpoints, and the moments at which it saves.
 
-A run is saved after the hooks of its user: at the end of an epoch, or after so many steps. SIGTERM is a request to end
+A run is saved after the user's hooks, at the end of an epoch or after a number of steps. SIGTERM is a request to end
 (``EndRequests``): the run is saved once more, and every rank raises EndRequested.
 """
 
@@ -29,28 +29,49 @@ from torchmpi_py.optim.wrapper import LocalOptimizer, ReducingOptimizer
 logger = logging.getLogger("torchmpi_py")
 
 completed: dict[pathlib.Path, weakref.ref[torch.nn.Module]] = {}
-"""The network that this process has trained to the end, by folder of checkpoints."""
+"""The network that this process has trained to the end, for each folder of checkpoints."""
 
 
 class Checkpoint(Extension):
-    """Save a run into a folder, and go on from there: a program that is started again ends as if not interrupted.
+    """Save a run into a folder, and resume it: a program that is started again ends as if it was never interrupted.
 
-    If the folder holds a checkpoint, the run goes on from it, after ``hooks.on_start``. SIGTERM, at one rank or at all,
-    has all ranks save and raise EndRequested, which ends the program with exit code 143: after the step where steps
-    are collective (``AllReduceSGDEngine``, or a world of one), otherwise at the next save. See docs/checkpoints.md.
+    If the folder holds a checkpoint, the run continues from it, after ``hooks.on_start``. If one rank or all ranks get
+    SIGTERM, all ranks save and raise EndRequested, which ends the program with exit code 143. Where steps are
+    collective (``AllReduceSGDEngine``, or one rank), this happens after the current step; otherwise at the next save.
+    See docs/checkpoints.md.
 
-    It is called after all other extensions, wherever it stands in the list. Equal on all ranks, and rank 0's in the
-    file: network, criterion, optimizer, ``maxepoch``. Each rank's own: buffers of the modules (batch statistics, before
-    the engine averages them at the end), random generators, counters, the place in the epoch, the last loss, the
-    objects in ``stateful``. Where ranks take steps of their own (``SGDEngine``, without an optimizer that reduces
-    gradients), network, criterion and optimizer are each rank's own as well.
+    The extension runs after all other extensions, whatever its position in the list. The file holds rank 0's network,
+    criterion, optimizer and ``maxepoch``, which are equal on all ranks. For each rank it also holds the
+    buffers of the modules, because the engine averages batch statistics only at the end. It further holds each rank's
+    random generators, counters, position in the epoch, last loss, and objects in ``stateful``. If ranks take local
+    steps (``SGDEngine`` without an optimizer that reduces gradients), it holds network, criterion and optimizer for
+    each rank, too.
 
     Args:
-        folder: Where rank 0 writes the files; it is made.
-        every: Save after each "epoch", or after so many steps; always at the end of training too.
-        keep: The number of checkpoints to keep, the newest ones.
-        stateful: Objects with ``state_dict`` and ``load_state_dict`` whose state belongs to the run, by name:
-            schedules of the learning rate, meters.
+        folder (path): folder into which rank 0 writes the files; it is created.
+        every (int or str): "epoch" (default) saves after each epoch, a number after that many steps. The end of
+            training is always saved.
+        keep (int): number of newest checkpoints to keep; default 3.
+        stateful (mapping): objects with ``state_dict`` and ``load_state_dict`` whose state belongs to the run, by name,
+            such as schedulers and meters; default None.
+
+    Raises:
+        ValueError: ``every`` or ``keep`` is out of range. In ``train``: ranks take local steps and ``every`` is a
+            number.
+        CheckpointError: in ``train``, on every rank, if a checkpoint cannot be written, read or resumed.
+        EndRequested: in ``train``, on every rank, after a save that SIGTERM has requested.
+
+    Examples:
+        >>> import tempfile
+        >>> folder = mpi.broadcast_object(tempfile.mkdtemp())
+        >>> data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+        >>> state = mpi.engine.AllReduceSGDEngine().train(
+        ...     network=torch.nn.Linear(4, 1),
+        ...     criterion=torch.nn.functional.mse_loss,
+        ...     iterator=mpi.engine.DatasetIterator(data, batch_size=8),
+        ...     lr=0.1,
+        ...     extensions=[mpi.engine.Checkpoint(folder, every=2)],
+        ... )
     """
 
     def __init__(
@@ -62,7 +83,7 @@ class Checkpoint(Extension):
         stateful: Mapping[str, Stateful] | None = None,
     ) -> None:
         if every != "epoch" and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-            raise ValueError(f"every={every!r}: give a positive number of steps, or 'epoch'")
+            raise ValueError(f"every={every!r}: expected a positive number of steps, or 'epoch'")
         self.checkpoints = Checkpoints(folder, keep=keep)
         self.folder = self.checkpoints.directory
         self.every = every
@@ -70,14 +91,19 @@ class Checkpoint(Extension):
 
     @contextmanager
     def around_run(self, engine: Any, state: State) -> Iterator[None]:
-        """Heed SIGTERM, and hold the folder, while the run lasts."""
+        """Return the context of a run, in which SIGTERM is a request to end and the folder is locked.
+
+        Args:
+            engine (SGDEngine): engine that runs.
+            state (State): state of the run.
+        """
         self.steps_together = engine.steps_together or outcomes.size() == 1
         if self.every != "epoch" and not self.steps_together:
             raise ValueError(
-                f"Checkpoint(every={self.every}): all ranks save together, and those of a {type(engine).__name__} take "
-                "steps of their own; give every='epoch'"
+                f"Checkpoint(every={self.every}): all ranks save together, but the ranks of a {type(engine).__name__} "
+                "take local steps; use every='epoch'"
             )
-        self.asked = 0  # maxepoch, before hooks of the epochs change it
+        self.asked = 0  # maxepoch before hooks change it during training
         try:
             with EndRequests() as self.end_requests:
                 yield
@@ -85,9 +111,17 @@ class Checkpoint(Extension):
             self.checkpoints.release()
 
     def on_start(self, state: State) -> None:
-        """Go on from the last complete checkpoint, if there is one."""
+        """Resume from the last complete checkpoint, if there is one. Every rank must make this call.
+
+        Args:
+            state (State): state of the run; it is overwritten.
+
+        Raises:
+            CheckpointError: on every rank, if the state cannot be saved, or the checkpoint cannot be read or does not
+                fit.
+        """
         self.asked = state.maxepoch
-        # An error that the first save would have is raised now, and not when the first epoch is done.
+        # An error of the first save is raised now, not after the first epoch.
         failure = "training cannot begin"
         outcomes.of_all(lambda: check_collected(*self._collected(state)), failure)
         self.checkpoints.hold()
@@ -105,32 +139,53 @@ class Checkpoint(Extension):
                 logger.warning("training is complete and nothing is left to do, says the checkpoint in %s", text)
 
     def on_update(self, state: State) -> None:
-        """Save if it is time. EndRequested, on all ranks and saved too, if one was asked to end."""
+        """Save if a save is due after this step. Every rank must make this call.
+
+        Args:
+            state (State): state of the run.
+
+        Raises:
+            EndRequested: on every rank, after a save, if a rank got SIGTERM.
+        """
         is_due = self.every != "epoch" and state.t % self.every == 0
         self._save(state, is_due=is_due, may_end=self.steps_together)
 
     def on_end_epoch(self, state: State) -> None:
-        """Save each epoch, or the last one. EndRequested as after a step, unless all is done."""
+        """Save if a save is due after this epoch. Every rank must make this call.
+
+        Args:
+            state (State): state of the run.
+
+        Raises:
+            EndRequested: on every rank, after a save, if a rank got SIGTERM and epochs remain.
+        """
         is_over = state.epoch >= state.maxepoch
         self._save(state, is_due=self.every == "epoch" or is_over, may_end=not is_over)
 
     def on_end(self, state: State) -> None:
-        """Remember what this process has trained. EndRequested if a rank was asked to end meanwhile."""
+        """Note the network that was trained. Every rank must make this call.
+
+        Args:
+            state (State): state of the run.
+
+        Raises:
+            EndRequested: on every rank, if a rank got SIGTERM since the last save.
+        """
         completed[self.folder] = weakref.ref(state.network)
         if self.end_requests.requested(now=True):
             self._end(state)
 
     def _check_network(self, state: State) -> None:
-        """Raise ValueError if this process has trained another network into the folder. Each rank calls it."""
+        """Raise ValueError if this process has trained another network with this folder. Each rank calls it."""
         before = completed.get(self.folder)
         if before is not None and before() is not state.network:
             raise ValueError(
-                f"this process has trained another network with Checkpoint({str(self.folder)!r}): give "
-                "each a folder of its own, or start the program again to go on with that one"
+                f"this process has trained another network with Checkpoint({str(self.folder)!r}): use "
+                "one folder per network, or start the program again to continue with that network"
             )
 
     def _save(self, state: State, *, is_due: bool, may_end: bool) -> None:
-        """Save if it is due, or if a rank was asked to end. Every rank calls it with the same arguments."""
+        """Save if it is due, or if a rank got SIGTERM. Every rank calls it with the same arguments."""
         is_end = may_end and self.end_requests.requested()
         if is_due or is_end:
             self.checkpoints.save_collected(state.t, lambda: self._collected(state))
@@ -138,7 +193,7 @@ class Checkpoint(Extension):
             self._end(state)
 
     def _end(self, state: State) -> NoReturn:
-        """Raise EndRequested, on every rank, after a save."""
+        """Raise EndRequested on every rank, after a save."""
         if outcomes.rank() == 0:
             text = "asked to end (SIGTERM): step %d is saved in %s, and the program ends with exit code 143"
             logger.warning(text, state.t, self.folder)
@@ -146,7 +201,7 @@ class Checkpoint(Extension):
 
     def _collected(self, state: State) -> Collected:
         modules, optimizer = dict(state.as_one_module().named_children()), state.optimizer
-        # First, because it is collective with a sharded optimizer: what follows may fail on one rank.
+        # This comes first, because it is collective with a sharded optimizer, and later lines may fail on one rank.
         optimizer_state = None if optimizer is None else optimizer.state_dict()
         trained = {
             "modules": {name: module.state_dict() for name, module in modules.items()},
@@ -170,15 +225,15 @@ class Checkpoint(Extension):
         return parts, own
 
     def _has_common_place(self, state: State) -> bool:
-        """Whether the place in the epoch is that of all ranks together, so that any number of ranks can go on there."""
+        """Return whether all ranks share one position in the epoch, so that any number of ranks can continue there."""
         return self.steps_together and getattr(state.iterator, "follows_place", False)
 
     def _restore(self, state: State, parts: dict[str, Any]) -> None:
         experiment, now = parts["experiment"], os.environ.get(config.EXPERIMENT)
         if experiment != now:
             raise ValueError(
-                f"it is of experiment {experiment} of a sweep, and this is {now}: give each experiment a folder of its "
-                "own, such as Checkpoint(mpi.experiment_folder())"
+                f"it belongs to experiment {experiment} of a sweep, and this is experiment {now}: use one folder per "
+                "experiment, such as Checkpoint(mpi.experiment_folder())"
             )
         trained = parts["trained"]
         for name, module in state.as_one_module().named_children():
@@ -197,14 +252,14 @@ class Checkpoint(Extension):
         state.epoch, state.t, state.place.is_resumed = parts["epoch"], parts["t"], True
         if parts["loss"] is not None:
             state.loss = parts["loss"].to(next((tensor.device for tensor in state.parameters()), None))
-        asked, last = parts["maxepoch"]
-        if state.maxepoch == asked:  # otherwise the program asks for another number of epochs now
-            # A hook that has lowered it in the middle of an epoch meant the end of that epoch.
+        requested, last = parts["maxepoch"]
+        if state.maxepoch == requested:  # Otherwise the program asks for another number of epochs now.
+            # A hook that lowered maxepoch in the middle of an epoch meant the end of that epoch.
             state.maxepoch = max(last, state.epoch + (state.position > 0))
 
 
 def _restore_optimizer(state: State, trained: dict[str, Any]) -> None:
-    """Restore the optimizer. ValueError unless it is the one that was saved."""
+    """Restore the optimizer. Raise ValueError unless it fits the saved one."""
     if (state.optimizer is None) != (trained["optimizer"] is None):
         raise ValueError("one of them has no optimizer (lr=0)")
     if state.optimizer is None:
@@ -214,7 +269,7 @@ def _restore_optimizer(state: State, trained: dict[str, Any]) -> None:
 
 
 def _kind(state: State) -> OptimizerKind:
-    """What the optimizer's state belongs to, on whatever ranks, and however they reduce gradients."""
+    """Return the kind of the optimizer, without the wrappers that reduce gradients, so that any ranks can resume."""
     name = name_of_class(state.optimizer, transparent=(ReducingOptimizer, LocalOptimizer))
     return OptimizerKind(name, [tuple(p.shape) for group in state.parameter_groups() for p in group])
 

@@ -1,18 +1,18 @@
-"""Checkpoints: what a job needs to go on after it was killed, one file per step in a folder.
+"""Checkpoints: the data with which a job continues after it was killed, in one file per step in a folder.
 
-A checkpoint consists of *parts*: what is equal on all ranks (the model), and what is each rank's *own* (its random
-generators). Only rank 0 touches the disk, so the folder need not be shared between hosts.
+A checkpoint consists of *parts*, which are equal on all ranks (the model), and of each rank's *own* parts (its random
+generators). Only rank 0 reads and writes files, so the folder need not be shared between hosts.
 
-A save: the ranks send rank 0 their own parts, rank 0 writes the file (``checkpoint_file``) and removes the oldest. A
-load: rank 0 reads the newest file that is not damaged and broadcasts its bytes. An error of one rank at any of these
-points is raised on all ranks (``outcomes``), so a full disk never leaves the others waiting.
+To save, the ranks send rank 0 their own parts, and rank 0 writes the file (``checkpoint_file``) and removes the oldest.
+To load, rank 0 reads the newest file that is not damaged, and broadcasts its bytes. An error of one rank at any of
+these points is raised on all ranks (``outcomes``), so a full disk never leaves the other ranks waiting.
 
-Rank 0 takes a lock on the folder before the first save (``folder_lock``), so that two jobs never save into one folder.
-A load needs no lock.
+Rank 0 locks the folder before the first save (``folder_lock``), so that two jobs never save into one folder. A load
+needs no lock.
 
-Alternative: each rank writes a file of its own (torchmpi_py 0.1, ``torch.distributed.checkpoint``). That is faster for
-parameters and optimizers which no rank can hold as a whole, and needs a shared file system, and a folder of files which
-is complete only when all are.
+Alternative: each rank writes its own file (torchmpi_py 0.1, ``torch.distributed.checkpoint``). That is faster for
+models which no rank can hold as a whole. Why not: it needs a shared file system, and a checkpoint is complete only when
+all its files are.
 """
 
 from __future__ import annotations
@@ -34,47 +34,53 @@ from torchmpi_py.engine import checkpoint_file as files, folder_lock, outcomes, 
 
 logger = logging.getLogger("torchmpi_py")
 
-_PIECE_BYTES = 1 << 30  # of a broadcast, so that its timeout is that of a piece
+_PIECE_BYTES = 1 << 30  # bytes per broadcast, so that the timeout applies to one piece
 
 Collected = tuple[Mapping[str, Any], Mapping[str, Any]]
-"""What is equal on all ranks, and what is each rank's own."""
+"""The parts that are equal on all ranks, and each rank's own parts."""
 
 
 class Saved(NamedTuple):
-    """The result of ``Checkpoints.load``."""
+    """Result of ``Checkpoints.load``.
+
+    Attributes:
+        step (int): step of the checkpoint.
+        parts (dict): the parts, this rank's own parts included.
+    """
 
     step: int
     parts: dict[str, Any]
 
 
 class Checkpoints:
-    """The checkpoints in a folder, for training loops of your own (the extension ``Checkpoint`` uses it too).
+    """The checkpoints in a folder, for your own training loop. The extension ``Checkpoint`` uses this class too.
 
-    Every rank of the current level makes the same calls; only rank 0 reads and writes files. One job at a time saves
-    into a folder; other jobs may load. Works in a world of one, and without ``mpi.start()``, too.
+    Every rank of the current level must make the same calls; only rank 0 reads and writes files. One job at a time may
+    save into a folder, but other jobs may load. It also works with one rank, and without ``mpi.start()``.
 
     Args:
-        directory: The folder; rank 0 makes it.
-        keep: The number of checkpoints to keep, the newest ones.
+        directory (path): folder of the files; rank 0 creates it.
+        keep (int): number of newest checkpoints to keep; default 3.
 
     Raises:
-        CheckpointError: By ``save``, ``load`` and ``hold``, on every rank: rank 0 cannot write or read, or another job
-            saves into the folder.
+        ValueError: ``keep`` is below 1.
+        CheckpointError: by ``save``, ``load`` and ``hold``, on every rank, if rank 0 cannot write or read, or if
+            another job saves into the folder.
 
-    Example:
-        ::
-
-            checkpoints = Checkpoints("runs/7")
-            saved = checkpoints.load()
-            first = 0
-            if saved is not None:
-                model.load_state_dict(saved.parts["model"])
-                optimizer.load_state_dict(saved.parts["optimizer"])
-                first = saved.step
-            for step in range(first, last):
-                ...
-                if (step + 1) % 100 == 0:
-                    checkpoints.save(step + 1, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    Examples:
+        >>> import tempfile
+        >>> checkpoints = mpi.engine.Checkpoints(mpi.broadcast_object(tempfile.mkdtemp()))
+        >>> net = torch.nn.Linear(4, 1)
+        >>> saved = checkpoints.load()  # None in the first run
+        >>> if saved is not None:
+        ...     net.load_state_dict(saved.parts["model"])
+        >>> first = 0 if saved is None else saved.step
+        >>> for step in range(first, 4):
+        ...     # train one step here
+        ...     if (step + 1) % 2 == 0:
+        ...         path = checkpoints.save(step + 1, {"model": net.state_dict()})
+        >>> checkpoints.load().step
+        4
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
@@ -82,48 +88,64 @@ class Checkpoints:
             raise ValueError(f"keep={keep!r}: expected the number of checkpoints to keep, at least 1")
         self.directory = pathlib.Path(directory).absolute()
         self.keep = keep
-        self._damaged: list[pathlib.Path] = []  # what load passed over
-        self._lock: folder_lock.FolderLock | None = None  # rank 0's, as long as this object lives
+        self._damaged: list[pathlib.Path] = []  # the damaged files that load skipped
+        self._lock: folder_lock.FolderLock | None = None  # rank 0's lock, as long as this object lives
 
     def hold(self) -> None:
-        """Keep other jobs from saving into the folder, as the first `save` does. Collective.
+        """Prevent other jobs from saving into the folder, as the first ``save`` does. Every rank must make this call.
 
-        The folder is free again after `release`, and when the process of rank 0 has ended. CheckpointError, on all
-        ranks, that names the other job if one saves into the folder.
+        The folder is free again after ``release``, and when the process of rank 0 has ended.
+
+        Raises:
+            CheckpointError: on every rank, with the name of the other job, if another job saves into the folder.
         """
         outcomes.of_rank_0(self._hold, "the folder cannot be used")
 
     def release(self) -> None:
-        """Let other jobs save into the folder. Not collective; a later `save` takes the folder again."""
+        """Let other jobs save into the folder. Not collective. A later ``save`` locks the folder again."""
         self._lock = None
 
     def save(self, step: int, parts: Mapping[str, Any], *, own: Mapping[str, Any] | None = None) -> pathlib.Path:
-        """Write a checkpoint, remove the oldest, and return its file. Collective.
+        """Write a checkpoint, and remove the oldest one. Every rank must make this call.
 
         The states of the global random generators are saved too. A checkpoint of the same step is replaced.
 
         Args:
-            step: The number of the step; not lower than that of the newest checkpoint in the folder.
-            parts: What is equal on all ranks (state_dicts, tensors, numbers, strings, lists and dicts of such); rank
-                0's is written.
-            own: What is each rank's own, under other names.
+            step (int): number of the step, not lower than the newest checkpoint's in the folder.
+            parts (mapping): data that is equal on all ranks: state_dicts, tensors, numbers, strings, and lists and
+                dicts of these. Rank 0's data is written.
+            own (mapping): each rank's own data, under other names; default None.
+
+        Returns:
+            The path of the file.
 
         Raises:
-            CheckpointError: On all ranks, for what cannot be read back as plain data, for a step that is negative or
-                before the newest one, and if the file cannot be written.
+            CheckpointError: on every rank, if a value is not plain data, if the step is negative or before the newest
+                one, or if the file cannot be written.
         """
         return self.save_collected(step, lambda: (parts, own or {}))
 
     def save_collected(self, step: int, collect: Callable[[], Collected]) -> pathlib.Path:
-        """Like ``save``; ``collect`` gives (parts, own), and an error in it on one rank is raised on all."""
+        """Write a checkpoint of the data that ``collect`` returns. Every rank must make this call.
+
+        Args:
+            step (int): number of the step, as for ``save``.
+            collect (callable): function that returns (parts, own). If it raises on one rank, all ranks raise.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            CheckpointError: on every rank, as for ``save``, or if ``collect`` raises.
+        """
         what, collected = f"step {step} cannot be saved", []
 
         def pack() -> int:
             if operator.index(step) < 0:
-                raise ValueError(f"step={step} must not be negative")
+                raise ValueError(f"step={step}: expected a number of at least 0")
             parts, own = (files.compact(dict(each)) for each in collect())
             if both := sorted(parts.keys() & own.keys()):
-                raise ValueError(f"{both} are both in parts and in own: give them different names")
+                raise ValueError(f"{both} are in parts and also in own: use different names")
             collected.append((parts, _bytes(files.packed({"own": own, "random": samples.random_states()}))))
             return len(collected[0][1])
 
@@ -133,11 +155,17 @@ class Checkpoints:
         return outcomes.of_rank_0(lambda: self._write(operator.index(step), parts, torch.split(whole, sizes)), what)
 
     def load(self) -> Saved | None:
-        """Return the last complete checkpoint, as (step, parts), or None if there is none. Collective.
+        """Return the last complete checkpoint. Every rank must make this call.
 
-        A rank's own parts are among the parts. Tensors are on the CPU. The global random generators are set to what
-        they were on this rank. A rank that the saved job did not have gets rank 0's own parts, and random numbers that
-        follow from rank 0's and its number.
+        **Overwrites** the states of the global random generators with this rank's saved states. A rank that the saved
+        job did not have gets rank 0's own parts, and random numbers that are derived from rank 0's and its rank.
+
+        Returns:
+            A ``Saved`` (step, parts), or None if the folder holds no checkpoint. This rank's own parts are among
+            ``parts``. Tensors are on the CPU.
+
+        Raises:
+            CheckpointError: on every rank, if the files cannot be read.
         """
         files_read: list[io.BytesIO] = []
         newest = outcomes.of_rank_0(lambda: self._find(files_read), "the checkpoints cannot be read")
@@ -153,16 +181,16 @@ class Checkpoints:
         return Saved(step, parts)
 
     def _hold(self) -> None:
-        """Rank 0: make the folder, and take the lock."""
+        """Create the folder, and lock it. Only rank 0 calls it."""
         files.make_folder(self.directory)
         if not os.access(self.directory, os.W_OK):
             raise PermissionError(errno.EACCES, "this user cannot write into it", str(self.directory))
         self._lock = folder_lock.take(self.directory)
 
     def _write(self, step: int, parts: Mapping[str, Any], own: Sequence[torch.Tensor]) -> pathlib.Path:
-        """Rank 0: write the file, and remove the oldest."""
+        """Write the file, and remove the oldest. Only rank 0 calls it."""
         self._hold()
-        # A damaged checkpoint of a later step must not keep a run from saving this one.
+        # A damaged checkpoint of a later step must not prevent a run from saving this step.
         for path in self._damaged:
             files.discard(path, aside=path.with_name(f"{path.name}.damaged"))
         self._damaged.clear()
@@ -171,7 +199,7 @@ class Checkpoints:
         if newest > step:
             raise ValueError(
                 f"{self.directory} holds a checkpoint of step {newest}, which is later than {step}: load() it first, "
-                "remove it, or use another folder"
+                "remove its file, or use another folder"
             )
         path = self.directory / f"step-{step:06}.pt"
         files.write(path, {"step": step, "parts": parts, "own": list(own)})
@@ -180,22 +208,22 @@ class Checkpoints:
         return path
 
     def _find(self, files_read: list[io.BytesIO]) -> tuple[int, int] | None:
-        """Rank 0: read the newest file that is not damaged; its step and number of bytes."""
+        """Read the newest file that is not damaged; return its step and number of bytes. Only rank 0 calls it."""
         for step, path in files.complete(self.directory):
             try:
                 files_read.append(files.read(path))
             except FileNotFoundError:
-                return self._find(files_read)  # another job that saves has removed it, and has a later one
+                return self._find(files_read)  # Another job has removed this file and saved a later one.
             except files.Damaged as damage:
                 self._damaged.append(path)
-                logger.warning("checkpoint %s is damaged and passed over: %s", path, damage)
+                logger.warning("checkpoint %s is damaged and was skipped: %s", path, damage)
             else:
                 return step, len(files_read[0].getbuffer())
         return None
 
 
 def check_collected(parts: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Each rank: raise TypeError where a save of this rank's share of these would, without the numbers of tensors."""
+    """Raise TypeError if a save of this rank's data would. Each rank calls it; the values of tensors are not copied."""
 
     def emptied(x: torch.Tensor) -> torch.Tensor:
         return x.new_empty(0) if type(x) in (torch.Tensor, torch.nn.Parameter) and not vars(x) else x
@@ -205,12 +233,12 @@ def check_collected(parts: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 
 
 def _bytes(content: Any) -> torch.Tensor:
-    """A tensor over the memory of the bytes."""
+    """Return a tensor over the memory of the bytes."""
     return torch.frombuffer(content, dtype=torch.uint8)
 
 
 def _unpacked(stream: io.BytesIO) -> dict[str, Any]:
-    """Each rank: the parts for it; its random generators are set."""
+    """Return the parts for this rank, and set its random generators."""
     content, rank = files.unpacked(stream), outcomes.rank()
     is_new = rank >= len(content["own"])
     of_rank = files.unpacked(io.BytesIO(content["own"][0 if is_new else rank].numpy().tobytes()))

@@ -1,12 +1,17 @@
-"""Training that goes on when a rank dies, in a job that ``torchmpirun --elastic`` has started.
+"""Training that continues when a rank dies, in a job started by ``torchmpirun --elastic``.
 
-A step *counts* when all ranks have confirmed, once the gradients are reduced, that all live: then every rank's
-gradients are in the result, and each rank updates its parameters without the others. A step in which a rank dies before
-that is repeated. The survivors build a smaller world (``runtime.survivors``), and the rest of the epoch is divided
-among them: every sample is used once. Of a hook that a death has interrupted, some ranks may have completed more than
-others, which then take their state. Of the end of an epoch (``on_end_epoch``, a checkpoint) nothing is left
-out: if one rank has not completed it, all repeat it. Averages are over the present ranks, and batches keep their size
-per rank, so a global batch is smaller from then on.
+The idea: a step *counts* if all ranks have confirmed, after the reduction of gradients, that all ranks live. Then the
+result contains every rank's gradients, and each rank can update its parameters without communication. A step in which
+a rank dies before that is repeated. The survivors build a smaller world (``runtime.survivors``) and divide the rest of
+the epoch among them, so every sample is used once.
+
+If a death interrupts a hook, some ranks may have completed more of it than others. The others then take their state.
+The end of an epoch (``on_end_epoch``, a checkpoint) is never skipped: if one rank has not completed it, all ranks
+repeat it. Averages are over the present ranks. Batches keep their size per rank, so a global batch is smaller after a
+death.
+
+Alternative: restart the job from the last checkpoint. Why not: all ranks would repeat the steps since
+then, and start their processes again.
 """
 
 from __future__ import annotations
@@ -25,35 +30,73 @@ from torchmpi_py.runtime import survivors
 
 
 class Elastic(Extension):
-    """Let the other ranks go on when one dies, in an elastic job; in other jobs do nothing.
+    """Let the other ranks continue when one dies, in an elastic job; in other jobs do nothing.
 
-    ``AllReduceSGDEngine`` adds it in an elastic job, before the other extensions. ``hooks.on_recovery`` is the place to
-    scale the learning rate by the number of ranks.
+    In an elastic job, ``AllReduceSGDEngine`` adds this extension before the others. Use ``hooks.on_recovery`` to scale
+    the learning rate by the number of ranks.
 
-    Raises TypeError or ValueError, when training begins, where the survivors of a death could not go on.
+    Raises:
+        TypeError: in ``train``, on every rank, if the engine or the iterator does not support a recovery.
+        ValueError: in ``train``, on every rank, if the optimizer or the level does not support a recovery.
+
+    Examples:
+        >>> data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+        >>> trainer = mpi.engine.AllReduceSGDEngine()
+        >>> def scale_rate(state):  # called after a death; size() is the number of survivors
+        ...     for group in state.optimizer.param_groups:
+        ...         group["lr"] = 0.1 * mpi.size()
+        >>> trainer.hooks.on_recovery = scale_rate
+        >>> state = trainer.train(
+        ...     network=torch.nn.Linear(4, 1),
+        ...     criterion=torch.nn.functional.mse_loss,
+        ...     iterator=mpi.engine.DatasetIterator(data, batch_size=8),
+        ...     lr=0.1,
+        ...     extensions=[mpi.engine.Elastic()],
+        ... )
     """
 
     def around_run(self, engine: Any, state: State) -> AbstractContextManager[None]:
-        """Take the engine, which the survivors of a death need."""
+        """Keep the engine, which a recovery needs, and return an empty context.
+
+        Args:
+            engine (SGDEngine): engine that runs.
+            state (State): state of the run.
+        """
         self.engine = engine
         return nullcontext()
 
     def on_start(self, state: State) -> None:
-        """Check, on every rank, that survivors could go on."""
+        """Check, on every rank, that survivors of a death could continue.
+
+        Args:
+            state (State): state of the run.
+
+        Raises:
+            TypeError: the engine or the iterator does not support a recovery.
+            ValueError: the optimizer or the level does not support a recovery.
+        """
         if ulfm.is_elastic():
             _check(self.engine, state)
 
     @contextmanager
     def around_epoch(self, state: State) -> Iterator[None]:
-        """When a rank dies the others recover, and the loop goes on with the rest of the epoch, or with its end."""
+        """Return the context of an epoch: if a rank dies, the others recover, and the loop continues with the rest.
+
+        Args:
+            state (State): state of the run.
+        """
         with survivors.elastic() as attempt:
             yield
         while attempt.has_recovered:
-            with survivors.elastic() as attempt:  # another rank may die meanwhile
+            with survivors.elastic() as attempt:  # Another rank may die during the recovery.
                 self._recover(state, attempt)
 
     def on_backward(self, state: State) -> None:
-        """Confirm that all live, before the gradients are used."""
+        """Confirm that all ranks live, before the gradients are used. Every rank must make this call.
+
+        Args:
+            state (State): state of the run.
+        """
         survivors.confirm()
 
     def _recover(self, state: State, attempt: survivors.Attempt) -> None:
@@ -61,44 +104,44 @@ class Elastic(Extension):
         place = state.place
         schedules = self._schedules()
         parts = [state.as_one_module(), *schedules, *([] if state.optimizer is None else [state.optimizer])]
-        # The state of the rank that has come farthest becomes everyone's. Of ranks at the end of an epoch a rank that
-        # has not completed it counts as farthest, because all repeat it. Of ranks that were in one hook some have
-        # lowered maxepoch there, to stop, or made the step of a schedule, and others have not.
+        # All survivors get the state of the rank with the most progress. At the end of an epoch, a rank that has not
+        # completed it counts as farthest, because all ranks repeat it. Within one hook, some ranks may already have
+        # lowered maxepoch, to stop, or stepped a schedule.
         standing = state.epoch, place.position, state.t, place.is_ending, -state.maxepoch
         farthest = survivors.catch_up((*standing, *(schedule.last_epoch for schedule in schedules)), *parts)
-        # This rank has come as far, also if that rank dies before the others have.
+        # This rank has the same progress now, even if that rank dies before the others have it.
         state.epoch, place.position, state.t, place.is_ending, end = farthest[: len(standing)]
         state.maxepoch, place.is_finished = -end, False
         attempt.confirm()
-        # From here on the survivors stand at the same step, and share the rest of the epoch.
-        state.iterator.take_place()  # type: ignore[attr-defined]  # checked before the first epoch
+        # From here on the survivors are at the same step, and share the rest of the epoch.
+        state.iterator.take_place()  # type: ignore[attr-defined]  # _check has tested the iterator.
         self.engine.regroup()
         self.engine.calls.on_recovery(state)
 
     def _schedules(self) -> list[torch.optim.lr_scheduler.LRScheduler]:
-        """Torch's schedules among the objects that the extensions keep the state of."""
+        """Return torch's schedulers among the ``stateful`` objects of the extensions."""
         parts = [part for each in self.engine.extensions for part in getattr(each, "stateful", {}).values()]
         return [part for part in parts if isinstance(part, torch.optim.lr_scheduler.LRScheduler)]
 
 
 def _check(engine: Any, state: State) -> None:
-    """TypeError or ValueError if the survivors of a death could not go on without a restart."""
+    """Raise TypeError or ValueError if the survivors of a death could not continue without a restart."""
     iterator: Any = state.iterator
     if not hasattr(engine, "regroup"):
-        raise TypeError(f"Elastic: expected an AllReduceSGDEngine, found {type(engine).__name__}; leave Elastic() out")
+        raise TypeError(f"Elastic: expected an AllReduceSGDEngine, found {type(engine).__name__}; omit Elastic()")
     if not getattr(iterator, "follows_place", False):
         raise TypeError(
-            f"iterator is a {type(iterator).__name__} that cannot share the rest of an epoch out among the survivors "
-            "of a death: give a StreamIterator, a DatasetIterator without rank= and size=, or a DataLoader without a "
-            "sampler, or start the job without --elastic"
+            f"iterator is a {type(iterator).__name__} that cannot divide the rest of an epoch among the survivors. "
+            "Use a StreamIterator, a DatasetIterator without rank= and size=, or a DataLoader without a sampler, or "
+            "start the job without --elastic"
         )
     if isinstance(state.optimizer, ReducingOptimizer):
         raise ValueError(
-            f"optimizer is a {type(state.optimizer).__name__}, which needs all the ranks that it was made for: leave "
-            "sharded=True out or give a plain optimizer, or start the job without --elastic"
+            f"optimizer is a {type(state.optimizer).__name__}, which needs all the ranks that created it: omit "
+            "sharded=True or use a plain optimizer, or start the job without --elastic"
         )
     if communicators.resolve(None).size < communicators.stack().levels[0].size:
         raise ValueError(
-            "in an elastic job train at a level of the whole world: after a death the levels are made anew, and groups "
-            "could not be told apart (mpi.set_communicator(0), or start the job without --elastic)"
+            "an elastic job must train at a level of the whole world, because a death rebuilds the levels and groups "
+            "are lost. Call mpi.set_communicator(0), or start the job without --elastic"
         )

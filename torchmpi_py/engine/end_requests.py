@@ -1,4 +1,4 @@
-"""SIGTERM as a request to end, which all ranks heed after the same step."""
+"""SIGTERM as a request to end, which all ranks obey after the same step."""
 
 from __future__ import annotations
 
@@ -18,39 +18,40 @@ from torchmpi_py.engine import outcomes
 logger = logging.getLogger("torchmpi_py")
 
 EXCHANGE_SECONDS = 0.25
-MOST_STEPS = 64  # from one exchange to the next: steps may become slower meanwhile
+MOST_STEPS = 64  # the most steps between two exchanges, because steps may become slower
 
 
 class EndRequests:
-    """In ``with EndRequests() as end``, SIGTERM asks the program to end, in place of ending it at once.
+    """In ``with EndRequests() as end``, SIGTERM asks the program to end, instead of ending it at once.
 
-    ::
+    The signal keeps its usual effect if the program has a handler for it, and outside the main thread. After
+    ``requested`` has returned True, SIGTERM has no effect until the process ends or enters such a block again. So a
+    second signal does not end the program while it saves or cleans up.
 
-        with EndRequests() as end:
-            for step in range(first, last):
-                ...
-                if end.requested():
-                    checkpoints.save(step + 1, {"model": model.state_dict()})
-                    raise EndRequested  # from torchmpi_py.errors; the exit code is 143
+    If the block ends before ``requested`` has reported a signal, the signal then has its usual effect. This also
+    happens if an error ends the block; the error is logged first, because a process that the signal ends does not raise
+    it. If SystemExit (such as EndRequested) or KeyboardInterrupt ends the block, the process exits as these exceptions
+    require. It also works with one rank, and without ``mpi.start()``.
 
-    The signal is left alone where the program has a handler for it, and outside the main thread. A signal that no call
-    of ``requested`` has reported when the block ends has its usual effect then: also where an error ends the block,
-    which is logged before, for a process that the signal ends does not raise it. A block that SystemExit (EndRequested,
-    say) or KeyboardInterrupt ends is left as they say. After ``requested`` has returned True the signal has no effect
-    until the process ends, or enters such a block again: a signal that is sent twice does not end the program while it
-    saves or cleans up. Works in a world of one, and without ``mpi.start()``.
+    Examples:
+        >>> with mpi.engine.EndRequests() as end:
+        ...     for step in range(3):
+        ...         # train one step here
+        ...         if end.requested():
+        ...             # save here
+        ...             raise mpi.errors.EndRequested  # exit code 143
     """
 
-    # Ranks get the signal at different moments, and some may not get it at all (torchmpirun reaches those of its own
-    # host), so the ranks exchange whether one of them has. An exchange costs as much as a barrier. So they exchange
-    # after as many steps as take EXCHANGE_SECONDS on the rank that needs longest for them.
+    # Ranks get the signal at different moments. Some ranks may not get it at all, because torchmpirun reaches only the
+    # ranks of its own host. So the ranks exchange whether one of them got it. An exchange costs as much as a barrier,
+    # so they exchange only after the number of steps that takes EXCHANGE_SECONDS on the slowest rank.
 
     def __init__(self) -> None:
         self._has_come = False
-        self._is_known = False  # ``requested`` has returned True
+        self._is_known = False  # whether ``requested`` has returned True
         self._steps_left = 1
-        self._num_steps = 1  # from the last exchange to the next one
-        self._size = 0  # ranks at the last exchange: survivors of a death begin with the same count
+        self._num_steps = 1  # steps from the last exchange to the next one
+        self._size = 0  # number of ranks at the last exchange; after a death, survivors restart with the same count
         self._when = time.monotonic()
 
     def __enter__(self) -> EndRequests:
@@ -65,27 +66,33 @@ class EndRequests:
         signal.signal(signal.SIGTERM, _is_known_already if self._is_known else signal.SIG_DFL)
         if self._has_come and not self._is_known and (error is None or isinstance(error, Exception)):
             if error is not None:
-                logger.error("SIGTERM came before this error, and has its usual effect now", exc_info=error)
+                logger.error("SIGTERM came before this error, and now has its usual effect", exc_info=error)
             os.kill(os.getpid(), signal.SIGTERM)
 
     def requested(self, *, now: bool = False) -> bool:
-        """Whether a rank was asked to end: True on all ranks, or on none. ``now``: exchange it in this call.
+        """Return whether a rank got SIGTERM: True on all ranks, or on no rank. Every rank must call it once per step.
 
-        Every rank of the current level calls it once a step. Some of the calls, four a second at most if steps are not
-        very short, exchange what the ranks know; the others return False at once.
+        Some of the calls exchange what the ranks know, at most about four per second. The other calls return False at
+        once.
+
+        Args:
+            now (bool): True exchanges in this call; default False. The same on every rank.
+
+        Returns:
+            True if a rank of the current level got SIGTERM.
         """
         size = outcomes.size()
         self._steps_left -= 1
         if self._steps_left > 0 and size == self._size and not now:
             return False
         step_seconds = (time.monotonic() - self._when) / self._num_steps
-        known = torch.tensor([float(self._has_come), step_seconds], dtype=torch.float64, device="cpu")
+        facts = torch.tensor([float(self._has_come), step_seconds], dtype=torch.float64, device="cpu")
         if size > 1:
-            allreduce(known, op="max")
-        self._is_known = bool(known[0])
+            allreduce(facts, op="max")
+        self._is_known = bool(facts[0])
         self._size, self._when = size, time.monotonic()
-        fitting = int(EXCHANGE_SECONDS / max(float(known[1]), 1e-6))
-        self._num_steps = self._steps_left = max(1, min(fitting, 2 * self._num_steps, MOST_STEPS))
+        num_fitting = int(EXCHANGE_SECONDS / max(float(facts[1]), 1e-6))
+        self._num_steps = self._steps_left = max(1, min(num_fitting, 2 * self._num_steps, MOST_STEPS))
         return self._is_known
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> Any:
@@ -93,4 +100,4 @@ class EndRequests:
 
 
 def _is_known_already(signum: int, frame: FrameType | None) -> None:
-    """SIGTERM's handler when the ranks have agreed to end; programs that this one starts do not inherit it."""
+    """Ignore SIGTERM after the ranks have agreed to end. Child processes do not inherit this handler."""

@@ -1,4 +1,4 @@
-"""A line of rank 0 on standard output after each epoch of training."""
+"""A line on rank 0's standard output after each epoch of training."""
 
 from __future__ import annotations
 
@@ -14,30 +14,45 @@ from torchmpi_py.engine.state import State
 
 
 class EpochLines(Extension):
-    """Print the mean loss of rank 0's samples, the steps and the seconds after each epoch.
+    """Print the mean loss of rank 0's samples, the number of steps and the seconds after each epoch.
 
-    Every rank counts, and the one that is rank 0 when the epoch ends writes: the former rank 0 may have died.
+    Every rank counts, because rank 0 may die: the rank that is rank 0 at the end of the epoch prints.
+
+    Examples:
+        >>> extensions = [mpi.engine.EpochLines()]  # the default of train(); pass [] for no lines
     """
 
     def on_start_epoch(self, state: State) -> None:
-        """Begin to count."""
+        """Reset the counters.
+
+        Args:
+            state (State): state of the run.
+        """
         self._total: torch.Tensor | float = 0.0
         self._num_samples, self._first_step, self._begin = 0, state.t, time.perf_counter()
 
     def on_forward_criterion(self, state: State) -> None:
-        """Add a loss. The sum stays on the loss's device: the host waits for a GPU once an epoch."""
+        """Add a loss. The sum stays on the loss's device, so the host waits for a GPU only once per epoch.
+
+        Args:
+            state (State): state of the run.
+        """
         if state.num_samples > 0 and isinstance(state.loss, torch.Tensor):
             self._total = self._total + state.loss.detach() * state.num_samples
             self._num_samples += state.num_samples
 
     def on_end_epoch(self, state: State) -> None:
-        """Print the line."""
+        """Print the line on rank 0.
+
+        Args:
+            state (State): state of the run.
+        """
         if not outcomes.is_chief():
             return
         seconds = time.perf_counter() - self._begin
         loss = f"loss {float(self._total) / self._num_samples:.4f}, " if self._num_samples else ""
         steps = state.t - self._first_step
         line = f"epoch {state.epoch}/{state.maxepoch}: {loss}{steps} step{'s' * (steps != 1)}, {seconds:.1f} s\n"
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # a closed standard output, or none
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # Standard output may be closed, or None.
             sys.stdout.write(line)
             sys.stdout.flush()

@@ -14,37 +14,65 @@ from torchmpi_py.engine.state import State, modes_restored
 class Evaluate(Extension):
     """Call a function of the network after epochs, on every rank, in evaluation mode and without gradients.
 
-    For an evaluation that training does not wait for start a second job, which loads the checkpoints
+    Training waits for the function. To evaluate without waiting, start a second job that loads the checkpoints
     (``Checkpoints(folder).load()``).
 
     Args:
-        function: ``function(network, epoch)``, with the number of epochs completed; it may call ``engine.test``.
-        every: The number of epochs from one evaluation to the next. The last epoch is always evaluated.
+        function (callable): ``function(network, epoch)``, with the number of completed epochs. It may call
+            ``engine.test``.
+        every (int): number of epochs between evaluations; default 1. The last epoch is always evaluated.
 
-    Example:
-        >>> evaluate = Evaluate(lambda network, epoch: network.weight.norm().item())
-        >>> evaluate.results
-        {}
+    Attributes:
+        results (dict): what the function returned on this rank, by number of completed epochs.
+
+    Raises:
+        ValueError: ``every`` is below 1.
+
+    Examples:
+        >>> data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+        >>> evaluate = mpi.engine.Evaluate(lambda network, epoch: network.weight.norm().item(), every=2)
+        >>> state = mpi.engine.AllReduceSGDEngine().train(
+        ...     network=torch.nn.Linear(4, 1),
+        ...     criterion=torch.nn.functional.mse_loss,
+        ...     iterator=mpi.engine.DatasetIterator(data, batch_size=8),
+        ...     lr=0.1,
+        ...     maxepoch=3,
+        ...     extensions=[evaluate],
+        ... )
+        >>> list(evaluate.results)
+        [2, 3]
     """
 
     def __init__(self, function: Callable[[torch.nn.Module, int], Any], every: int = 1) -> None:
         if every < 1:
-            raise ValueError(f"every={every}: give a positive number of epochs")
+            raise ValueError(f"every={every}: expected a positive number of epochs")
         self.function = function
         self.every = every
-        self.results: dict[int, Any] = {}  # what the function returned on this rank, by epochs completed
+        self.results: dict[int, Any] = {}  # results on this rank, by completed epochs
 
     def on_start(self, state: State) -> None:
-        """Forget the results of a former run."""
+        """Drop the results of an earlier run.
+
+        Args:
+            state (State): state of the run.
+        """
         self.results.clear()
 
     def on_end_epoch(self, state: State) -> None:
-        """Evaluate if it is time."""
+        """Evaluate if an evaluation is due.
+
+        Args:
+            state (State): state of the run.
+        """
         if state.epoch % self.every == 0:
             self._evaluate(state)
 
     def on_end(self, state: State) -> None:
-        """Evaluate what the run ends with, also where nothing was left to train."""
+        """Evaluate the final network, even if nothing was left to train.
+
+        Args:
+            state (State): state of the run.
+        """
         if state.epoch not in self.results:
             self._evaluate(state)
 

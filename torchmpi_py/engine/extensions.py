@@ -1,7 +1,7 @@
 """Extensions: objects that take part in a training run and keep their own state, such as ``Checkpoint``.
 
-The loop calls the user's hooks first, then the extensions in their order. What is called at a moment is composed once a
-run, so a moment at which nothing happens costs nothing.
+The loop calls the user's hooks first, then the extensions in their order. The list of calls at each moment is composed
+once per run, so a moment without calls costs nothing.
 """
 
 from __future__ import annotations
@@ -14,25 +14,28 @@ from torchmpi_py.engine.state import MOMENTS, Hook, Hooks, State, nothing
 
 
 class Stateful(Protocol):
-    """An object with a state: a schedule of the learning rate, a meter (torch.distributed.checkpoint's word)."""
+    """An object with a state, such as a scheduler or a meter (the term of torch.distributed.checkpoint)."""
 
     def state_dict(self) -> Any:
-        """The state, as plain data."""
+        """Return the state as plain data."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take a state that ``state_dict`` gave."""
+        """Load a state that ``state_dict`` has returned."""
 
 
 class Extension:
-    """Take part in ``engine.train(..., extensions=[...])``: the base class of extensions.
+    """Base class of extensions, which take part in ``engine.train(..., extensions=[...])``.
 
     A subclass defines the moments that it needs, as methods with the names of the hooks: on_start, on_start_epoch,
-    on_sample, on_forward, on_forward_criterion, on_backward, on_update, on_end_epoch, on_end, on_recovery. Each gets
-    the ``State``. In a step in which this rank has no samples only on_backward and on_update are called, and
-    ``state.sample`` is None. TypeError, when the class is made, for another name that begins with ``on_``.
+    on_sample, on_forward, on_forward_criterion, on_backward, on_update, on_end_epoch, on_end, on_recovery. Each method
+    gets the ``State``. In a step in which this rank has no samples, only on_backward and on_update are called, and
+    ``state.sample`` is None.
 
-    Example:
-        >>> class StopAtNaN(Extension):
+    Raises:
+        TypeError: when a subclass is defined, for another name that begins with ``on_``.
+
+    Examples:
+        >>> class StopAtNaN(mpi.engine.Extension):
         ...     def on_update(self, state):
         ...         if state.sample is not None and state.loss.isnan():
         ...             raise ValueError(f"the loss is not a number after step {state.t}")
@@ -44,20 +47,35 @@ class Extension:
     def __init_subclass__(cls) -> None:
         for name in vars(cls):
             if name.startswith("on_") and name not in MOMENTS:
-                raise TypeError(f"{cls.__name__}.{name}: there is no such moment; there are {', '.join(MOMENTS)}")
+                raise TypeError(f"{cls.__name__}.{name}: there is no such moment; expected {', '.join(MOMENTS)}")
 
     def around_run(self, engine: Any, state: State) -> AbstractContextManager[Any]:
-        """Return the bracket around the run of ``engine``, from before ``on_start`` to after ``on_end``."""
+        """Return the context of the run of ``engine``, from before ``on_start`` to after ``on_end``.
+
+        Args:
+            engine (SGDEngine): engine that runs.
+            state (State): state of the run.
+
+        Returns:
+            A context manager; by default an empty one.
+        """
         return nullcontext()
 
     def around_epoch(self, state: State) -> AbstractContextManager[Any]:
-        """Return the bracket around an epoch, or the rest of one; if it swallows an error, the loop goes on."""
+        """Return the context of an epoch, or of the rest of one. If it suppresses an error, the loop continues.
+
+        Args:
+            state (State): state of the run.
+
+        Returns:
+            A context manager; by default an empty one.
+        """
         return nullcontext()
 
 
 @contextmanager
 def within(brackets: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
-    """Enter the brackets in their order; the block ends quietly where one of them swallows an error."""
+    """Enter the contexts in their order. If one of them suppresses an error, the block ends without an error."""
     with ExitStack() as stack:
         for each in brackets:
             stack.enter_context(each)
@@ -66,11 +84,11 @@ def within(brackets: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
 
 @contextmanager
 def called(hooks: Hooks, extensions: Sequence[Extension]) -> Iterator[Hooks]:
-    """What a run calls at each moment: the user's hook, also one that is set meanwhile, and the extensions' methods."""
+    """Yield the calls at each moment of a run: the user's hook, even if it is set later, and extensions' methods."""
     for each in extensions:
         if not isinstance(each, Extension):
             raise TypeError(
-                f"extensions: expected objects of engine.Extension, found {each!r}; derive its class from it"
+                f"extensions: expected objects of engine.Extension, found {each!r}; derive its class from Extension"
             )
     calls = Hooks()
 
@@ -89,7 +107,7 @@ def called(hooks: Hooks, extensions: Sequence[Extension]) -> Iterator[Hooks]:
 
 def _one_after_the_other(calls: list[Hook]) -> Hook:
     if len(calls) < 2:
-        return calls[0] if calls else id  # a call of a builtin, the cheapest one
+        return calls[0] if calls else id  # A call of a builtin is the cheapest call.
 
     def all_of_them(state: State) -> None:
         for call in calls:

@@ -1,4 +1,4 @@
-"""The extensions of a run: those that the caller gave, those that are there by default, and former keywords."""
+"""The extensions of a run: the caller's, the default ones, and those of deprecated keywords."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _INSTEAD = {
     "evaluator": "Evaluate(function)",
     "epoch_lines": "extensions=[] for no lines, or EpochLines()",
 }
-"""What stands for each keyword that ``train`` had in the release before."""
+"""The replacement of each keyword that ``train`` had in the previous release."""
 
 
 def extensions_of_run(engine: Any, chosen: Sequence[Extension] | None, former: dict[str, Any]) -> list[Extension]:
-    """Return the extensions of one call of ``engine.train``, in the order in which they are called."""
+    """Return the extensions of one call of ``engine.train``, in the order of their calls."""
     extensions = [*(chosen or ()), *_of_former_keywords(former)]
     if former.get("epoch_lines", chosen is None) and engine.hooks.on_end_epoch is nothing:
         extensions.append(EpochLines())
@@ -36,7 +36,7 @@ def extensions_of_run(engine: Any, chosen: Sequence[Extension] | None, former: d
         extensions.append(FirstBatches())
     if engine.steps_together and ulfm.is_elastic() and not any(isinstance(each, Elastic) for each in extensions):
         extensions.insert(0, Elastic())
-    # What the others have done at a moment is saved, and nothing is drawn from random generators after a save.
+    # Checkpoint comes last: it saves what the others did, and no random number is drawn after a save.
     return sorted(extensions, key=lambda each: isinstance(each, Checkpoint))
 
 
@@ -44,7 +44,7 @@ def _of_former_keywords(former: dict[str, Any]) -> list[Extension]:
     for name in former:
         if name not in _INSTEAD:
             raise TypeError(f"train() got an unexpected keyword argument {name!r}")
-        text = f"train({name}=...) goes away; give extensions=[...] with {_INSTEAD[name]} (torchmpi_py.engine)"
+        text = f"train({name}=...) is deprecated; use extensions=[...] with {_INSTEAD[name]} (torchmpi_py.engine)"
         warnings.warn(text, DeprecationWarning, stacklevel=4)
     extensions: list[Extension] = []
     options = {name: former[name] for name in ("every", "keep", "stateful") if name in former}
@@ -52,7 +52,7 @@ def _of_former_keywords(former: dict[str, Any]) -> list[Extension]:
         extensions.append(Checkpoint(former["checkpoint"], **options))
     elif any(options.values()):
         example = f"extensions=[Checkpoint(folder, {next(iter(options))}=...)]"
-        raise ValueError(f"train({', '.join(options)}): expected checkpoint= too, found none; give {example}")
+        raise ValueError(f"train({', '.join(options)}): expected checkpoint= too, found none; use {example}")
     if former.get("evaluator") is not None:
         extensions.append(Evaluate(former["evaluator"]))
     return extensions

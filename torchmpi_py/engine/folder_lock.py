@@ -1,15 +1,16 @@
-"""A lock on a folder of checkpoints: one job at a time saves into it. No ranks: rank 0 takes the lock.
+"""A lock on a folder of checkpoints, so that one job at a time saves into it. Only rank 0 takes the lock.
 
-The lock is an flock on the file ``.lock`` in the folder. The kernel frees it when the process ends, however that ends,
-so a job that is started again, or another rank that has become rank 0, finds it free. The file stays, with a line that
-names the last holder: if it is removed while a job holds it, another job can lock a new file of that name.
+The lock is an flock on the file ``.lock`` in the folder. The kernel frees the lock when the process ends, however it
+ends. So a restarted job, or another rank that has become rank 0, finds the folder free. The file remains, with a line
+that names the last holder. If the file were removed while a job holds the lock, another job could lock a new file.
 
-Alternatives. A process loses a POSIX lock (``lockf``) as soon as anything in it closes the file, as a copy of the
-folder does. A process shares an flock with its forked children instead, so a worker of a DataLoader that outlives its
-rank would keep the lock: children close their copy. On NFS, Linux turns an flock into a lock of the server. Where the
-file system has no locks, or this user may not open the file, the job goes on without a lock, after a warning.
+Alternative: a POSIX lock (``lockf``). Why not: a process loses it as soon as anything in the process closes the file,
+for example when it copies the folder. The price of an flock: forked children share it, so a DataLoader worker that
+outlives its rank would keep the lock. Therefore children close their copy. On NFS, Linux turns an flock into a lock of
+the server. If the file system has no locks, or this user may not open the file, the job logs a warning and continues
+without a lock.
 
-A process has one lock for a folder, whatever the number of objects that use it, until the last of them is gone.
+All objects of a process that use a folder share one lock, until the last object is gone.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from torchmpi_py.launch.notices import printable
 
 NAME = ".lock"
 SECONDS = 10.0
-"""How long ``take`` waits: a job that was killed, or its former rank 0, may still be about to end."""
-_MOST_BYTES = 4096  # of the line
+"""How long ``take`` waits, because a killed job, or its former rank 0, may need time to end."""
+_MOST_BYTES = 4096  # largest length of the line
 
 warn_once = functools.cache(logging.getLogger("torchmpi_py").warning)
-"""Log a warning, unless this process has logged the same one before."""
+"""Log a warning, unless this process has already logged it."""
 
 
 class FolderLock(io.FileIO):
@@ -50,20 +51,20 @@ _held: weakref.WeakValueDictionary[pathlib.Path, FolderLock] = weakref.WeakValue
 
 
 def take(directory: pathlib.Path) -> FolderLock | None:
-    """Return this process's lock on a folder; None where there are no locks.
+    """Return this process's lock on a folder, or None if the file system has no locks.
 
-    BlockingIOError that names the holder, if another process has the lock for longer than ``SECONDS``.
+    Raise BlockingIOError, which names the holder, if another process holds the lock for longer than ``SECONDS``.
     """
     path, deadline = pathlib.Path(os.path.realpath(directory), NAME), time.monotonic() + SECONDS
     lock = _held.get(path)
-    if lock is not None and not lock.closed:  # a forked child has closed it
+    if lock is not None and not lock.closed:  # A forked child has closed its copy.
         return lock
     try:
         lock = FolderLock(trusted_files.open_file(path, os.O_RDWR | os.O_CREAT, owners=None), "r+")
         while not _is_taken(lock):
             if time.monotonic() > deadline:
-                holder = printable(lock.read(_MOST_BYTES).decode(errors="replace")).strip() or "its name is not known"
-                what = f"another job saves into this folder ({holder}); end that job, or give this one another folder"
+                holder = printable(lock.read(_MOST_BYTES).decode(errors="replace")).strip() or "its name is unknown"
+                what = f"another job saves into this folder ({holder}); end that job, or use another folder"
                 raise BlockingIOError(errno.EWOULDBLOCK, what, str(path.parent))
             time.sleep(0.1)
         _name_holder(lock, path.parent)
@@ -77,7 +78,7 @@ def take(directory: pathlib.Path) -> FolderLock | None:
 
 
 def _is_taken(lock: FolderLock) -> bool:
-    """Try to take the lock; whether no other process has it."""
+    """Try to take the lock, and return whether it succeeded."""
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -85,9 +86,9 @@ def _is_taken(lock: FolderLock) -> bool:
 
 
 def _name_holder(lock: FolderLock, directory: pathlib.Path) -> None:
-    """Write into the file who holds the lock."""
-    with contextlib.suppress(OSError):  # another user's file
-        os.fchmod(lock.fileno(), directory.stat().st_mode & 0o666)  # who may write into the folder may lock it
+    """Write the holder's name into the file."""
+    with contextlib.suppress(OSError):  # The file may belong to another user.
+        os.fchmod(lock.fileno(), directory.stat().st_mode & 0o666)  # Users who may write into the folder may lock it.
     user, began = trusted_files.owner_name(os.geteuid()), time.strftime("%Y-%m-%d %H:%M:%S")
     lock.truncate(0)
     line = f"process {os.getpid()} of {user} on {socket.gethostname()}, {sys.argv[0]}, since {began}\n"

@@ -1,20 +1,26 @@
-"""Each rank's share of a dataset, built ahead of the training loop by a thread.
+"""Each rank's share of a dataset, built by a thread ahead of the training loop.
 
-Vocabulary. A *global batch* is what all ranks together compute on in one step: G = batch_size * size samples, the last
-one of an epoch possibly fewer. Epoch e visits the dataset in an *order* drawn from (seed, e), the same on all ranks;
-global batch b is ``order[b * G : (b + 1) * G]``, and a rank's *share* of it is one of ``size`` contiguous pieces that
-differ by at most one sample.
+Terms. A *global batch* contains the samples of all ranks in one step: G = batch_size * size samples; the last global
+batch of an epoch may be smaller. Epoch e visits the dataset in an *order* drawn from (seed, e), the same on all ranks.
+Global batch b is ``order[b * G : (b + 1) * G]``. A rank's *share* of it is one of ``size`` contiguous pieces, whose
+lengths differ by at most one sample.
 
-What follows: every rank takes the same number of steps, whatever the size of the dataset (a rank with one step more
-would wait for the others for ever); no sample is dropped (unless asked for), and none is used twice in an epoch; the
-global batches depend on G alone, so that 4 ranks of 16 train as 1 rank of 64.
+This has three consequences. Every rank takes the same number of steps, whatever the size of the dataset; with one step
+more, a rank would wait for the others forever. No sample is dropped (unless ``drop_last`` asks for it), and no sample
+is used twice in an epoch. The global batches depend only on G, so 4 ranks with batch_size=16 train like 1 rank with
+batch_size=64.
 
-Shares of the last batch may differ, and a plain average over ranks would favour the samples of the small ones. Hence
-each batch has a *weight*, num_samples * size / (samples in the global batch): a mean loss scaled by it has gradients
-whose average over the ranks is the gradient of the mean over the global batch, exactly. If the last global batch has
-fewer samples than there are ranks, a rank's share is empty, and its batch is None: the rank computes nothing in this
-step, and its gradients count as zero, as in torch's Join. ``drop_last`` leaves out an incomplete last global batch:
-then every share is full.
+The shares of the last batch may have different lengths, so a plain average over ranks would favour the samples of small
+shares. Therefore each batch has a *weight*: num_samples * size / (samples in the global batch). If each rank scales its
+mean loss by the weight, the average of the gradients over the ranks is exactly the gradient of the mean over the global
+batch.
+
+If the last global batch has fewer samples than there are ranks, some shares are empty, and the batch of such a rank is
+None. The rank computes nothing in this step, and its gradients count as zero, as in torch's Join. With ``drop_last``,
+an incomplete last global batch is omitted, and every share is full.
+
+Alternative: torch's DistributedSampler repeats samples until all shares have the same length. Why not: the repeated
+samples count twice, so the result depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -35,49 +41,59 @@ from torchmpi_py.engine.sources import Source, Sources, items_of, prefetched, se
 
 
 def share(count: int, rank: int, size: int) -> slice:
-    """The share of ``rank`` in a global batch of ``count`` samples. Shares differ by at most one; rank 0 has most."""
+    """Return the slice of a global batch of ``count`` samples for ``rank``. Lengths differ by at most one."""
     return slice(-(-rank * count // size), -(-(rank + 1) * count // size))
 
 
 class DatasetIterator(BatchIterator):
-    """The batches of this rank, epoch after epoch.
+    """The batches of this rank, epoch after epoch, from a dataset with a length.
 
-    Iterating runs through one epoch and moves on to the next one's order; ``set_epoch`` chooses another (the engine
-    calls it). All ranks iterate in the same way. The engine reads ``weight``, ``num_samples`` and ``position`` of each
-    batch. After ``load_state_dict`` the next iteration begins at that place: the samples of the epoch that were not
-    used are divided among the present ranks, however many there were before.
+    Each iteration runs through one epoch, and the next iteration uses the next epoch's order. ``set_epoch`` chooses
+    another epoch; the engine calls it. All ranks must iterate in the same way. With each batch, ``weight``,
+    ``num_samples`` and ``position`` are set. After ``load_state_dict`` the next iteration begins at the saved position:
+    the unused samples of the epoch are divided among the present ranks, however many ranks there were before.
 
-    A batch is None where this rank has no samples in a step: only in the last step of an epoch, if the last global
-    batch has fewer samples than there are ranks. The engine knows. A loop of your own makes that step without forward
-    and backward pass (``if batch is not None:`` around them; ``optimizer.step()`` of a ``DistributedOptimizer`` then
-    takes part in the reduction), or gives ``drop_last=True``, with which no batch is None.
+    A batch is None if this rank has no samples in a step. This happens only in the last step of an epoch, if the last
+    global batch has fewer samples than there are ranks. The engine handles it. Your own loop either passes
+    ``drop_last=True``, or skips the forward and backward pass (``if batch is not None:``) but calls
+    ``optimizer.step()`` of a ``DistributedOptimizer``, which then takes part in the reduction.
 
-    The thread shares the global random generators (torch's, numpy's, Python's) with the training loop, and who draws
-    first is chance. A dataset with random augmentation should draw from a generator of its own, or be given
-    ``prefetch=0``; else runs are not reproducible.
+    The prefetching thread shares the global random generators (torch's, numpy's, Python's) with the training loop, and
+    their order is random. For reproducible runs, a dataset with random augmentation needs its own generator, or
+    ``prefetch=0``.
 
     Args:
-        dataset: It has a length and is indexed by integers. A list of datasets (of torch's ``Dataset``, or ``Source``)
-            is read as one, each by readers of its own (``sources``).
-        batch_size: Samples per rank.
-        shuffle: Draw the order of epoch e from (seed, e).
-        seed: The same on every rank.
-        sampler: In place of ``shuffle`` and ``seed``: gives the indices of an epoch, of all ranks. One of torch's, or
-            what else has a length and gives integers at each iteration. Its ``set_epoch`` is called if it has one. It
-            must give the same on all ranks, which compare digests when an epoch begins: iterating is collective then.
-            A ``state_dict`` in the middle of an epoch holds its indices.
-        prefetch: Batches that a thread builds ahead; 0: none, inline. An error in the dataset is raised in the loop.
-        device: Where batches are moved, ahead of their use.
-        collate_fn: Makes a batch of a list of samples (default: torch's; of a TensorDataset, the indexed tensors).
-        drop_last: Leave out the last global batch of an epoch if it is incomplete (other samples in each epoch, with
-            ``shuffle``).
-        rank: This rank's number. Give both ``rank`` and ``size``, or neither: the default is the current communicator.
-        size: The number of ranks that share the dataset.
+        dataset (Dataset or sequence): object with a length that integers index. A list of datasets (torch's
+            ``Dataset``, or ``Source``) is read as one dataset, each by its own readers (see ``sources``).
+        batch_size (int): samples per rank, at least 1.
+        shuffle (bool): True (default) draws the order of epoch e from (seed, e); False keeps the dataset's order.
+        seed (int): seed of the order, the same on every rank; default 0.
+        sampler (iterable of int): indices of an epoch, for all ranks, in place of ``shuffle`` and ``seed``; default
+            None. It needs a length, and may be a torch sampler. Its ``set_epoch`` is called if it has one. It must give
+            the same indices on all ranks. They compare digests at the start of an epoch, so iterating is collective. A
+            ``state_dict`` in the middle of an epoch holds the indices.
+        prefetch (int): number of batches that a thread builds in advance, or 0 for no thread; default 2. The loop
+            raises errors of the dataset.
+        device (torch.device or str): device to which batches are moved in advance; default None, not moved.
+        collate_fn (callable): function from a list of samples to a batch; default None, torch's. A TensorDataset is
+            indexed directly.
+        drop_last (bool): True omits an incomplete last global batch; default False.
+        rank (int): this rank's number. Pass both ``rank`` and ``size``, or neither; default None, the current level.
+        size (int): number of ranks that share the dataset; default None, the current level.
 
     Raises:
-        TypeError: The dataset lacks length or index, or the sampler a length.
-        ValueError: The dataset has no batch, a source is empty, or a number is out of range. When an epoch begins, on
-            all ranks: the sampler's indices differ between ranks, or are not in the dataset.
+        TypeError: the dataset lacks length or index, or the sampler a length.
+        ValueError: the dataset gives no batch, a source is empty, or a number is out of range. At the start of an
+            epoch, on all ranks: the sampler's indices differ between ranks, or are not in the dataset.
+
+    Examples:
+        >>> data = torch.utils.data.TensorDataset(torch.arange(12.0))
+        >>> iterator = mpi.engine.DatasetIterator(data, batch_size=3, shuffle=False)
+        >>> number_of_batches = len(iterator)  # 12 / (3 * size()), the same on every rank
+        >>> for (x,) in iterator:  # the first epoch; this rank's samples
+        ...     assert len(x) == iterator.num_samples
+        >>> iterator.position  # samples used by all ranks
+        12
     """
 
     def __init__(
@@ -100,30 +116,30 @@ class DatasetIterator(BatchIterator):
         self.dataset: Any = _as_one(dataset)
         if not (hasattr(self.dataset, "__len__") and hasattr(self.dataset, "__getitem__")):
             name = type(dataset).__name__
-            raise TypeError(f"dataset is a {name}, without length or index; a stream goes into a StreamIterator")
+            raise TypeError(f"dataset is a {name}, without length or index; use a StreamIterator for a stream")
         if sampler is not None and not hasattr(sampler, "__len__"):
-            raise TypeError(f"sampler is a {type(sampler).__name__}, which lacks a length: give it __len__")
+            raise TypeError(f"sampler is a {type(sampler).__name__}, which lacks a length; define its __len__")
         self.sampler: Any = sampler
         self.shuffle = shuffle and sampler is None
         self.collate_fn = collate_fn
-        self._order = torch.empty(0, dtype=torch.int64, device="cpu")  # of the sampler
-        self._drawn_for = -1, 0  # the epoch and the number of ranks for which it was drawn
+        self._order = torch.empty(0, dtype=torch.int64, device="cpu")  # indices from the sampler
+        self._drawn_for = -1, 0  # epoch and number of ranks for which the indices were drawn
         if len(self) == 0:
             what = f"{self.total} samples, with batch_size={batch_size} on {self.size} ranks, drop_last={drop_last}"
-            raise ValueError(f"there is no batch in {what}: give more samples, or a smaller batch_size")
+            raise ValueError(f"there is no batch in {what}; use more samples, or a smaller batch_size")
 
     @property
     def total(self) -> int:
-        """Samples in an epoch, over all ranks."""
+        """The number of samples in an epoch, over all ranks."""
         return len(self.dataset if self.sampler is None else self.sampler)
 
     def __len__(self) -> int:
-        """Batches in an epoch, the same on every rank."""
+        """Return the number of batches in an epoch, the same on every rank."""
         full, rest = divmod(self.total, self.batch_size * self.size)
         return full + (rest > 0 and not self.drop_last)
 
     def may_give_none(self) -> bool:
-        """Whether a rank may have no samples in the last step: of an epoch, or of a rest that other ranks have left."""
+        """Return whether a rank may have no samples in the last step of an epoch, or of the rest of an epoch."""
         rests = [(self.total - begin) % (self.batch_size * self.size) for begin in (0, self._first)]
         return not self.drop_last and (any(0 < rest < self.size for rest in rests) or ulfm.is_elastic())
 
@@ -136,13 +152,20 @@ class DatasetIterator(BatchIterator):
         return {"samples": self.total, "seed": self.seed, "shuffle": self.shuffle}
 
     def state_dict(self) -> dict[str, Any]:
-        """As in ``BatchIterator``; in the middle of an epoch with the sampler's order, which it may not give again."""
+        """Return the position after the last batch. In the middle of an epoch it includes the sampler's indices."""
         state = super().state_dict()
         has_drawn = self.sampler is not None and state["position"] > 0
         return state | {"indices": self._order if has_drawn else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As in ``BatchIterator``."""
+        """Let the next iteration begin at a saved position. Make the same call on every rank.
+
+        Args:
+            state (mapping): result of ``state_dict``.
+
+        Raises:
+            ValueError: the position is in the middle of an epoch that has another order.
+        """
         super().load_state_dict(state)
         if self._first > 0 and state["indices"] is not None:
             self._order, self._drawn_for = state["indices"], (self.epoch, 0)
@@ -152,9 +175,18 @@ class DatasetIterator(BatchIterator):
         return self._run(place, self._batches(self.order(place.epoch)[place.position :], place))
 
     def order(self, epoch: int) -> torch.Tensor:
-        """The indices of the dataset in the order of this epoch: a function of (seed, epoch) alone, or the sampler's.
+        """Return the indices of an epoch, in order; they depend only on (seed, epoch), or come from the sampler.
 
-        With a sampler collective; ValueError, on all ranks, for the reasons in the docstring of the class.
+        With a sampler, every rank must make this call.
+
+        Args:
+            epoch (int): number of the epoch.
+
+        Returns:
+            A tensor of int64 on the CPU, with the indices of all ranks.
+
+        Raises:
+            ValueError: on all ranks, if the sampler's indices differ between ranks, or are not in the dataset.
         """
         if self.sampler is not None:
             return self._of_sampler(epoch)
@@ -163,8 +195,8 @@ class DatasetIterator(BatchIterator):
         return torch.from_numpy(np.random.default_rng((self.seed, epoch)).permutation(self.total))
 
     def _of_sampler(self, epoch: int) -> torch.Tensor:
-        """The sampler's order, the same on all ranks. Collective."""
-        # In the rest of an epoch, after a death or a resume, the sampler is not asked again: it may have moved on.
+        """Return the sampler's order, the same on all ranks. Collective."""
+        # For the rest of an epoch, after a death or a resume, keep the indices: the sampler may return others now.
         if self._drawn_for[0] != epoch or self._drawn_for[1] == self.size:
             set_epoch(self.sampler, epoch)
             self._order = torch.tensor([int(index) for index in self.sampler], dtype=torch.int64, device="cpu")
@@ -190,14 +222,14 @@ class DatasetIterator(BatchIterator):
                 yield sample
 
     def _loaded(self, pieces: list[torch.Tensor], seed: int) -> Generator[Any, None, None]:
-        """A batch of each of these pieces of the order, in turn."""
+        """Yield one batch for each of these pieces of the order."""
         read = self._read(pieces, seed)
         with closing(read), closing(prefetched(map(self._batch, read), self.prefetch)) as batches:
             for batch in batches:
                 yield adopted(batch, self.device)
 
     def _read(self, pieces: list[torch.Tensor], seed: int) -> Generator[Any, None, None]:
-        """The samples of each piece: a list, or the tensors of a TensorDataset."""
+        """Return the samples of each piece: a list, or the tensors of a TensorDataset."""
         if isinstance(self.dataset, Sources):
             return self.dataset.read(pieces, seed)
         if self._is_of_tensors():
@@ -212,7 +244,7 @@ class DatasetIterator(BatchIterator):
 
 
 def _as_one(dataset: Any) -> Any:
-    """The dataset; ``Sources`` of a list of datasets. A list of anything else is a dataset itself."""
+    """Return the dataset, or ``Sources`` for a list of datasets. A list of other objects is itself a dataset."""
     is_several = isinstance(dataset, (list, tuple)) and all(isinstance(each, (Source, Dataset)) for each in dataset)
     if is_several and len(dataset) > 0:
         return Sources(dataset)

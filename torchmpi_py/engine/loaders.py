@@ -1,14 +1,15 @@
-"""DataLoaders of torch on several ranks: each rank loads its share of the batches.
+"""torch's DataLoaders on several ranks: each rank loads its share of the batches.
 
-A DataLoader knows nothing of ranks: with ``shuffle=True`` alone every rank trains on the same batches, or, seeded
-apart, on all of the data in an order of its own. The engine divides a DataLoader whose order it knows (torch's own
-samplers over a dataset with a length) as a ``DatasetIterator`` divides its dataset, and lets a second DataLoader with
-the same workers, collate_fn and so on load the shares. A DataLoader with another sampler, or with an IterableDataset,
-is left as it is, for its user may have divided it.
+A DataLoader does not know about ranks. With ``shuffle=True`` alone, every rank trains on the same batches; with
+different seeds, every rank trains on all of the data in its own order. The engine divides a DataLoader whose order it
+knows: torch's own samplers over a dataset with a length. It divides the order as a ``DatasetIterator`` does, and a
+second DataLoader with the same workers, collate_fn and other options loads the shares. It does not change a DataLoader
+with another sampler or an IterableDataset, because its user may have divided it already.
 
-To be divided, the datasets have to be one: of the same class, length and attributes on all ranks. Where they are not,
-or hold what cannot be compared (a connection, a generator), an error asks for a sampler, which says what is meant. An
-alternative is to compare samples, but reading them opens files before workers are forked, and draws random numbers.
+To be divided, the datasets must be the same on all ranks: class, length and attributes. If they differ, or hold
+attributes that cannot be compared (a connection, a generator), an error asks for a sampler, which makes the intention
+clear. Alternative: compare samples. Why not: reading them opens files before workers are forked, and draws random
+numbers.
 """
 
 from __future__ import annotations
@@ -34,31 +35,49 @@ from torchmpi_py.runtime import process
 _OF_THE_ORDER = {"self", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"}
 
 _attributes: WeakKeyDictionary[Dataset[Any], str] = WeakKeyDictionary()
-"""The digest of each dataset when it was first divided: reading may open files, and fill a cache."""
+"""The digest of each dataset when it was first divided, because reading may change its attributes."""
 
 
 def shard(dataset: Any, *, shuffle: bool = True, seed: int = 0) -> Sampler[int]:
-    """A sampler of this rank's share of a dataset: ``DataLoader(dataset, 32, sampler=mpi.shard(dataset))``.
+    """Return a sampler of this rank's share of a dataset, for a DataLoader.
 
-    All shares have the same length, so that all ranks take the same number of steps: up to ``size() - 1`` samples occur
-    twice. With ``shuffle`` epoch e has an order drawn from (seed, e); each iteration is the next epoch, and
-    ``set_epoch`` chooses another. All ranks of the current level make and iterate it alike; it is not collective.
+    All shares have the same length, so all ranks take the same number of steps; up to ``size() - 1`` samples occur
+    twice. Create the sampler with the same arguments on every rank of the current level, and iterate it equally often.
+    The ranks do not communicate.
 
-    Raises NotStarted before ``mpi.start()``, TypeError for a dataset without a length, ValueError for an empty one.
+    Args:
+        dataset (Dataset): object with a length.
+        shuffle (bool): True (default) draws the order of epoch e from (seed, e). Each iteration is the next epoch, and
+            ``set_epoch`` chooses another one. False keeps the dataset's order.
+        seed (int): seed of the order, the same on every rank; default 0.
+
+    Returns:
+        A torch ``DistributedSampler``.
+
+    Raises:
+        NotStarted: ``mpi.start()`` was not called.
+        TypeError: the dataset has no length.
+        ValueError: the dataset is empty.
+
+    Examples:
+        >>> data = torch.utils.data.TensorDataset(torch.arange(8.0))
+        >>> loader = torch.utils.data.DataLoader(data, batch_size=2, sampler=mpi.shard(data))
+        >>> len(loader) == 4 // mpi.size()
+        True
     """
     place = process.size(), process.rank()
     if not hasattr(dataset, "__len__"):
         raise TypeError(
-            f"shard: dataset is a {type(dataset).__name__} without a length, so that it has no indices to share "
-            "out; give it to an engine.StreamIterator"
+            f"shard: dataset is a {type(dataset).__name__} without a length, so it has no indices to divide; "
+            "use an engine.StreamIterator"
         )
     if len(dataset) == 0:
-        raise ValueError("shard: the dataset is empty: there is nothing to share out")
+        raise ValueError("shard: the dataset is empty; expected at least one sample")
     return _Shard(dataset, *place, shuffle=shuffle, seed=seed)
 
 
 class _Shard(DistributedSampler[int]):
-    """Torch's sampler, which frameworks know; each iteration moves on to the next epoch."""
+    """torch's sampler, which frameworks recognize; each iteration moves on to the next epoch."""
 
     def __iter__(self) -> Iterator[int]:
         indices = super().__iter__()
@@ -67,10 +86,10 @@ class _Shard(DistributedSampler[int]):
 
 
 def divided(iterator: Any) -> Any:
-    """The iterator; instead of a DataLoader that would give all ranks the same samples, its ``DividedLoader``.
+    """Return the iterator, or a ``DividedLoader`` for a DataLoader that would give all ranks the same samples.
 
-    Collective over the current level where it is such a DataLoader. ValueError, on all ranks, for one that cannot be
-    divided, and for DataLoaders or datasets that differ between ranks.
+    Collective over the current level for such a DataLoader. Raise ValueError, on all ranks, if it cannot be divided, or
+    if the DataLoaders or datasets differ between ranks.
     """
     if not isinstance(iterator, DataLoader) or not _has_torch_order(iterator):
         return iterator
@@ -78,32 +97,32 @@ def divided(iterator: Any) -> Any:
     descriptions = [each.pop("dataset") for each in facts]
     if len(set(descriptions)) > 1:
         raise ValueError(
-            "the ranks' DataLoaders have datasets that differ, or cannot be compared, so that it is not clear whether "
-            f"to divide them: {descriptions}. Give random_split a generator with the same seed on every rank; give the "
-            "DataLoader sampler=mpi.shard(dataset) to divide one dataset, or "
-            "sampler=SubsetRandomSampler(range(len(dataset))) to let each rank use all of its own"
+            "the ranks' DataLoaders have datasets that differ, or cannot be compared, so it is not clear whether to "
+            f"divide them: {descriptions}. Give random_split a generator with the same seed on every rank. Pass "
+            "sampler=mpi.shard(dataset) to the DataLoader to divide one dataset, or "
+            "sampler=SubsetRandomSampler(range(len(dataset))) to let each rank use all of its own dataset"
         )
-    seed, *_ = [each.pop("seed") for each in facts]  # rank 0's counts
+    seed, *_ = [each.pop("seed") for each in facts]  # All ranks use rank 0's seed.
     check_equal("DataLoaders", facts)
     has_batches = iterator.batch_size is not None
     if type(iterator).__iter__ is not DataLoader.__iter__ or not has_batches:
         what = "an __iter__ of its own" if has_batches else "batch_size=None"
         raise ValueError(
-            f"a {type(iterator).__name__} with {what} cannot be divided, and would give every rank the same samples: "
-            "give it sampler=mpi.shard(dataset)"
+            f"a {type(iterator).__name__} with {what} cannot be divided, and would give every rank the same samples; "
+            "pass sampler=mpi.shard(dataset) to it"
         )
     return DividedLoader(iterator, shuffle=facts[0]["shuffle"], seed=seed)
 
 
 class DividedLoader(DatasetIterator):
-    """A DataLoader's batches, divided among the ranks of the current level like those of a ``DatasetIterator``.
+    """The batches of a DataLoader, divided among the ranks of the current level as by a ``DatasetIterator``.
 
-    ``loader.batch_size`` is per rank. Its workers are this rank's own, started in each epoch, with
-    ``persistent_workers`` too, and seeded from (seed, epoch, rank).
+    ``loader.batch_size`` is per rank. Its workers belong to this rank, start in each epoch (also with
+    ``persistent_workers``), and are seeded from (seed, epoch, rank).
     """
 
     def __init__(self, loader: DataLoader[Any], *, shuffle: bool, seed: int) -> None:
-        assert loader.batch_size is not None, "one without batches is not divided"
+        assert loader.batch_size is not None, "a DataLoader without batches is not divided"
         options: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": loader.drop_last}
         super().__init__(loader.dataset, loader.batch_size, prefetch=0, **options)
         names = inspect.signature(DataLoader.__init__).parameters.keys() - _OF_THE_ORDER
@@ -114,7 +133,7 @@ class DividedLoader(DatasetIterator):
 
 
 def _facts(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The facts about a DataLoader that are equal on all ranks; and its seed."""
+    """Return the facts about a DataLoader that must be equal on all ranks, and its seed."""
     seeds = [generator.initial_seed() for generator in samples.generators(loader).values()]
     return {
         "dataset": _described(loader.dataset),
@@ -126,10 +145,11 @@ def _facts(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _described(dataset: Any) -> str:
-    """Class, length and attributes of a dataset; a text of this rank alone where they cannot be compared."""
+    """Return class, length and attributes of a dataset, or a text unique to this rank if they cannot be compared."""
     text = f"{type(dataset).__name__} of {len(dataset)} samples"
     try:
-        can_be_key = isinstance(dataset, Dataset) and dataset.__hash__ is not None  # others have no weak references
+        # Other datasets have no weak references.
+        can_be_key = isinstance(dataset, Dataset) and dataset.__hash__ is not None
         attributes = _attributes[dataset] if can_be_key and dataset in _attributes else digest(dataset)
         if can_be_key:
             _attributes[dataset] = attributes
@@ -139,7 +159,7 @@ def _described(dataset: Any) -> str:
 
 
 def _has_torch_order(loader: DataLoader[Any]) -> bool:
-    """Whether the loader gives all samples of the dataset once, in their order or in a random one."""
+    """Return whether the loader gives all samples of the dataset once, in their order or in a random order."""
     sampler, batches = loader.sampler, loader.batch_sampler
     if type(sampler) not in (SequentialSampler, RandomSampler) or len(sampler) != len(loader.dataset):  # type: ignore[arg-type]
         return False

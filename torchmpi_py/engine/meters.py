@@ -1,6 +1,6 @@
 """Running means over samples, on this rank and over all ranks (torchnet's meters).
 
-A meter adds up sums and numbers of samples, not batch means, so that ``reduced()`` is exact when the ranks hold
+A meter adds up sums and numbers of samples, not means of batches. So ``reduced()`` is exact even if the ranks have
 different numbers of samples, or none.
 """
 
@@ -21,7 +21,7 @@ class _Mean:
         self.reset()
 
     def reset(self) -> None:
-        """Begin again without samples."""
+        """Forget all samples."""
         self.total = 0.0
         self.num_samples = 0
 
@@ -32,21 +32,25 @@ class _Mean:
 
     @property
     def value(self) -> float:
-        """The mean over this rank's samples."""
+        """The mean over this rank's samples; NaN without samples."""
         return self.total / self.num_samples if self.num_samples else float("nan")
 
     def state_dict(self) -> dict[str, float]:
-        """This rank's sum and number of samples, for a checkpoint."""
+        """Return this rank's sum and number of samples, for a checkpoint."""
         return {"total": self.total, "num_samples": self.num_samples}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
-        """Take what ``state_dict`` gave."""
+        """Load a state that ``state_dict`` has returned.
+
+        Args:
+            state_dict (dict): state to load.
+        """
         self.total, self.num_samples = state_dict["total"], int(state_dict["num_samples"])
 
     def reduced(self) -> float:
-        """The mean over the samples of all ranks, the same number on each; every rank must call it.
+        """Return the mean over the samples of all ranks, the same number on each. Every rank must make this call.
 
-        When the package is not started there is one rank, this one.
+        Without ``mpi.start()`` it is the mean over this rank's samples.
         """
         if not process.is_started():
             return self.value
@@ -56,28 +60,51 @@ class _Mean:
 
 
 class Average(_Mean):
-    """Mean of a quantity over samples. NaN while there is none."""
+    """Mean of a quantity over samples; NaN without samples.
+
+    Examples:
+        >>> loss = mpi.engine.Average()
+        >>> loss.add(2.0, num_samples=3)
+        >>> loss.add(4.0)
+        >>> loss.value, loss.reduced()
+        (2.5, 2.5)
+    """
 
     def add(self, value: torch.Tensor | float, num_samples: int = 1) -> None:
-        """Add ``value``, a mean over ``num_samples`` samples; a mean over 0 samples does not count, whatever it is.
+        """Add a mean over ``num_samples`` samples. The host waits for a value on a GPU.
 
-        The host waits for a value on a GPU.
+        Args:
+            value (Tensor or float): mean over the samples, a scalar.
+            num_samples (int): number of samples; default 1. With 0, ``value`` is ignored.
         """
         self._add(value, num_samples)
 
 
 class Accuracy(_Mean):
-    """Share of targets that are the class of the highest score (top 1), from 0 to 1. NaN while there is none."""
+    """Share of targets that are the class with the highest score (top 1), from 0 to 1; NaN without samples.
+
+    Examples:
+        >>> accuracy = mpi.engine.Accuracy()
+        >>> accuracy.add(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
+        >>> accuracy.value
+        0.5
+    """
 
     def add(self, output: torch.Tensor, target: torch.Tensor, num_samples: int | None = None) -> None:
-        """``output``: scores (N, classes, ...); ``target``: class indices (N, ...); the first ``num_samples`` count.
+        """Add the samples of a batch.
 
-        Raises ValueError when the shapes do not fit each other.
+        Args:
+            output (Tensor): scores of shape (N, classes, ...).
+            target (Tensor): class indices of shape (N, ...).
+            num_samples (int): number of samples to count, from the first one; default None, all.
+
+        Raises:
+            ValueError: the shapes do not fit each other.
         """
         if not are_scores(output, target):
             raise ValueError(
                 f"output of shape {tuple(output.shape)} and target of shape {tuple(target.shape)}: "
-                "give scores (N, classes, ...) and class indices (N, ...)"
+                "expected scores (N, classes, ...) and class indices (N, ...)"
             )
         num_samples = len(target) if num_samples is None else num_samples
         hits = (output.argmax(1) == target)[:num_samples]
@@ -85,7 +112,7 @@ class Accuracy(_Mean):
 
 
 def are_scores(output: Any, target: Any) -> bool:
-    """Whether these are scores (N, classes, ...) and class indices (N, ...)."""
+    """Return whether the arguments are scores (N, classes, ...) and class indices (N, ...)."""
     if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)) or output.ndim < 2:
         return False
     is_class = not (target.is_floating_point() or target.is_complex())

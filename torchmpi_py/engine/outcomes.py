@@ -1,7 +1,7 @@
-"""Work that may fail on one rank, and that all ranks then give up: they exchange the outcomes.
+"""Work that may fail on one rank, and that all ranks then give up together: they exchange the outcomes.
 
-Rank 0 may work on a disk for minutes while the others wait for it, so no timeout applies to that wait. The death of a
-rank ends the job, as anywhere.
+Rank 0 may write to a disk for minutes while the others wait, so no timeout applies to this wait. The death of a rank
+ends the job, as anywhere else.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ T = TypeVar("T")
 
 
 def rank() -> int:
-    """This process's rank in the current level; 0 without ``mpi.start()``. Not kept: ranks may die."""
+    """Return this process's rank in the current level; 0 without ``mpi.start()``. It changes when ranks die."""
     return process.rank() if process.is_started() else 0
 
 
 def size() -> int:
-    """The number of ranks in the current level; 1 without ``mpi.start()``."""
+    """Return the number of ranks in the current level; 1 without ``mpi.start()``."""
     return process.size() if process.is_started() else 1
 
 
 def is_chief() -> bool:
-    """Whether this process writes what is written once, as ``mpi.is_chief`` says; True without ``mpi.start()``."""
+    """Return whether this process writes one-time output (``mpi.is_chief``); True without ``mpi.start()``."""
     return not process.is_started() or chief.is_chief()
 
 
 def of_all(work: Callable[[], T], what: str) -> list[T]:
     """Do the work on every rank, and return the results of all. Collective; results should be small.
 
-    CheckpointError on every rank if it fails on one; ``what`` says what will not be.
+    Raise CheckpointError on every rank if the work fails on one rank; ``what`` describes what could not be done.
     """
 
     def describe(error: Exception) -> str:
@@ -52,14 +52,14 @@ def of_all(work: Callable[[], T], what: str) -> list[T]:
 
 
 def of_rank_0(work: Callable[[], T], what: str) -> T:
-    """Do the work on rank 0, and return its result on all ranks; otherwise as ``of_all``."""
+    """Do the work on rank 0, and return its result on all ranks. Errors are raised as in ``of_all``."""
     return cast(T, of_all(work if rank() == 0 else lambda: None, what)[0])
 
 
 def _exchanged(mine: T) -> list[T]:
-    """The objects of all ranks, in rank order."""
+    """Return the objects of all ranks, in rank order."""
     comm = communicators.resolve(None)
-    # The wait without a timeout; from here on all ranks are in the exchange.
+    # Wait without a timeout. From here on all ranks are in the exchange.
     journal.run_together("checkpoint", comm, lambda: backoff.barrier(comm.direct.mpi), is_patient=True)
     return cast(list[T], verbs.allgather_object(mine))
 

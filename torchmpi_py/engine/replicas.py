@@ -18,9 +18,9 @@ from torchmpi_py.optim.wrapper import ReducingOptimizer
 
 
 class Replicas:
-    """This rank's copy of what a state trains, kept equal to the copies of the other ranks. All methods are collective.
+    """This rank's copy of a trained state, kept equal to the copies of the other ranks. All methods are collective.
 
-    A copy is parameters and buffers of network and criterion, and the parameters that only the optimizer holds.
+    A copy consists of parameters and buffers of network and criterion, and of parameters that only the optimizer holds.
     """
 
     def __init__(self, state: State, asynchronous: bool, make_buckets: BucketFactory) -> None:
@@ -28,25 +28,25 @@ class Replicas:
         self.asynchronous = asynchronous
         self.make_buckets = make_buckets
         self.module: torch.nn.Module = torch.nn.ModuleDict()
-        self.members: ParameterSnapshot | None = None  # when last broadcast
+        self.members: ParameterSnapshot | None = None  # snapshot at the last broadcast
         self.registration: nn.AsyncBackward | None = None
-        self.buckets: Buckets | None = None  # where gradients are reduced after the backward pass
-        self.bucketed: ParameterSnapshot | None = None  # whose gradients are in them
+        self.buckets: Buckets | None = None  # buckets of the reduction after the backward pass
+        self.bucketed: ParameterSnapshot | None = None  # snapshot for which the buckets were created
 
     def renew(self, *, with_buffers: bool = True) -> None:
-        """Give every rank rank 0's parameters, and buffers, and forget where gradients were reduced."""
+        """Broadcast rank 0's parameters, and its buffers, and drop the buckets."""
         self.close()
         self.module, self.members = self.state.as_one_module(), self.state.members()
         nn.synchronize_parameters(self.module if with_buffers else torch.nn.ParameterList(self.module.parameters()))
 
     def regroup(self) -> None:
-        """Go on with the survivors of a death, who may know of different changes of the network."""
-        with suppress(Exception):  # of what was under way: the death has ended it
+        """Continue with the survivors of a death, who may have seen different changes of the network."""
+        with suppress(Exception):  # The death has broken the pending operations.
             self.close()
-        self.renew(with_buffers=False)  # each rank's statistics are of its own batches
+        self.renew(with_buffers=False)  # Each rank keeps the statistics of its own batches.
 
     def follow(self) -> None:
-        """Renew the copies if the set of trained parameters is not the one of the last time."""
+        """Broadcast again if the set of trained parameters has changed."""
         members, former = self.state.members(), self.members
         if members is not former:
             if former is None or list(map(id, members.trained)) != list(map(id, former.trained)):
@@ -54,15 +54,15 @@ class Replicas:
             self.members = members
 
     def register(self) -> None:
-        """Have the next backward pass reduce gradients, if that is asked for and the optimizer does not do it."""
+        """Let the next backward pass reduce gradients, if ``asynchronous`` is set and the optimizer does not do it."""
         is_due = self.asynchronous and self.registration is None and self.state.parameters()
         if is_due and not isinstance(self.state.optimizer, ReducingOptimizer):
             self.registration = nn.AsyncBackward(self.module, make_buckets=self.make_buckets)
 
     def average_gradients(self) -> None:
-        """Make every gradient its mean over the ranks; a ReducingOptimizer's are by the end of a backward pass.
+        """Replace every gradient by its mean over the ranks, unless the backward pass has already reduced it.
 
-        In a step without samples there was no pass, and the gradients of this rank count as zero.
+        A step without samples has no backward pass, so this rank's gradients count as zero.
         """
         optimizer = self.state.optimizer
         if isinstance(optimizer, ReducingOptimizer):
@@ -75,7 +75,7 @@ class Replicas:
             self.registration.reduce_now()
 
     def _present_buckets(self) -> Buckets:
-        """The buckets of the gradients; without another look at each if nothing has changed since the last step."""
+        """Return the buckets of the gradients, comparing parameters only if something changed since the last step."""
         members, buckets = self.state.place.members, self.buckets
         is_same = buckets is not None and (members is self.bucketed or buckets.serve(self.module))
         if buckets is None or not is_same or not buckets.all_fit():
@@ -85,11 +85,11 @@ class Replicas:
         return buckets
 
     def check(self) -> None:
-        """RanksDisagree if the parameters differ between ranks. Buffers may, until the end: each has its batches."""
+        """Raise RanksDisagree if the parameters differ. Buffers may differ, because each rank has its own batches."""
         check_all_with_allreduce(dict(self.module.named_parameters()))
 
     def close(self) -> None:
-        """Undo the registration, and forget the buckets."""
+        """Remove the registration, and drop the buckets."""
         registration, self.registration, self.buckets = self.registration, None, None
         if registration is not None:
             registration.remove()

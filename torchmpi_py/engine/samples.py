@@ -1,9 +1,10 @@
-"""Samples: what a sample is made of, the samples of an epoch, and the random generators that determine their order.
+"""Samples: the parts of a sample, the samples of an epoch, and the random generators that determine their order.
 
 An iterator with ``state_dict`` and ``load_state_dict`` (a ``DatasetIterator``, a ``StreamIterator``, torchdata's
-StatefulDataLoader) goes on in the middle of an epoch; any other one begins the epoch again. The order of an epoch may
-follow from random generators: those that the iterator, or its samplers, hold (torch's word: ``generator``), or the
-global ones of the process (torch's, CUDA's, numpy's, Python's). A checkpoint keeps the states of both, as plain data.
+StatefulDataLoader) can continue in the middle of an epoch; any other iterator begins the epoch again. The order of an
+epoch may depend on random generators. These belong to the iterator or its samplers (torch's term: ``generator``), or
+they are the global ones of the process (torch's, CUDA's, numpy's, Python's). A checkpoint holds the states of all of
+them, as plain data.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torchmpi_py.engine.state import State
 
 
 def length(sample: Any) -> int | None:
-    """Number of samples by the target's length; None if unknown: hooks.on_sample may still replace the sample."""
+    """Return the number of samples, from the target's length; None if ``hooks.on_sample`` may replace the sample."""
     if sample is None:
         return 0
     try:
@@ -36,30 +37,31 @@ def length(sample: Any) -> int | None:
 
 
 def split(sample: Any) -> tuple[Any, Any]:
-    """(input, target) of a sample. TypeError, which describes the sample, if it is no pair."""
+    """Return (input, target) of a sample. Raise TypeError, which describes the sample, if it is not a pair."""
     if isinstance(sample, (tuple, list)) and len(sample) >= 2:
         return sample[0], sample[1]
     what = f"{type(sample).__name__} of length {len(sample)}" if hasattr(sample, "__len__") else type(sample).__name__
     raise TypeError(
         f"sample is a {what}; the engine needs (input, target): "
-        "let the iterator give pairs, or make one of state.sample in hooks.on_sample"
+        "let the iterator return pairs, or set state.sample to a pair in hooks.on_sample"
     )
 
 
 def check_repeatable(iterator: Iterable[Any], maxepoch: int) -> None:
-    """TypeError if the iterator can be run through only once, and ``maxepoch`` is more."""
-    # The first question comes first because iter() of a DataLoader starts its workers.
+    """Raise TypeError if ``maxepoch`` is above 1 but the iterator can be iterated only once."""
+    # isinstance comes first, because iter() of a DataLoader starts its workers.
     if maxepoch > 1 and isinstance(iterator, Iterator) and iter(iterator) is iterator:
         raise TypeError(
-            f"iterator is a {type(iterator).__name__}, which can be run through only once, and maxepoch={maxepoch}: "
-            "give what starts anew at each epoch, such as a list, a DataLoader, or an object whose __iter__ does"
+            f"iterator is a {type(iterator).__name__}, which can be iterated only once, and maxepoch={maxepoch}; "
+            "use an iterable that starts again at each epoch, such as a list or a DataLoader"
         )
 
 
 def of_epoch(state: State) -> Iterator[Any]:
-    """The samples of ``state.epoch`` from ``state.position`` on."""
+    """Return the samples of ``state.epoch`` from ``state.position`` on."""
     iterator = state.iterator
-    holders = {id(each): each for each in (iterator, *samplers_of(iterator).values())}  # one may have several names
+    # One sampler may have several names.
+    holders = {id(each): each for each in (iterator, *samplers_of(iterator).values())}
     for holder in holders.values():
         set_epoch(holder, state.epoch)
     if state.position > 0 and isinstance(iterator, BatchIterator):
@@ -70,14 +72,14 @@ def of_epoch(state: State) -> Iterator[Any]:
 
 
 def count(state: State) -> None:
-    """Count the samples of a batch that is a pair only since ``hooks.on_sample``."""
+    """Count the samples of a batch that became a pair in ``hooks.on_sample``."""
     if state.num_samples is None:
         state.num_samples = length(state.sample) or 1
 
 
 @contextmanager
 def closed(state: State) -> Iterator[None]:
-    """Close the samples of an epoch at the end of the block, also where an error ends it: it may keep them alive."""
+    """Close the samples of an epoch at the end of the block, also after an error, which might keep them alive."""
     try:
         yield
     finally:
@@ -86,13 +88,14 @@ def closed(state: State) -> Iterator[None]:
 
 
 def _started(iterator: Any) -> Iterator[Any]:
-    """``iter(iterator)``, without the seed that torch draws from the loader's generator when persistent workers start.
+    """Return ``iter(iterator)`` without changing the loader's generator when persistent workers start.
 
-    They start in the first epoch of a process: a run that goes on would be one number ahead. The workers' seed comes
-    from another generator, which follows from the state of the loader's.
+    torch draws a seed from that generator when the workers start, in the first epoch of a process. So a resumed run
+    would be one number ahead. Here the workers' seed comes from another generator, which is seeded from the state of
+    the loader's.
     """
     has_lasting_workers = isinstance(iterator, DataLoader) and iterator.persistent_workers
-    if not has_lasting_workers or isinstance(iterator.dataset, IterDataPipe):  # a DataPipe needs a number every epoch
+    if not has_lasting_workers or isinstance(iterator.dataset, IterDataPipe):  # A DataPipe draws a number every epoch.
         return iter(iterator)
     generator = iterator.generator
     seed = _number_of(torch.get_rng_state() if generator is None else generator.get_state())
@@ -104,37 +107,37 @@ def _started(iterator: Any) -> Iterator[Any]:
 
 
 def place_of(iterator: Any) -> dict[str, Any] | None:
-    """The state by which the iterator finds its place in an epoch again; None for an iterator that has none."""
+    """Return the state with which the iterator finds its position in an epoch again, or None if it has none."""
     return iterator.state_dict() if hasattr(iterator, "load_state_dict") else None
 
 
 def restore_place(iterator: Any, place: dict[str, Any] | None, position: int) -> int:
-    """Let the next epoch of the iterator go on at a place, and return its position.
+    """Let the next epoch of the iterator continue at a saved place, and return its position.
 
-    Without a ``place`` the position is 0, the epoch begins again, and rank 0 warns. ValueError if the order of samples
-    is another one now.
+    Without a ``place`` the position is 0, the epoch begins again, and rank 0 logs a warning. Raise ValueError if the
+    order of samples has changed.
     """
     if place is not None and position > 0:
         iterator.load_state_dict(place)
         return position
     if position > 0 and outcomes.rank() == 0:
         name = type(iterator).__name__
-        text = "the place in the middle of an epoch of a %s is not known, so that epoch begins again; a DatasetIterator"
-        logger.warning(text + " goes on (on the same number of ranks torchdata's StatefulDataLoader too)", name)
+        text = "the position in the epoch of a %s is unknown, so the epoch begins again; a DatasetIterator"
+        logger.warning(text + " continues (on the same number of ranks torchdata's StatefulDataLoader too)", name)
     return 0
 
 
 def samplers_of(iterator: Any) -> dict[str, Any]:
-    """The samplers that a DataLoader, or an iterator like one, draws from, by name; None for those it lacks."""
+    """Return the samplers of a DataLoader, or of a similar iterator, by name; None for missing ones."""
     batches = getattr(iterator, "batch_sampler", None)
     sampler, of_batches = getattr(iterator, "sampler", None), getattr(batches, "sampler", None)
     return {"sampler": sampler, "batch_sampler": batches, "batch_sampler.sampler": of_batches}
 
 
 def generators(iterator: Any) -> dict[str, torch.Generator]:
-    """The random generators of the iterator and of the samplers that it draws from, by the name of the holder.
+    """Return the random generators of the iterator and of its samplers, by the name of the holder.
 
-    The same generator may have several names.
+    One generator may have several names.
     """
     holders = {"iterator": iterator, **samplers_of(iterator)}
     attributes = {name: getattr(holder, "generator", None) for name, holder in holders.items()}
@@ -142,19 +145,19 @@ def generators(iterator: Any) -> dict[str, torch.Generator]:
 
 
 def generator_states(iterator: Any) -> dict[str, torch.Tensor]:
-    """The present states of ``generators(iterator)``."""
+    """Return the present states of ``generators(iterator)``."""
     return {name: generator.get_state() for name, generator in generators(iterator).items()}
 
 
 def restore_generators(iterator: Any, states: dict[str, torch.Tensor]) -> None:
-    """Set the generators of the iterator to these states; one without a state is left alone."""
+    """Set the generators of the iterator to these states. A generator without a state is not changed."""
     for name, generator in generators(iterator).items():
         if name in states:
             generator.set_state(states[name])
 
 
 def random_states() -> dict[str, Any]:
-    """Return the present states of the global random generators; CUDA's is the current device's, if CUDA is in use."""
+    """Return the states of the global random generators; CUDA's is the current device's, if CUDA is in use."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     states["numpy"] = tree_map_only(np.ndarray, np.ndarray.tolist, np.random.get_state(legacy=False))
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -163,7 +166,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Set the global random generators to these states. CUDA's is left alone where there is no GPU."""
+    """Set the global random generators to these states. CUDA's is not changed if there is no GPU."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     if states["numpy"]["bit_generator"] == np.random.get_state(legacy=False)["bit_generator"]:
@@ -173,13 +176,13 @@ def restore_random_states(states: dict[str, Any]) -> None:
 
 
 def derive_random_states(states: dict[str, Any], rank: int) -> None:
-    """Seed the global random generators of a rank that has no states: from another rank's, and from its number."""
-    drawn = _number_of(states["torch"])
-    torch.manual_seed((drawn << 24) + rank)
-    np.random.seed([drawn, rank])
-    random.seed((drawn << 24) + rank)
+    """Seed the global random generators of a rank without saved states, from another rank's states and its own rank."""
+    seed = _number_of(states["torch"])
+    torch.manual_seed((seed << 24) + rank)
+    np.random.seed([seed, rank])
+    random.seed((seed << 24) + rank)
 
 
 def _number_of(state: torch.Tensor) -> int:
-    """A number that follows from the state of a generator of torch."""
+    """Return a number computed from the state of a torch generator."""
     return zlib.crc32(state.numpy().tobytes())

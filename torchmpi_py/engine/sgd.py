@@ -1,13 +1,13 @@
 """The training loop: one action, one hook.
 
 This is torchnet's SGD engine (the parent of TorchMPI's AllReduceSGDEngine, reference section 7) on torch modules. The
-loop is ``SGDEngine.train`` below, and it is the documentation: every line that does something is followed by the hook
-that is called after it. The engine does not know of ranks, devices, clocks, files or logs:
+loop is ``SGDEngine.train`` below, and it is its own documentation: every action is followed by the hook that is called
+after it. The engine does not know about ranks, devices, clocks, files or logs:
 
-* users add behaviour by hooks: ``engine.hooks.on_update = lambda state: print(state.loss.item())``;
-* what has a state of its own is an ``Extension``, such as ``Checkpoint``;
-* packages add behaviour by a subclass that overrides the small methods the loop calls (``AllReduceSGDEngine``), so that
-  the hooks stay the user's.
+* Users add behaviour with hooks: ``engine.hooks.on_update = lambda state: print(state.loss.item())``.
+* Behaviour that has its own state is an ``Extension``, such as ``Checkpoint``.
+* Packages add behaviour with a subclass that overrides the small methods of the loop (``AllReduceSGDEngine``), so that
+  the hooks remain the user's.
 """
 
 from __future__ import annotations
@@ -27,18 +27,37 @@ OptimizerLike = torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], tor
 
 
 class SGDEngine:
-    """Train and test a network; the module docstring tells how behaviour is added.
+    """Train and test a network in one process.
+
+    Add behaviour with ``hooks``, with extensions, or in a subclass that overrides the actions of the loop.
 
     Source: torchnet, ``SGDEngine``; TorchMPI reference section 7.
+
+    Attributes:
+        hooks (Hooks): functions that are called at the moments of the loop.
+
+    Examples:
+        >>> trainer = mpi.engine.SGDEngine()
+        >>> losses = []
+        >>> trainer.hooks.on_update = lambda state: losses.append(state.loss.item())
+        >>> state = trainer.train(
+        ...     network=torch.nn.Linear(4, 1),
+        ...     criterion=torch.nn.functional.mse_loss,
+        ...     iterator=[(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(3)],
+        ...     lr=0.1,
+        ...     extensions=[],
+        ... )
+        >>> state.t, len(losses)
+        (3, 3)
     """
 
     steps_together = False
-    """Whether every step has a collective operation; else a rank may have more steps in an epoch than another."""
+    """Whether every step is collective. If not, ranks may have different numbers of steps in an epoch."""
 
     def __init__(self) -> None:
         self.hooks = Hooks()
-        self.extensions: list[Extension] = []  # of the run in progress
-        self.calls = self.hooks  # what that run calls at each moment
+        self.extensions: list[Extension] = []  # extensions of the current run
+        self.calls = self.hooks  # calls of the current run at each moment
 
     def train(
         self,
@@ -52,34 +71,44 @@ class SGDEngine:
         extensions: Sequence[Extension] | None = None,
         **former: Any,
     ) -> State:
-        """Train for ``maxepoch`` epochs and return the last state.
+        """Train for ``maxepoch`` epochs, and return the last state.
 
-        A hook that adds layers adds their parameters to ``state.optimizer`` too, as anywhere in torch. An optimizer
-        that reduces gradients (``ShardedOptimizer``, ``DistributedOptimizer``) takes no more parameters.
+        **Overwrites** the parameters and buffers of ``network`` and ``criterion``. With ``AllReduceSGDEngine`` every
+        rank must make this call.
 
-        An iterator, or a sampler that it draws from, with ``set_epoch`` gets the epoch, and draws its order from (seed,
-        epoch). Each call counts from epoch 0: several calls with ``maxepoch=1`` all see the same order. Make one call
-        with a larger ``maxepoch``, or go on where the last one ended: ``on_start`` may set ``state.epoch``
-        (``maxepoch`` counts from the very first epoch).
+        A hook that adds layers must also add their parameters to ``state.optimizer``. An optimizer that reduces
+        gradients (``ShardedOptimizer``, ``DistributedOptimizer``) accepts no more parameters.
+
+        If the iterator or its sampler has ``set_epoch``, it gets the number of the epoch, and draws its order from
+        (seed, epoch). Each call counts from epoch 0, so several calls with ``maxepoch=1`` use the same order. Instead,
+        make one call with a larger ``maxepoch``, or set ``state.epoch`` in ``on_start`` to continue where the last call
+        ended. ``maxepoch`` counts from epoch 0 in any case.
 
         Args:
-            network: The module that is trained.
-            criterion: A module or a function; ``criterion(output, target)`` is the mean loss of a batch, a scalar.
-            iterator: Gives the batches, (input, target) each; iterated once an epoch.
-            lr: The learning rate of plain SGD on the parameters of network and criterion; 0 for no update.
-            optimizer: In place of ``lr``: a torch optimizer, or a function from the list of parameters to one.
-            maxepoch: The number of epochs.
-            extensions: Objects that take part, such as ``Checkpoint(folder)``, ``Evaluate(function)``,
-                ``EpochLines()``, ``ProgressBar()``, ``TensorBoard(folder)`` or your own (``Extension``); at each
-                moment they are called after the hook, in their order. Default: ``[EpochLines()]``, or none with a hook
-                ``on_end_epoch``. In an elastic job ``Elastic()`` is added.
-            **former: The keywords of the release before: checkpoint, every, keep, stateful, evaluator, epoch_lines.
-                Each builds its extension, with a DeprecationWarning.
+            network (torch.nn.Module): module to train.
+            criterion (callable): module or function; ``criterion(output, target)`` is the mean loss of a batch, a
+                scalar.
+            iterator (iterable): batches of (input, target); iterated once per epoch.
+            lr (float): learning rate of plain SGD on the parameters of network and criterion, or 0 for no update;
+                default None.
+            optimizer (torch.optim.Optimizer or callable): in place of ``lr``, an optimizer, or a function from the list
+                of parameters to an optimizer; default None.
+            maxepoch (int): number of epochs; default 1.
+            extensions (sequence of Extension): objects that take part, such as ``Checkpoint(folder)``,
+                ``Evaluate(function)``, ``EpochLines()``, ``ProgressBar()``, ``TensorBoard(folder)`` or your own. At
+                each moment they are called after the hook, in their order. Default None: ``[EpochLines()]``, or no
+                extension if there is a hook ``on_end_epoch``. In an elastic job ``Elastic()`` is added.
+            **former (object): deprecated keywords of the previous release: checkpoint, every, keep, stateful,
+                evaluator, epoch_lines. Each creates its extension, with a DeprecationWarning.
+
+        Returns:
+            The ``State`` after the last step.
 
         Raises:
-            ValueError: Not exactly one of ``lr`` and ``optimizer`` is given.
-            TypeError: The optimizer's step needs a closure (LBFGS); the iterator can be run through only once (a
-                generator) with ``maxepoch`` > 1; a sample is not (input, target); an extension is not an ``Extension``.
+            ValueError: not exactly one of ``lr`` and ``optimizer`` was passed.
+            TypeError: the optimizer's step needs a closure (LBFGS), or the iterator can be iterated only once (a
+                generator) and ``maxepoch`` is above 1. Also raised if a sample is not (input, target), or an extension
+                is not an ``Extension``.
         """
         place = EpochPlace(is_training=True)
         state = State(network, criterion, iterator, maxepoch=maxepoch, place=place)
@@ -96,7 +125,7 @@ class SGDEngine:
                         hooks.on_start_epoch(state)
                         for sample in samples.of_epoch(state):
                             self.take_sample(state, sample)
-                            if sample is not None:  # otherwise other ranks have samples, and gradients are zero here
+                            if sample is not None:  # Without a sample, only other ranks have samples.
                                 hooks.on_sample(state)
                                 samples.count(state)
                             self.prepare(state)
@@ -132,14 +161,26 @@ class SGDEngine:
     ) -> State:
         """Run every sample forward, without gradients and in evaluation mode, and return the last state.
 
-        Its loss is that of the last batch: for the mean add each to an ``Average`` in ``hooks.on_forward_criterion``.
-        The hooks are those of training (``state.training`` tells them apart); each module's mode is restored.
+        The loss of the state is the last batch's. For the mean, add each loss to an ``Average`` in
+        ``hooks.on_forward_criterion``. The hooks are the same as in training (``state.training`` tells the difference).
+        The mode of each module is restored at the end. With ``AllReduceSGDEngine`` every rank must make this call.
+
+        Args:
+            network (torch.nn.Module): module to test.
+            criterion (callable): module or function; ``criterion(output, target)`` is the mean loss of a batch, a
+                scalar.
+            iterator (iterable): batches of (input, target).
+            extensions (sequence of Extension): objects that take part, such as ``ProgressBar()``; default none.
+
+        Returns:
+            The ``State`` after the last batch.
+
+        Raises:
+            TypeError: an extension takes part in training only, or a sample is not (input, target).
         """
         for each in extensions:
             if not getattr(each, "serves_tests", True):
-                raise TypeError(
-                    f"test(extensions=...): {type(each).__name__} takes part in training only; leave it out"
-                )
+                raise TypeError(f"test(extensions=...): {type(each).__name__} takes part in training only; omit it")
         state = State(network, criterion, iterator)
         with self.session(state), self._taking_part(state, extensions) as hooks, torch.no_grad(), modes_restored(state):
             self.set_mode(state)
@@ -160,7 +201,7 @@ class SGDEngine:
 
     @contextmanager
     def _taking_part(self, state: State, extensions: Sequence[Extension]) -> Iterator[Hooks]:
-        """The block of a run, within the brackets of its extensions; gives what to call at each moment.
+        """Yield the calls of a run, within the contexts of its extensions.
 
         A hook may train another network with this engine.
         """
@@ -173,58 +214,107 @@ class SGDEngine:
         finally:
             self.extensions, self.calls = enclosing
 
-    # The actions of the loop, in its order. Subclasses override these; each reads and writes the state only.
+    # The actions of the loop follow in its order. Subclasses override them. Each reads and writes only the state.
 
     def session(self, state: State) -> AbstractContextManager[None]:
-        """The bracket around the whole run, also when an error ends the run."""
+        """Return the context of the whole run, which is also left when an error ends the run.
+
+        Args:
+            state (State): state of the run.
+        """
         return nullcontext()
 
     def make_optimizer(
         self, state: State, lr: float | None, optimizer: OptimizerLike | None
     ) -> torch.optim.Optimizer | None:
-        """The optimizer that ``lr`` or ``optimizer`` stands for, or None; the parameters are on their device by now."""
+        """Return the optimizer for ``lr`` or ``optimizer``. The parameters are on their device already.
+
+        Args:
+            state (State): state of the run.
+            lr (float): learning rate of plain SGD, or None.
+            optimizer (torch.optim.Optimizer or callable): optimizer, a function that creates it, or None.
+
+        Returns:
+            The optimizer, or None with ``lr=0``.
+
+        Raises:
+            ValueError: not exactly one of ``lr`` and ``optimizer`` was passed.
+            TypeError: ``optimizer`` is neither an optimizer nor a function that returns one.
+        """
         if (lr is None) == (optimizer is None):
             raise ValueError(
-                f"train(lr={lr!r}, optimizer={optimizer!r}): give exactly one of them; lr=0.1 for plain SGD, "
+                f"train(lr={lr!r}, optimizer={optimizer!r}): expected exactly one of them; lr=0.1 for plain SGD, "
                 "lr=0 for no update, or optimizer=torch.optim.Adam(network.parameters())"
             )
         if lr is not None:
             return torch.optim.SGD(state.parameters(), lr=lr) if lr != 0 else None
-        chosen: Any = optimizer
-        if callable(chosen) and (isinstance(chosen, type) or not hasattr(chosen, "step")):
-            chosen = chosen(state.parameters())
-        if not hasattr(chosen, "step"):
+        result: Any = optimizer
+        if callable(result) and (isinstance(result, type) or not hasattr(result, "step")):
+            result = result(state.parameters())
+        if not hasattr(result, "step"):
             raise TypeError(f"optimizer={optimizer!r} is neither a torch optimizer nor a function that returns one")
-        return cast(torch.optim.Optimizer, chosen)
+        return cast(torch.optim.Optimizer, result)
 
     def set_mode(self, state: State) -> None:
-        """Put network and criterion into training or evaluation mode."""
+        """Put network and criterion into training or evaluation mode.
+
+        Args:
+            state (State): state of the run.
+        """
         for module in state.modules():
             module.train(state.training)
 
     def begin(self, state: State) -> None:
-        """The last action before the first epoch, of training: ``hooks.on_start`` may have changed the state."""
+        """Prepare the first epoch of training, after ``hooks.on_start``, which may have changed the state.
+
+        Args:
+            state (State): state of the run.
+        """
 
     def take_sample(self, state: State, sample: Any) -> None:
-        """Set the sample, its weight and number of samples (the iterator's, else 1.0 and the target's length, or 1)."""
+        """Set the sample, its weight and its number of samples in the state.
+
+        Both numbers come from the iterator if it has them. Otherwise the weight is 1.0, and the number of samples is
+        the target's length.
+
+        Args:
+            state (State): state of the run.
+            sample (object): (input, target), or None if this rank has no samples.
+        """
         state.sample = sample
         state.place.next_position = getattr(state.iterator, "position", state.place.position + 1)
         state.place.weight = getattr(state.iterator, "weight", 1.0)
         state.num_samples = getattr(state.iterator, "num_samples", samples.length(sample))
 
     def prepare(self, state: State) -> None:
-        """The last action before the forward pass, or before a step without samples, in training only: none here."""
+        """Prepare the forward pass, or a step without samples; in training only. Does nothing here.
+
+        Args:
+            state (State): state of the run.
+        """
 
     def forward(self, state: State) -> None:
-        """``state.output = network(input)``."""
+        """Set ``state.output`` to ``network(input)``.
+
+        Args:
+            state (State): state of the run.
+        """
         state.output = state.network(samples.split(state.sample)[0])
 
     def forward_criterion(self, state: State) -> None:
-        """``state.loss = criterion(output, target)``."""
+        """Set ``state.loss`` to ``criterion(output, target)``.
+
+        Args:
+            state (State): state of the run.
+        """
         state.loss = state.criterion(state.output, samples.split(state.sample)[1])
 
     def zero_gradients(self, state: State) -> None:
-        """Forget the gradients of the previous sample, whatever ``optimizer.zero_grad`` keeps of them."""
+        """Drop the gradients of the previous sample, even those that ``optimizer.zero_grad`` keeps.
+
+        Args:
+            state (State): state of the run.
+        """
         if state.optimizer is not None:
             state.optimizer.zero_grad()
         members = state.members()
@@ -234,27 +324,51 @@ class SGDEngine:
             module.zero_grad()
 
     def backward(self, state: State) -> None:
-        """Compute the gradients of the loss, scaled by this batch's weight among the batches of all ranks."""
+        """Compute the gradients of the loss, scaled by this batch's weight among the batches of all ranks.
+
+        Args:
+            state (State): state of the run.
+        """
         weight = state.place.weight
         (state.loss if weight == 1.0 else state.loss * weight).backward()
 
     def reduce(self, state: State) -> None:
-        """Bring the gradients of the ranks together: there are no other ranks here."""
+        """Reduce the gradients of all ranks. Does nothing here, because there are no other ranks.
+
+        Args:
+            state (State): state of the run.
+        """
 
     def update(self, state: State) -> None:
-        """One step of the optimizer, if there is one."""
+        """Take a step of the optimizer, if there is one.
+
+        Args:
+            state (State): state of the run.
+        """
         if state.optimizer is not None:
             state.optimizer.step()
 
     def complete(self, state: State) -> None:
-        """Count the step."""
+        """Count the step.
+
+        Args:
+            state (State): state of the run.
+        """
         state.t += 1
         state.place.position = state.place.next_position
 
     def end_epoch(self, state: State) -> None:
-        """Count the epoch; ``hooks.on_end_epoch`` follows."""
+        """Count the epoch; ``hooks.on_end_epoch`` follows.
+
+        Args:
+            state (State): state of the run.
+        """
         state.epoch, state.place.position, state.place.is_ending = state.epoch + 1, 0, True
 
     def finish(self, state: State) -> None:
-        """The last action of training, after the last ``on_end_epoch`` and before ``hooks.on_end``."""
+        """End the training, after the last ``on_end_epoch`` and before ``hooks.on_end``.
+
+        Args:
+            state (State): state of the run.
+        """
         state.place.is_finished = True

@@ -1,9 +1,12 @@
-"""Sources: datasets that are read together, each ahead of its use, at its own pace and by readers of its own.
+"""Several datasets that are read together, each in advance, at its own speed and by its own readers.
 
-An epoch goes through all sources in one order: the indices of a source follow those of the source before, as in torch's
-ConcatDataset. A batch holds samples of any of them. Every source reads its samples of the next batches in a thread, or
-in worker processes of torch's DataLoader, so that a slow database works ahead while files are read, and does not hold
-them up before its own queue is empty.
+An epoch visits all sources in one order. The indices of a source follow those of the previous source, as in torch's
+ConcatDataset, and a batch may hold samples of any source. Every source reads its samples of the next batches in a
+thread, or in worker processes of torch's DataLoader. So a slow database works ahead while files are read, and delays
+them only when its own queue is empty.
+
+Alternative: one DataLoader over a ConcatDataset. Why not: each worker reads its samples one after another, so a slow
+source delays all samples of a batch.
 """
 
 from __future__ import annotations
@@ -20,14 +23,14 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 T = TypeVar("T")
 
-_END = object()  # behind the last item
+_END = object()  # marks the end of the items
 
 
 def prefetched(items: Iterable[T], depth: int) -> Generator[T, None, None]:
-    """The same items, of which a thread computes up to ``depth`` ahead from now on; 0: no thread.
+    """Return a generator of the items, of which a thread computes up to ``depth`` in advance; 0 means no thread.
 
-    Closing the generator ends the thread when the item under construction is done. An exception from ``items`` is
-    raised at its place in the sequence, with its own traceback.
+    The thread starts now. Closing the generator ends the thread after its current item. An exception from ``items`` is
+    raised at its position in the sequence, with its own traceback.
     """
     iterator = iter(items)
     if depth == 0:
@@ -46,78 +49,92 @@ def _items(items: Iterator[T], pool: ThreadPoolExecutor, ahead: deque[Future[Any
 
 
 def loaded(dataset: Any, seed: int, **options: Any) -> Iterator[Any]:
-    """Iterate over a DataLoader, whose workers begin here with this seed."""
+    """Return an iterator over a DataLoader, whose workers start here with this seed."""
     generator = torch.Generator().manual_seed(seed)
-    with torch.device("cpu"):  # the default device may be a GPU, and torch draws with the CPU's generator
+    with torch.device("cpu"):  # The default device may be a GPU, but torch draws with a generator on the CPU.
         return iter(DataLoader(dataset, generator=generator, **options))
 
 
 def items_of(dataset: Any, indices: Sequence[int]) -> list[Any]:
-    """The samples; in one call if the dataset offers that (torch's own protocol for batched fetching)."""
+    """Return the samples, in one call if the dataset has ``__getitems__`` (torch's protocol for batched fetching)."""
     if callable(getattr(dataset, "__getitems__", None)):
         return list(dataset.__getitems__(indices))
     return [dataset[index] for index in indices]
 
 
 class Source:
-    """One of several datasets of a ``DatasetIterator``, and how it is read.
+    """One of several datasets of a ``DatasetIterator``, and the way to read it.
 
-    A database is opened by its reader, at the first sample, and not where the dataset is made: an open LMDB environment
-    can be neither pickled nor taken along by a fork.
+    The reader opens a database at its first sample. Do not open it when you create the dataset: an open LMDB
+    environment can be neither pickled nor inherited by a fork.
 
     Args:
-        dataset: It has a length and is indexed by integers.
-        prefetch: The number of batches whose samples are read ahead, by each worker. 0: inline, without a thread.
-        num_workers: Processes that read, as those of torch's DataLoader, each with its copy of the dataset. They are
-            started in each epoch by the thread that iterates. 0: one thread of this process.
-        multiprocessing_context: How processes are started, as in torch ("fork", "spawn", "forkserver").
+        dataset (Dataset): object with a length that integers index.
+        prefetch (int): number of batches whose samples each worker reads in advance, or 0 for no thread; default 2.
+        num_workers (int): number of processes that read, as in torch's DataLoader, each with its copy of the dataset;
+            default 0, one thread of this process. The iterating thread starts them in each epoch.
+        multiprocessing_context (str): how processes are started, as in torch ("fork", "spawn", "forkserver"); default
+            None, Python's default.
 
     Raises:
-        TypeError: The dataset lacks a length or an index.
-        ValueError: A number is below 0.
+        TypeError: the dataset lacks a length or an index.
+        ValueError: a number is below 0.
+
+    Examples:
+        >>> images = torch.utils.data.TensorDataset(torch.randn(8, 4))
+        >>> texts = torch.utils.data.TensorDataset(torch.randn(8, 4))
+        >>> sources = [mpi.engine.Source(images, prefetch=4), mpi.engine.Source(texts)]
+        >>> iterator = mpi.engine.DatasetIterator(sources, batch_size=4)
+        >>> len(iterator) == 4 // mpi.size()
+        True
     """
 
     def __init__(
         self, dataset: Dataset[Any], *, prefetch: int = 2, num_workers: int = 0, multiprocessing_context: Any = None
     ) -> None:
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-            raise TypeError(f"Source: dataset is a {type(dataset).__name__}; it must have a length and be indexed")
+            raise TypeError(f"Source: dataset is a {type(dataset).__name__}; expected __len__ and __getitem__")
         self.dataset: Any = dataset
         self.prefetch = at_least(0, "prefetch", prefetch)
         self.num_workers = at_least(0, "num_workers", num_workers)
         self.multiprocessing_context = multiprocessing_context
 
     def read(self, pieces: list[list[int]], seed: int) -> Iterator[list[Any]]:
-        """The samples of each piece, in turn, read ahead. The thread or the workers begin here."""
+        """Return an iterator over the samples of each piece, read in advance. The thread or the workers start here.
+
+        Args:
+            pieces (list): lists of indices.
+            seed (int): seed of the worker processes.
+        """
         if self.num_workers == 0:
             return prefetched((items_of(self.dataset, piece) for piece in pieces), self.prefetch)
         return loaded(self.dataset, seed, batch_sampler=pieces, collate_fn=list, **worker_options(self))
 
 
 def worker_options(reader: Any) -> dict[str, Any]:
-    """Return the arguments of a DataLoader that say how its worker processes read."""
+    """Return the options of a DataLoader that describe its worker processes."""
     options = {"num_workers": reader.num_workers, "multiprocessing_context": reader.multiprocessing_context}
     return options | {"prefetch_factor": max(1, reader.prefetch)}
 
 
 class Sources(ConcatDataset[Any]):
-    """Several datasets as one, of which each batch is read by all sources at the same time."""
+    """Several datasets as one. All sources read their samples of a batch at the same time."""
 
     def __init__(self, sources: Sequence[Source | Dataset[Any]]) -> None:
         self.sources = [each if isinstance(each, Source) else Source(each) for each in sources]
         self.sizes = [len(source.dataset) for source in self.sources]
         if 0 in self.sizes:
-            raise ValueError(f"{self.name(self.sizes.index(0))} is empty: leave it out, or look where its samples are")
+            raise ValueError(f"{self.name(self.sizes.index(0))} is empty; omit it, or check where its samples are")
         super().__init__([source.dataset for source in self.sources])
 
     def name(self, number: int) -> str:
-        """The source in an error: "source 1 (ImageFolder)"."""
+        """Return the name of the source in an error, such as "source 1 (ImageFolder)"."""
         return f"source {number} ({type(self.sources[number].dataset).__name__})"
 
     def read(self, pieces: list[torch.Tensor], seed: int) -> Generator[list[Any], None, None]:
-        """The samples of each piece of the epoch's order, in turn. The readers begin here; closing ends them.
+        """Return a generator of the samples of each piece. The readers start here, and closing the generator ends them.
 
-        RuntimeError, with the number of the source, where a source raises.
+        Raise RuntimeError, which names the source, if a source raises.
         """
         indices = [piece.numpy() for piece in pieces]
         owners = [np.searchsorted(self.cumulative_sizes, piece, "right") for piece in indices]
@@ -127,7 +144,7 @@ class Sources(ConcatDataset[Any]):
             parts = [piece[owner == number] for piece, owner in zip(indices, owners, strict=True)]
             return [(part - starts[number]).tolist() for part in parts if len(part)]
 
-        # Processes first: a fork in the presence of threads that hold locks is a trap.
+        # Start processes first, because a fork copies the locks that other threads hold.
         by_processes_first = sorted(range(len(self.sources)), key=lambda number: -self.sources[number].num_workers)
         readers = {number: self.sources[number].read(of_source(number), seed + number) for number in by_processes_first}
         return self._merged(owners, [self._samples(*each) for each in sorted(readers.items())])
@@ -142,7 +159,7 @@ class Sources(ConcatDataset[Any]):
                 yield [next(samples[number]) for number in owner]
 
     def _samples(self, number: int, reader: Iterator[list[Any]]) -> Generator[Any, None, None]:
-        """The samples of a source, one by one."""
+        """Yield the samples of a source."""
         try:
             for items in reader:
                 yield from items
@@ -152,13 +169,13 @@ class Sources(ConcatDataset[Any]):
 
 
 def set_epoch(of: Any, epoch: int) -> None:
-    """Call ``of.set_epoch(epoch)`` of a sampler, stream or iterator that has the method."""
+    """Call ``of.set_epoch(epoch)`` if the sampler, stream or iterator has this method."""
     if hasattr(of, "set_epoch"):
         of.set_epoch(epoch)
 
 
 def at_least(least: int, name: str, value: int) -> int:
-    """The value. TypeError if it is no integer, ValueError if it is below ``least``."""
+    """Return the value. Raise TypeError if it is not an integer, ValueError if it is below ``least``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}={value!r} must be an integer")
     if value < least:

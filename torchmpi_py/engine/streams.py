@@ -1,19 +1,20 @@
-"""Streams: samples that come one after the other, without a length or an index, divided over ranks and workers.
+"""Streams: samples that come one after another, without a length or an index, divided over ranks and workers.
 
-Vocabulary. A stream consists of *pieces*: the files of a ``Shards``; of any other IterableDataset every n-th sample,
-from the first, the second, ... on, where n is the number of *readers*: worker processes of all ranks, or the ranks. The
-pieces of an epoch, in an order drawn from (seed, epoch), are dealt to the readers like cards, and each is read by one
-reader alone, from its first sample to its last.
+Terms. A stream consists of *pieces*. The pieces of a ``Shards`` are its files. Any other IterableDataset has n pieces,
+where n is the number of *readers*; piece k holds every n-th sample, from sample k on. Readers are the worker processes
+of all ranks, or the ranks. The pieces of an epoch have an order drawn from (seed, epoch). They are dealt to the readers
+like cards, and one reader reads a piece from its first sample to its last.
 
-Ranks may have different numbers of samples, which no rank knows before. So in each step the ranks exchange how many
-samples they have. A rank that has run out gets None, and its gradients count as zero (torch's Join has the same rule);
-the epoch ends when all ranks have run out. The weights are those of ``iterators``: the average of the gradients is the
-average over the samples of all ranks.
+The idea: ranks may have different numbers of samples, which no rank knows in advance. So in each step the ranks
+exchange how many samples they have. A rank that has run out gets None, and its gradients count as zero (torch's Join
+has the same rule). The epoch ends when all ranks have run out. The weights are those of ``iterators``: the average of
+the gradients is the average over the samples of all ranks. Alternative: end the epoch with the first rank that runs out
+(``drop_last``). Why not always: the other samples are lost.
 
-The exchange also says which piece each reader has reached, and how many samples of it are used. So every rank knows
-what is left of the epoch: the pieces that no reader has begun, and the rests of those under way. That is the state,
-from which the same ranks go on, or the survivors of a death. A reader that gets the rest of a piece reads the piece
-from its begin, and drops the samples that were used.
+The exchange also tells which piece each reader has reached, and how many of its samples are used. So every rank knows
+the rest of the epoch: the pieces that no reader has begun, and the rests of begun pieces. That is the state from which
+the same ranks, or the survivors of a death, continue. A reader that gets the rest of a piece reads the piece from its
+start, and drops the used samples.
 """
 
 from __future__ import annotations
@@ -36,38 +37,42 @@ from torchmpi_py.engine.sources import at_least, loaded, prefetched, set_epoch, 
 
 
 class Shards(IterableDataset[Any]):
-    """A stream of files, each of which is read by one reader alone.
+    """A stream of files, each of which is read by one reader.
 
     Args:
-        files: A pattern of ``glob``, whose files are taken in the order of their names, or a list of what ``read``
-            takes (paths, URLs, ranges of a table).
-        read: Returns the samples of one entry, the same ones in the same order each time. It runs in the reader.
+        files (str or sequence): a pattern of ``glob``, whose files are sorted by name, or a list of arguments for
+            ``read`` (paths, URLs, ranges of a table).
+        read (callable): function from one entry to its samples, an iterable. It must return the same samples in the
+            same order each time. It runs in the reader.
 
     Raises:
-        ValueError: There are no files.
+        ValueError: there are no files.
 
-    Example:
-        ::
-
-            def read(file):
-                shard = webdataset.SimpleShardList(file)
-                return webdataset.DataPipeline(shard, webdataset.tarfile_to_samples(), webdataset.decode())
-
-            stream = Shards("train-*.tar", read)
+    Examples:
+        >>> stream = mpi.engine.Shards(["a", "b", "c", "d"], lambda file: [file + "1", file + "2"])
+        >>> list(stream)[:3]
+        ['a1', 'a2', 'b1']
     """
 
     def __init__(self, files: str | Sequence[Any], read: Callable[[Any], Iterable[Any]]) -> None:
         self.files = sorted(glob.glob(files)) if isinstance(files, str) else list(files)
         self.read = read
         if not self.files:
-            raise ValueError(f"Shards({files!r}): there is no such file")
+            raise ValueError(f"Shards({files!r}): expected at least one file, found none; check the pattern or list")
 
     def __iter__(self) -> Iterator[Any]:
         for number in range(len(self.files)):
             yield from self.read_piece(number)
 
     def read_piece(self, number: int) -> Iterator[Any]:
-        """The samples of one file. RuntimeError, with the file, if it cannot be read."""
+        """Yield the samples of one file.
+
+        Args:
+            number (int): number of the file in ``files``.
+
+        Raises:
+            RuntimeError: the file cannot be read; the message names it.
+        """
         try:
             yield from self.read(self.files[number])
         except Exception as error:
@@ -78,53 +83,54 @@ Pair = tuple[int, int]
 
 
 def dealt(rests: Sequence[Pair], reader: int, num_readers: int) -> Sequence[Pair]:
-    """The pieces that are dealt to one of so many readers. Each is (piece, used): its first samples are used."""
+    """Return the pieces of one reader. Each is (piece, used): its first ``used`` samples are used already."""
     return rests[reader::num_readers]
 
 
 def left(rests: Sequence[Pair], reached: Sequence[Pair]) -> list[Pair]:
-    """The rest of ``rests``, which were dealt to ``len(reached)`` readers.
+    """Return the unused rest of ``rests``, which were dealt to ``len(reached)`` readers.
 
-    Each reader has reached (number, used): a piece, as a number among those dealt to it, and the samples of it that are
-    used.
+    Each reader has reached (number, used). ``number`` is the position of a piece among the reader's pieces, and
+    ``used`` is the number of its samples that are used.
     """
-    rest_of = []
+    unused = []
     for index, (piece, used) in enumerate(rests):
         number, reader = divmod(index, len(reached))
         if number >= reached[reader][0]:
-            rest_of.append((piece, max(used, reached[reader][1]) if number == reached[reader][0] else used))
-    return rest_of
+            unused.append((piece, max(used, reached[reader][1]) if number == reached[reader][0] else used))
+    return unused
 
 
 class _StreamProgress:
-    """The pieces of an epoch, as its iteration began, and what each reader has reached after the last two steps."""
+    """The pieces of an epoch at the start of its iteration, and each reader's progress after the last two steps."""
 
     def __init__(self, position: int, num_pieces: int, rests: Sequence[Pair], num_readers: int) -> None:
         self.num_pieces, self.rests = num_pieces, rests
-        self.reached: dict[int, list[Pair]] = {position: [(0, 0)] * num_readers}  # by position
+        # The keys are positions. The values are (number, used) of each reader.
+        self.reached: dict[int, list[Pair]] = {position: [(0, 0)] * num_readers}
 
     def advance(self, position: int, rows: list[list[int]]) -> int:
-        """Note what the ranks have used in the step that began at ``position``; the position after it."""
+        """Store what the ranks used in the step that began at ``position``, and return the position after it."""
         reached = list(self.reached[position])
         for rank, (count, worker, number, used) in enumerate(rows):
             if count > 0:
                 reached[worker * len(rows) + rank] = number, used
         after = position + sum(row[0] for row in rows)
-        # Survivors of a death go on from here or from the step before.
+        # Survivors of a death continue from here or from the step before.
         self.reached = {position: self.reached[position], after: reached}
         return after
 
     def state(self, position: int) -> dict[str, Any]:
-        """What is left of each piece."""
+        """Return the state at ``position``: the rest of each piece."""
         rests = torch.tensor(left(self.rests, self.reached[position]), dtype=torch.int64, device="cpu")
         return {"position": position, "num_pieces": self.num_pieces, "rests": rests.reshape(-1, 2)}
 
 
-_ROW = 4  # numbers that a rank brings to the exchange: samples, worker, and (number, used)
+_ROW = 4  # length of a rank's row in the exchange: number of samples, worker, and (number, used)
 
 
 class _ReadBatches(IterableDataset[Any]):
-    """The batches of one rank with the rows for the exchange; each DataLoader worker gives those of its reader."""
+    """The batches of one rank with the rows for the exchange. Each worker yields the batches of its reader."""
 
     def __init__(self, iterator: StreamIterator, progress: _StreamProgress) -> None:
         self.iterator, self.progress = iterator, progress
@@ -132,17 +138,17 @@ class _ReadBatches(IterableDataset[Any]):
     def __iter__(self) -> Iterator[tuple[Any, list[int]]]:
         info, of = get_worker_info(), self.iterator
         worker = 0 if info is None else info.id
-        # By rank first: where pieces are few, every rank gets some.
-        rests, waiting = dealt(self.progress.rests, worker * of.size + of.rank, of.num_readers), []
+        # Number the readers by rank first, so that every rank gets some pieces if there are few.
+        rests, samples = dealt(self.progress.rests, worker * of.size + of.rank, of.num_readers), []
         collate = of.collate_fn or default_collate
         for number, (piece, used) in enumerate(rests):
             for count, sample in enumerate(islice(self._piece(piece), used, None), used + 1):
-                waiting.append(sample)
-                if len(waiting) == of.batch_size:
-                    yield collate(waiting), [len(waiting), worker, number, count]
-                    waiting = []
-        if waiting:
-            yield collate(waiting), [len(waiting), worker, len(rests), 0]
+                samples.append(sample)
+                if len(samples) == of.batch_size:
+                    yield collate(samples), [len(samples), worker, number, count]
+                    samples = []
+        if samples:
+            yield collate(samples), [len(samples), worker, len(rests), 0]
 
     def _piece(self, piece: int) -> Iterator[Any]:
         stream = self.iterator.stream
@@ -152,35 +158,46 @@ class _ReadBatches(IterableDataset[Any]):
 
 
 class StreamIterator(BatchIterator):
-    """The batches of this rank from a stream, epoch after epoch: every sample once, on one rank.
+    """The batches of this rank from a stream, epoch after epoch: every sample is used once, on one rank.
 
-    Iterating is collective, in every step, over the level at which the iterator was made: an exchange of 32 bytes a
-    rank. All ranks take the same number of steps. ``weight``, ``num_samples`` and ``position`` are set with each batch,
-    as by a ``DatasetIterator``. After ``load_state_dict`` the next iteration begins at that place, on any number of
-    ranks and workers. What was used of the files under way is read again.
+    Every rank of the level at which the iterator was created must iterate, because each step exchanges 32 bytes per
+    rank. All ranks take the same number of steps. With each batch, ``weight``, ``num_samples`` and ``position`` are
+    set, as by a ``DatasetIterator``. After ``load_state_dict`` the next iteration begins at the saved position, on any
+    number of ranks and workers. The used samples of begun files are read again.
 
-    The batch is None where this rank has run out of samples and others have not. The engine knows. A loop of your own
-    makes that step without forward and backward pass (``if batch is not None:`` around them; ``optimizer.step()`` of a
-    ``DistributedOptimizer`` then takes part in the reduction), or gives ``drop_last=True``.
+    The batch is None if this rank has run out of samples and others have not. The engine handles it. Your own loop
+    either passes ``drop_last=True``, or skips the forward and backward pass (``if batch is not None:``) but calls
+    ``optimizer.step()`` of a ``DistributedOptimizer``, which then takes part in the reduction.
 
     Args:
-        stream: A ``Shards``, or an IterableDataset that gives the whole stream, the same each time, wherever it is
-            iterated (one that takes a part by rank or worker would lose the others): every reader then produces all
-            samples, and keeps its own. Its ``set_epoch`` is called if it has one.
-        batch_size: Samples per rank; the last batch of each reader may be smaller.
-        shuffle: Draw the order of the files of ``Shards`` from (seed, epoch). Samples of a file stay in their order.
-        seed: The same on every rank.
-        num_workers: Processes that read and collate, started in each epoch; 0: one thread, or none with ``prefetch=0``.
-        multiprocessing_context: How processes are started, as in torch.
-        prefetch: Batches that are ready ahead, of each worker.
-        device: Where batches are moved, ahead of their use.
-        collate_fn: Makes a batch of a list of samples (default: torch's).
-        drop_last: End the epoch with the first step in which some rank has no batch: no batch is None.
+        stream (IterableDataset): a ``Shards``, or an IterableDataset that gives the whole stream, the same each time,
+            wherever it is iterated. It must not choose its part by rank or worker, or samples would be lost: every
+            reader produces all samples, and keeps its own. Its ``set_epoch`` is called if it has one.
+        batch_size (int): samples per rank, at least 1; the last batch of each reader may be smaller.
+        shuffle (bool): True (default) draws the order of the files of ``Shards`` from (seed, epoch). The samples of a
+            file keep their order.
+        seed (int): seed of the order, the same on every rank; default 0.
+        num_workers (int): number of processes per rank that read and collate, started in each epoch; default 0, one
+            thread, or none with ``prefetch=0``.
+        multiprocessing_context (str): how processes are started, as in torch; default None.
+        prefetch (int): number of batches that each worker builds in advance; default 2.
+        device (torch.device or str): device to which batches are moved in advance; default None, not moved.
+        collate_fn (callable): function from a list of samples to a batch; default None, torch's.
+        drop_last (bool): True ends the epoch with the first step in which some rank has no batch, so no batch is None;
+            default False.
 
     Raises:
-        TypeError: The stream is not an IterableDataset.
-        ValueError: A number is out of range. When an epoch begins, on all ranks: the files or numbers differ.
-        RuntimeError: A file of ``Shards`` cannot be read.
+        TypeError: the stream is not an IterableDataset.
+        ValueError: a number is out of range. At the start of an epoch, on all ranks: files or options differ between
+            ranks.
+        RuntimeError: a file of ``Shards`` cannot be read.
+
+    Examples:
+        >>> stream = mpi.engine.Shards(range(4), lambda number: [float(number)] * 3)
+        >>> iterator = mpi.engine.StreamIterator(stream, batch_size=2)
+        >>> total = sum(iterator.num_samples for batch in iterator)  # a batch may be None
+        >>> mpi.allreduce(total)
+        12
     """
 
     def __init__(
@@ -199,22 +216,22 @@ class StreamIterator(BatchIterator):
     ) -> None:
         super().__init__(batch_size, seed=seed, prefetch=prefetch, device=device, drop_last=drop_last)
         if not isinstance(stream, IterableDataset):
-            raise TypeError(f"stream is a {type(stream).__name__}; give a Shards or another IterableDataset")
+            raise TypeError(f"stream is a {type(stream).__name__}; expected a Shards or another IterableDataset")
         self.stream = stream
         self.shuffle = shuffle and isinstance(stream, Shards)
         self.num_workers = at_least(0, "num_workers", num_workers)
         self.multiprocessing_context = multiprocessing_context
         self.collate_fn = collate_fn
-        self._loaded: dict[str, Any] = {}  # the state at the place of the next iteration
+        self._loaded: dict[str, Any] = {}  # state at the start of the next iteration
 
     @property
     def num_readers(self) -> int:
-        """Worker processes of all ranks, or ranks."""
+        """The number of readers: the worker processes of all ranks, or the ranks."""
         return self.size * max(1, self.num_workers)
 
     @property
     def files(self) -> str | None:
-        """A digest of the files, without their folders; None for a stream that has none."""
+        """A digest of the files, without their folders; None for a stream without files."""
         if not isinstance(self.stream, Shards):
             return None
         return digest([os.path.basename(f) if isinstance(f, (str, os.PathLike)) else f for f in self.stream.files])
@@ -227,26 +244,39 @@ class StreamIterator(BatchIterator):
         return {"files": self.files}
 
     def set_position(self, position: int) -> None:
-        """Let the next iteration begin at the place of ``load_state_dict``, at 0, or after one of the last two steps.
+        """Let the next iteration begin at the loaded position, at 0, or after one of the last two steps.
 
-        ValueError for another place.
+        Make the same call on every rank.
+
+        Args:
+            position (int): number of samples that all ranks have used.
+
+        Raises:
+            ValueError: any other position.
         """
         progress = self._place.progress
         if progress is not None and self._place.epoch == self.epoch and position in progress.reached:
             self._loaded = progress.state(position)
         if position not in (0, self._loaded.get("position")):
-            raise ValueError(f"position={position}: a stream goes on from a state_dict alone, by load_state_dict")
+            raise ValueError(f"position={position}: a stream can continue only from a state_dict; use load_state_dict")
         super().set_position(position)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place after the last batch, as plain data that are equal on all ranks: what is left of each piece."""
+        """Return the position after the last batch and the rest of each piece: plain data, the same on all ranks."""
         state = super().state_dict()
         if state["position"] > 0:
             state = (self._loaded if self._is_set else self._place.progress.state(self.position)) | state
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As in ``BatchIterator``."""
+        """Let the next iteration begin at a saved position. Make the same call on every rank.
+
+        Args:
+            state (mapping): result of ``state_dict``.
+
+        Raises:
+            ValueError: the position is in the middle of an epoch over other files.
+        """
         self._loaded = dict(state)
         super().load_state_dict(state)
 
@@ -266,12 +296,12 @@ class StreamIterator(BatchIterator):
     def _num_pieces(self, epoch: int) -> int:
         number = len(self.stream.files) if isinstance(self.stream, Shards) else self.num_readers
         if number < self.num_readers and self.rank == 0 and epoch == 0:
-            text = "%d files for %d readers (%d ranks, num_workers=%d): some readers, or ranks, have nothing to do"
+            text = "%d files for %d readers (%d ranks, num_workers=%d): some readers, or ranks, have no work"
             logger.warning(text, number, self.num_readers, self.size, self.num_workers)
         return number
 
     def _read(self, place: IterationPlace) -> Generator[tuple[Any, list[int]], None, None]:
-        """This rank's batches with their rows, read ahead. Workers are started here, by the thread that iterates."""
+        """Return this rank's batches with their rows, read in advance. The iterating thread starts the workers here."""
         batches = _ReadBatches(self, place.progress)
         if self.num_workers == 0:
             return prefetched(map(self._moved, batches), self.prefetch)
@@ -287,7 +317,7 @@ class StreamIterator(BatchIterator):
         with closing(read):
             while True:
                 batch, row = next(read, (None, [0] * _ROW))
-                # One exchange a step: it says which ranks have samples, and which piece each reader has reached.
+                # One exchange per step tells which ranks have samples, and which piece each reader has reached.
                 rows = [row] if self.size == 1 else verbs.allgather(torch.tensor([row], device="cpu")).tolist()
                 counts = [row[0] for row in rows]
                 if sum(counts) == 0 or (self.drop_last and min(counts) == 0):

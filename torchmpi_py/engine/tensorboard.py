@@ -1,4 +1,4 @@
-"""Losses in TensorBoard."""
+"""An extension that writes losses for TensorBoard."""
 
 from __future__ import annotations
 
@@ -11,14 +11,21 @@ from torchmpi_py.engine.state import State
 
 
 class TensorBoard(Extension):
-    """Write rank 0's loss of each step into a folder for TensorBoard; on other ranks do nothing.
+    """Write rank 0's loss of each step into a folder for TensorBoard; do nothing on other ranks.
 
-    Under ``torchmpirun --groups`` rank 0 of the first group writes, as ``mpi.is_chief`` says.
+    Under ``torchmpirun --groups``, rank 0 of the first group writes (``mpi.is_chief``).
 
     Args:
-        folder: Where torch's ``SummaryWriter`` writes. ``writer`` is that object from ``on_start`` on, on rank 0.
+        folder (path): folder of torch's ``SummaryWriter``.
 
-    Raises ImportError on rank 0, when training begins, if tensorboard is missing.
+    Attributes:
+        writer (SummaryWriter): the writer, on rank 0, from ``on_start`` on; None before, and on other ranks.
+
+    Raises:
+        ImportError: in ``train``, on rank 0, if tensorboard is not installed.
+
+    Examples:
+        >>> extensions = [mpi.engine.EpochLines(), mpi.engine.TensorBoard("runs/1")]  # for engine.train
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -26,18 +33,30 @@ class TensorBoard(Extension):
         self.writer: Any = None
 
     def on_start(self, state: State) -> None:
-        """Open the folder, on rank 0."""
+        """Open the folder on rank 0.
+
+        Args:
+            state (State): state of the run.
+        """
         if self.writer is None and outcomes.is_chief():
             from torch.utils.tensorboard import SummaryWriter
 
             self.writer = SummaryWriter(os.fspath(self.folder))
 
     def on_update(self, state: State) -> None:
-        """Write the loss, if this rank has samples in the step."""
+        """Write the loss, if this rank has samples in the step.
+
+        Args:
+            state (State): state of the run.
+        """
         if self.writer is not None and state.sample is not None:
             self.writer.add_scalar("loss", state.loss.item(), state.t)
 
     def on_end(self, state: State) -> None:
-        """Bring what was written to the disk."""
+        """Flush the writer.
+
+        Args:
+            state (State): state of the run.
+        """
         if self.writer is not None:
             self.writer.flush()

@@ -1,4 +1,4 @@
-"""A bar that shows the progress of training and of tests."""
+"""An extension that shows the progress of training and tests as a bar."""
 
 from __future__ import annotations
 
@@ -14,10 +14,16 @@ from torchmpi_py.engine.state import State
 
 
 class ProgressBar(Extension):
-    """Show a bar on rank 0 for each epoch of ``train``, and for a ``test``: rank 0's loss, then means over all ranks.
+    """Show a bar on rank 0 for each epoch of ``train``, and for ``test``: rank 0's loss, then means over all ranks.
 
-    Every rank gives one, because the means are reduced at the end. Accuracy is shown where the output is scores
-    (N, classes, ...) and the target class indices. Raises ImportError when tqdm is missing.
+    Every rank must pass one, because the means are reduced at the end. Accuracy is shown if the output holds scores
+    (N, classes, ...) and the target class indices.
+
+    Raises:
+        ImportError: tqdm is not installed.
+
+    Examples:
+        >>> extensions = [mpi.engine.ProgressBar()]  # for engine.train or engine.test
     """
 
     serves_tests = True
@@ -26,22 +32,35 @@ class ProgressBar(Extension):
         try:
             from tqdm import tqdm
         except ImportError as error:
-            raise ImportError("ProgressBar needs tqdm: pip install tqdm") from error
+            raise ImportError("ProgressBar needs tqdm; run: pip install tqdm") from error
         self._tqdm = tqdm
-        # Bar, loss and accuracy of each run: a hook may test, with this object, in the middle of training.
+        # Each run has its own bar, loss and accuracy, because a hook may test with this object during training.
         self._runs: list[tuple[Any, Average, Accuracy]] = []
 
     def around_run(self, engine: Any, state: State) -> AbstractContextManager[None]:
-        """Return the bracket in which the bar of a test is shown."""
+        """Return the context in which the bar of a test is shown.
+
+        Args:
+            engine (SGDEngine): engine that runs.
+            state (State): state of the run.
+        """
         return nullcontext() if state.training else self._shown(state, "test")
 
     def around_epoch(self, state: State) -> AbstractContextManager[None]:
-        """Return the bracket in which the bar of an epoch is shown; an epoch that is only ended again has none."""
+        """Return the context in which the bar of an epoch is shown; an epoch without remaining steps has no bar.
+
+        Args:
+            state (State): state of the run.
+        """
         is_over = state.place.is_ending or state.epoch >= state.maxepoch
         return nullcontext() if is_over else self._shown(state, f"epoch {state.epoch + 1}/{state.maxepoch}")
 
     def on_forward_criterion(self, state: State) -> None:
-        """Count a batch."""
+        """Add a batch.
+
+        Args:
+            state (State): state of the run.
+        """
         bar, loss, accuracy = self._runs[-1]
         loss.add(state.loss, state.num_samples)
         if are_scores(state.output, state.sample[1]):
@@ -50,7 +69,11 @@ class ProgressBar(Extension):
         bar.update()
 
     def on_end_epoch(self, state: State) -> None:
-        """Show the means of the epoch, or test, over all ranks. Collective."""
+        """Show the means of the epoch, or test, over all ranks. Every rank must make this call.
+
+        Args:
+            state (State): state of the run.
+        """
         if self._runs:
             bar, loss, accuracy = self._runs[-1]
             share = accuracy.reduced()
@@ -58,7 +81,11 @@ class ProgressBar(Extension):
             bar.set_postfix_str(f"loss {loss.reduced():.4f}{text}", refresh=False)
 
     def on_end(self, state: State) -> None:
-        """Show the means of a test."""
+        """Show the means of a test. Every rank must make this call.
+
+        Args:
+            state (State): state of the run.
+        """
         if not state.training:
             self.on_end_epoch(state)
 
@@ -71,4 +98,4 @@ class ProgressBar(Extension):
             yield
         finally:
             self._runs.pop()
-            bar.close()  # shows it as it stands
+            bar.close()  # This also draws the bar a last time.

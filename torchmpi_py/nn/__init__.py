@@ -1,4 +1,4 @@
-"""Modules that are kept equal on all ranks, and collectives that autograd follows."""
+"""Modules that are kept equal on all ranks, and collectives that autograd can differentiate."""
 
 from typing import Any
 

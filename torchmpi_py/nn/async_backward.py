@@ -1,7 +1,24 @@
-"""Gradients that are reduced while backward is still computing others.
+"""Reduce gradients while the backward pass is still computing others.
 
-A hook inserts a gradient into its bucket when autograd has accumulated it, and launches the buckets that are complete,
-in their fixed order. The end of the backward pass launches the others, with zeros for parameters without a gradient.
+The idea: autograd calls a hook when it has accumulated the gradient of a parameter. The hook copies the gradient into
+its bucket and launches every bucket that is complete, in the fixed order of the buckets. At the end of the backward
+pass a callback launches the remaining buckets, with zeros for parameters without a gradient. So the communication of
+one bucket overlaps the computation of the next gradients.
+
+Alternative: launch each bucket as soon as it is complete, in whatever order autograd completes them. Why not: ranks
+whose networks differ in a step, for example by a skipped layer, complete buckets in different orders. Collectives are
+matched by their order, so gradients of different layers would be added. The fixed order costs some overlap in networks
+that complete buckets out of order. A second alternative is torch's DistributedDataParallel, which searches the graph
+for unused parameters in each step (``find_unused_parameters``). Why not: it needs torch.distributed, and it replaces
+the module.
+
+The protocol of one step:
+
+1. First gradient: check that no earlier reduction is pending (``_begin_pass``), and queue the callback.
+2. Each gradient: insert it, and launch the complete buckets (``_on_gradient``).
+3. End of the pass: launch the other buckets, then reduce the flags, which say which parameters have a gradient
+   (``_end_pass``). The flags carry numbers that detect ranks in different steps (``launch_order``).
+4. ``synchronize``: wait, and make each ``p.grad`` a view of its bucket.
 """
 
 from __future__ import annotations
@@ -33,27 +50,40 @@ from torchmpi_py.nn.synchronize import ParametersOf, parameters_to_reduce, reduc
 
 BucketFactory = Callable[[torch.nn.Module, list[torch.nn.Parameter], Communicator], Buckets]
 
-_FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__  # autograd calls Function.backward here
+_FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__  # Autograd calls Function.backward here.
 
 
 class AsyncBackward:
-    """Reduces the gradients of a module during ``backward``; made by ``register_async_backward``.
+    """Reduction of the gradients of a module during ``backward``; ``register_async_backward`` creates it.
 
-    Call ``synchronize()`` after each ``backward()`` and before reading gradients. A second backward pass before it
-    would add to gradients that are being reduced, and raises RuntimeError; to accumulate, use ``frequency``. Every
-    rank's loss has to reach at least one parameter. Activation checkpointing works with ``use_reentrant=False``; with
-    True a backward pass consists of several, and raises RuntimeError unless one of them reaches all the parameters.
+    Call ``synchronize()`` after each ``backward()`` and before you read gradients. A second backward pass before
+    ``synchronize()`` would add to gradients that are being reduced, and raises RuntimeError. To accumulate, use
+    ``frequency``. The loss of each rank must depend on at least one parameter.
 
-    Args, in addition to the arguments of ``register_async_backward``:
-        comm: the ranks to average over; default: the current level.
-        parameters: which parameters of the module to reduce; called with it, here and in each pass.
-        make_buckets: creates the buckets of these parameters; called with module, parameters and ``comm``.
-        owner: an optimizer. Its ``check_pass`` is called when the first gradient of a backward pass is complete, its
-            ``wait_in_pass`` at the end of a pass whose gradients are reduced.
+    Activation checkpointing works with ``use_reentrant=False``. With ``use_reentrant=True`` one backward pass consists
+    of several passes, and raises RuntimeError unless one of them computes all the gradients.
+
+    Creating the object is collective over ``comm``, with the same arguments on every rank.
+
+    Args:
+        module (torch.nn.Module): module whose trainable parameters are reduced.
+        frequency (int): number of backward passes per reduction; default 1.
+        average (bool): True (default) divides the sum by the number of ranks; False keeps the sum.
+        comm (Communicator): ranks to reduce over; default None, the current level.
+        parameters (callable): function from the module to the parameters to reduce, called at the registration and in
+            each pass; by default all parameters.
+        make_buckets (callable): function that creates the buckets from the module, its parameters and ``comm``.
+        owner (object): optimizer that holds this registration, or None (default). Its ``check_pass`` is called at the
+            first gradient of a backward pass, and its ``wait_in_pass`` at the end of a pass that reduces.
+
+    Raises:
+        TypeError: ``module`` is not a module, or a parameter is a DTensor.
+        ValueError: ``frequency`` is below 1, or another registration already reduces one of the parameters.
+        RanksDisagree: on every rank, if the parameters differ between ranks in name, shape or dtype.
     """
 
     compares_steps = True
-    """Whether the ranks compare how often they have updated their parameters since the last reduction."""
+    """Whether the ranks compare the numbers of parameter updates since the last reduction."""
 
     def __init__(
         self,
@@ -78,13 +108,13 @@ class AsyncBackward:
         self._owner = weakref.ref(self if owner is None else owner)
         self._parameters = parameters
         self._lock = threading.Lock()
-        self.num_passes = 0  # complete ones since the last reduction
-        self._pass_id = -1  # autograd's number for the backward pass under way
-        self._end: Callable[[], object | None] = lambda: None  # its callback, as long as that pass is under way
+        self.num_passes = 0  # complete passes since the last reduction
+        self._pass_id = -1  # autograd's number of the current backward pass
+        self._end: Callable[[], object | None] = lambda: None  # returns the callback of the current pass, or None
         self.order = LaunchOrder(self.buckets.comm)
-        self._handles: list[Handle[Any]]  # of the launched reductions
+        self._handles: list[Handle[Any]]  # handles of the launched reductions
         self._start_reduction()
-        self._flags: Handle[Tensor] | None = None  # of the gradients; from the end of a pass to synchronize
+        self._flags: Handle[Tensor] | None = None  # reduction of the flags, from the end of a pass to synchronize
         self._module = weakref.ref(module)
         hook = _while_alive(self._on_gradient)
         self._hooks: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(hook) for p in self.names]  # type: ignore[no-untyped-call]
@@ -92,30 +122,36 @@ class AsyncBackward:
         reduced_in_backward.add(self)
 
     def check_pass(self) -> None:
-        """Do nothing: a registration that is its own owner."""
+        """Do nothing. A registration without an optimizer is its own owner."""
 
     wait_in_pass = check_pass
 
     def synchronize(self) -> None:
-        """Wait until the gradients of the last backward pass are reduced. Collective.
+        """Wait until the gradients of the last backward pass are reduced. Every rank must make this call.
 
-        Does nothing after a pass that only accumulates. A parameter that got no gradient on any rank keeps None, or
-        gets what compression has kept of earlier ones.
-        RuntimeError where the pass was of parameters that have become trainable since the registration.
+        ``p.grad`` of each parameter becomes a view of the reduced bucket. After a pass that only accumulates (see
+        ``frequency``), the call does nothing. A parameter that has no gradient on any rank keeps None, unless
+        compression has kept a part of its earlier gradients.
+
+        Raises:
+            RuntimeError: the backward pass computed gradients only for parameters that became trainable after the
+                registration.
+            RanksDisagree: on every rank, if the ranks are in different steps or reached several registrations in
+                different orders.
         """
         if self._flags is not None:
             self._finish()
         elif self._hooks:
-            self._check_parameters()  # no pass has, which reached none of those that are registered
+            self._check_parameters()  # A pass that reached no registered parameter has checked nothing.
 
     def _finish(self) -> None:
-        """Wait for the reduction that is under way."""
+        """Wait for the pending reduction."""
         assert self._flags is not None
         flags = self._flags
         handles, is_late = [*self._handles, flags], False
         try:
             wait_all(handles)
-        except BaseException as error:  # of an operation; or of a deadline, or a signal's handler: the next waits again
+        except BaseException as error:  # After a timeout or a signal, the next call waits again.
             is_late = all(error is not each._error for each in handles)
             raise
         finally:
@@ -124,20 +160,25 @@ class AsyncBackward:
         self.buckets.finish(self.op, self.order.checked(flags.wait()))
 
     def reduce_now(self) -> None:
-        """Reduce the gradients as they are, after no backward pass or fewer than ``frequency``. Collective.
+        """Reduce the present gradients, without waiting for ``frequency`` passes. Every rank must take part.
 
-        The call takes part in the reduction that a backward pass of another rank has begun.
+        The call may match the reduction that a backward pass has started on another rank. Use it on a rank that ran no
+        backward pass in this step, or fewer passes than the other ranks.
+
+        Raises:
+            RuntimeError: the module has parameters that are new or changed since the registration.
+            RanksDisagree: on every rank, if the ranks are in different steps.
         """
         self._check_parameters()
-        if self._flags is None:  # else the wait for a reduction was interrupted
+        if self._flags is None:  # Otherwise an earlier wait for this reduction was interrupted.
             self._start_reduction()
             self._end_reduction()
         self._finish()
 
     def restart(self) -> None:
-        """Begin a new step, as after an earlier state was loaded into module and optimizer. Every rank calls it.
+        """Drop the gradients, and what compression has kept of earlier steps. Every rank must make this call.
 
-        Drops the gradients, and what compression has kept of earlier steps.
+        Call it after you load an earlier state into the module and the optimizer.
         """
         if self._flags is not None:
             self._finish()
@@ -151,7 +192,7 @@ class AsyncBackward:
             bucket.restart()
 
     def remove(self) -> None:
-        """Wait for the reductions under way, and remove the hooks from the module."""
+        """Wait for the pending reductions, and remove the hooks from the module."""
         try:
             if self._flags is not None:
                 self._finish()
@@ -164,18 +205,18 @@ class AsyncBackward:
                 registered[module].remove(self)
 
     def _on_gradient(self, parameter: Any) -> None:
-        """Insert a complete gradient into its bucket, and launch the buckets that are complete. The hook."""
+        """Insert a complete gradient into its bucket, and launch the complete buckets. Autograd calls this hook."""
         if mpi_api.is_forked():
-            stack()  # NotStarted: the bucket is the parent's
-        with self._lock:  # autograd has a thread per device
+            stack()  # This raises NotStarted, because the bucket's memory belongs to the parent process.
+        with self._lock:  # Autograd uses one thread per device.
             if self._pass_id != torch._C._current_graph_task_id():
                 self._begin_pass()
             if self.num_passes + 1 < self.frequency:
                 return
             if parameter.grad.requires_grad:
                 raise RuntimeError(
-                    f"the gradient of {self.names[parameter]} is part of a graph (create_graph=True), which none has "
-                    "after a reduction: take torch.autograd.grad(..., create_graph=True), and backward() without it"
+                    f"the gradient of {self.names[parameter]} is part of a graph (create_graph=True), but a reduced "
+                    "gradient has no graph: use torch.autograd.grad(..., create_graph=True), and backward() without it"
                 )
             index = self.buckets.index_of[parameter]
             self.buckets.all[index].insert(parameter)
@@ -188,27 +229,27 @@ class AsyncBackward:
         if (owner := self._owner()) is not None:
             owner.check_pass()
         self._check_parameters()
-        wait_all(self._handles)  # none, unless the last pass broke off
+        wait_all(self._handles)  # There are none, unless the last pass ended with an error.
         if self.num_passes + 1 == self.frequency:
             self._start_reduction()
         self._pass_id = torch._C._current_graph_task_id()
-        end = functools.partial(self._end_pass)  # autograd has it until the pass ends or breaks off
+        end = functools.partial(self._end_pass)  # Autograd keeps it until the pass ends, also by an error.
         self._end = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _check_order(self) -> None:
-        """RuntimeError if this pass would add to gradients that are being reduced, or is one part of a pass."""
+        """Raise RuntimeError if this pass would add to gradients being reduced, or is part of another pass."""
         is_part = self.frequency > 1 or self._flags is not None or self._end() is not None
         if is_part and _is_in_function_backward():
             raise RuntimeError(
-                "a backward pass ran inside another one, so that gradients would be reduced before all of their parts "
-                "are there: for activation checkpointing use checkpoint(..., use_reentrant=False)"
+                "a backward pass ran inside another one, so gradients would be reduced before they are complete; "
+                "for activation checkpointing use checkpoint(..., use_reentrant=False)"
             )
         if self._flags is not None:
             raise RuntimeError(AbsentGradient.why())
 
     def _check_parameters(self) -> None:
-        """RuntimeError if the module has other parameters than at its registration."""
+        """Raise RuntimeError if the module has other parameters than at its registration."""
         module = self._module()
         if module is None:
             return
@@ -216,17 +257,17 @@ class AsyncBackward:
         if new and (unknown := new.difference(*[each.names for each in reduced_in_backward])):
             names = [name for name, p in module.named_parameters() if p in unknown] or ["parameters of other modules"]
             raise RuntimeError(
-                f"{', '.join(names)}: new or trainable only since the registration, so that no gradient of it is "
-                "averaged; remove() the registration or optimizer, or end train() of the engine, and make another one"
+                f"{', '.join(names)}: added or made trainable after the registration, so gradients are not averaged; "
+                "call remove() on the registration or optimizer (in an engine: end train()), and create a new one"
             )
         if not self.buckets.all_fit():
             raise RuntimeError(
-                "parameters have another shape, dtype or device than at their registration; remove() the "
-                "registration, or the optimizer that averages, and make another one"
+                "parameters have changed their shape, dtype or device since the registration; call remove() on the "
+                "registration, or on the optimizer that averages, and create a new one"
             )
 
     def _end_pass(self) -> None:
-        """Launch the remaining buckets and the reduction of the flags: all gradients of a pass are complete."""
+        """Launch the remaining buckets and the reduction of the flags: all gradients of the pass are complete."""
         self._pass_id = -1
         self.num_passes += 1
         if self.num_passes == self.frequency:
@@ -235,23 +276,23 @@ class AsyncBackward:
                 owner.wait_in_pass()
 
     def _start_reduction(self) -> None:
-        """Begin a reduction; nothing is launched yet."""
-        self._num_ready = [0] * len(self.buckets.all)  # complete gradients of each bucket
-        self._num_launched = 0  # buckets, in their order
+        """Reset the counters of a reduction; nothing is launched yet."""
+        self._num_ready = [0] * len(self.buckets.all)  # number of complete gradients of each bucket
+        self._num_launched = 0  # number of buckets launched, in their order
         self._handles = []
         self.order.begin()
 
     def _end_reduction(self) -> None:
         """Launch the buckets that are not launched yet, and the reduction of the flags."""
-        flags = self.buckets.gradient_flags()  # before the buckets give every parameter a gradient
+        flags = self.buckets.gradient_flags()  # Read them before the buckets give every parameter a gradient.
         self._launch(only_ready=False)
         self.order.add()
         flags = self.order.append_numbers(flags, compares_steps=self.compares_steps and self.num_passes > 0)
         self._flags = verbs.allreduce_async(flags, op="max", comm=self.buckets.comm)
 
     def _launch(self, *, only_ready: bool) -> None:
-        """Launch the next buckets, in order; with ``only_ready`` up to the first incomplete one."""
-        # The order is fixed, so that all ranks make the same calls, whichever gradient is complete first.
+        """Launch the next buckets in order; with ``only_ready``, stop at the first incomplete bucket."""
+        # The order is fixed so that all ranks make the same calls, whichever gradient is complete first.
         for bucket in self.buckets.all[self._num_launched :]:
             if only_ready and self._num_ready[self._num_launched] < len(bucket.parameters):
                 return
@@ -261,41 +302,68 @@ class AsyncBackward:
 
 
 registered: weakref.WeakKeyDictionary[torch.nn.Module, list[AsyncBackward]] = weakref.WeakKeyDictionary()
-"""Keeps the registrations of each module: if the caller drops one, or its DistributedOptimizer, later passes raise."""
+"""The registrations of each module. They are kept here so that passes raise after the caller has dropped one."""
 
 
 def register_async_backward(
     module: torch.nn.Module, *, frequency: int = 1, average: bool = True, compression: Compression | None = None
 ) -> AsyncBackward:
-    """Reduce gradients while ``backward`` is still computing others.
+    """Reduce the gradients of a module while ``backward`` is still computing others.
 
-    Every ``frequency``-th backward pass launches the allreduce of each bucket of gradients (each block, in a
-    BlockSequential) when its gradients are complete; the passes between accumulate. ``p.grad`` becomes a view of a flat
-    buffer that the next reduction overwrites: clone what you want to keep, save or send. Call ``synchronize()`` on the
-    result after each ``backward()``, before the optimizer; until then reading or changing ``p.grad`` raises
-    RuntimeError, in hooks that are registered later too. ``remove()`` ends it. Every rank registers the same module
-    and runs the same number of backward passes; one that reaches several registrations reaches them in the same order.
-    ``compression``: of what travels, as ``optim.compression.BF16()``. After loading an earlier state of module and
-    optimizer call ``restart()``. ValueError for parameters that are registered
-    already, with this module or another; RanksDisagree, from ``synchronize``, where that order differs between ranks.
+    Every ``frequency``-th backward pass launches one allreduce per bucket of gradients, as soon as the bucket is
+    complete; a block of a BlockSequential is one bucket. The passes in between accumulate. Call ``synchronize()`` on
+    the returned object after each ``backward()``, before the optimizer's step. Until then, reading or changing
+    ``p.grad`` raises RuntimeError, also in hooks that are registered later.
+
+    **Overwrites** ``p.grad``: it becomes a view of a flat buffer that the next reduction overwrites. Clone a gradient
+    that you want to keep, save or send.
+
+    Every rank registers the same module with the same arguments, and runs the same number of backward passes. If one
+    backward pass reaches several registrations, it must reach them in the same order on every rank. After you load an
+    earlier state into the module and the optimizer, call ``restart()``. ``remove()`` ends the reductions.
+
+    Args:
+        module (torch.nn.Module): module whose trainable parameters are reduced over the ranks of the current level.
+        frequency (int): number of backward passes per reduction; default 1.
+        average (bool): True (default) divides the sum by the number of ranks; False keeps the sum.
+        compression (Compression): compression of the gradients that are sent, such as ``optim.compression.BF16()``;
+            default None.
+
+    Returns:
+        An ``AsyncBackward`` with ``synchronize()``, ``reduce_now()``, ``restart()`` and ``remove()``.
+
+    Raises:
+        TypeError: ``module`` is not a module, or ``compression`` is not a compression.
+        ValueError: another registration already reduces one of the parameters, or ``frequency`` is below 1.
+        RanksDisagree: on every rank, if the parameters differ between ranks in name, shape or dtype.
+
+    Examples:
+        >>> net = torch.nn.Linear(4, 1)
+        >>> mpi.nn.synchronize_parameters(net)
+        >>> registration = mpi.nn.register_async_backward(net)
+        >>> net(torch.ones(2, 4) * mpi.rank()).sum().backward()
+        >>> registration.synchronize()
+        >>> bool((net.weight.grad == mpi.size() - 1).all())  # the mean of 2 * rank
+        True
+        >>> registration.remove()
     """
     make_buckets = functools.partial(buckets_of, compression=compression)
     return AsyncBackward(module, frequency=frequency, average=average, make_buckets=make_buckets)
 
 
 def _remove_former() -> None:
-    """Remove registrations that the program can no longer end: mpi.stop() was called, or their optimizer is gone."""
+    """Remove registrations that the program can no longer end, after ``mpi.stop()`` or without their optimizer."""
     if reduced_in_backward:
-        gc.collect()  # a scheduler and its optimizer refer to each other; on all ranks the same optimizers are gone
+        gc.collect()  # A scheduler and its optimizer refer to each other. So the same optimizers are gone on all ranks.
     for former in list(reduced_in_backward):
         if former.buckets.comm.is_free or former._owner() is None:
             former.remove()
 
 
 def _while_alive(method: Callable[..., object]) -> Callable[..., None]:
-    """A function that calls the method as long as its object lives.
+    """Return a function that calls the method as long as the method's object lives.
 
-    Hooks of tensors would keep the object and with it the module alive for ever.
+    A hook of a tensor that held the method itself would keep the object, and with it the module, alive forever.
     """
     reference = weakref.WeakMethod(method)
 
@@ -307,5 +375,5 @@ def _while_alive(method: Callable[..., object]) -> Callable[..., None]:
 
 
 def _is_in_function_backward() -> bool:
-    """Whether a ``torch.autograd.Function`` runs the backward pass under way, in the backward pass of its own."""
+    """Return whether the current backward pass runs inside the ``backward`` of a ``torch.autograd.Function``."""
     return any(frame.f_code is _FUNCTION_BACKWARD for frame, _ in traceback.walk_stack(sys._getframe()))

@@ -1,7 +1,7 @@
-"""BlockSequential: a Sequential in blocks of about equal numbers of parameters, each with flat weights and gradients.
+"""BlockSequential: a Sequential in blocks with about equal numbers of parameters and flat weights and gradients.
 
-The number of blocks chooses the grain of communication: a block's gradient is one tensor, reduced in one operation.
-Source: TorchMPI's class of that name, without its empty first block.
+The number of blocks sets the granularity of communication: the gradient of a block is one tensor, reduced in one
+operation. Source: TorchMPI's class of that name, without its empty first block.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ from torchmpi_py.core.tensors import check_count
 
 @dataclasses.dataclass(eq=False)
 class Block:
-    """Neighbouring children, and their parameters.
+    """Consecutive children of a BlockSequential, and their parameters.
 
-    ``weights`` and ``gradients`` have memory of their own only where the parameters or gradients lie apart. So both
-    follow whatever is done to the parameters, and blocks of one BlockSequential need not be kept.
+    ``weights`` and ``gradients`` allocate memory only if the parameters or gradients do not lie one after another. So
+    both follow every change of the parameters, and you need not keep the blocks of a BlockSequential.
+
+    Attributes:
+        children (tuple of torch.nn.Module): the children, in order.
+        parameters (list of torch.nn.Parameter): the parameters of the children, each once.
     """
 
     children: tuple[torch.nn.Module, ...]
@@ -30,7 +34,7 @@ class Block:
 
     @property
     def weights(self) -> Tensor:
-        """The parameters as one flat tensor. They become views of it, if they are not."""
+        """The parameters as one flat tensor. **Overwrites** ``p.data``: the parameters become views of that tensor."""
         flat = _flat(self.parameters)
         for parameter, view in zip(self.parameters, _views(flat, self.parameters), strict=True):
             parameter.data = view
@@ -38,12 +42,15 @@ class Block:
 
     @property
     def trained(self) -> list[torch.nn.Parameter]:
-        """The parameters that take a gradient."""
+        """The parameters that require a gradient."""
         return [p for p in self.parameters if p.requires_grad]
 
     @property
     def gradients(self) -> Tensor:
-        """The gradients of ``trained`` as one flat tensor, zero for None. They become views of it, if they are not."""
+        """The gradients of ``trained`` as one flat tensor, zero where a gradient is None.
+
+        **Overwrites** ``p.grad``: the gradients become views of that tensor.
+        """
         flat = _flat([torch.zeros_like(p) if p.grad is None else p.grad for p in self.trained])
         for parameter, view in zip(self.trained, _views(flat, self.trained), strict=True):
             parameter.grad = view
@@ -51,15 +58,16 @@ class Block:
 
 
 def partition(parameters: Sequence[Sequence[torch.nn.Parameter]], partitions: int) -> list[range]:
-    """Cut children, given the parameters of each, into runs, none larger than ceil(total / partitions) elements.
+    """Return consecutive runs of children, each of at most ceil(total / partitions) elements.
 
-    Children that share parameters, and those between them, stay together. A run is larger only if such children, or a
-    single one, are. There may be more runs than ``partitions``; none is empty.
+    ``parameters`` holds the parameters of each child. Children that share parameters stay together, with the children
+    between them. A run is larger than the limit only if such a group, or a single child, is larger. The number of runs
+    may exceed ``partitions``. No run is empty.
     """
     last = {p: index for index, own in enumerate(parameters) for p in own}
     target = -(-sum(p.numel() for p in last) // partitions)
     runs, begin, num_elements = [], 0, 0
-    first = end = 0  # of the children that stay together
+    first = end = 0  # the first and the last of the children that stay together
     for index, own in enumerate(parameters):
         end = max([end, *(last[p] for p in own)])
         if index < end:
@@ -74,44 +82,58 @@ def partition(parameters: Sequence[Sequence[torch.nn.Parameter]], partitions: in
 
 
 class BlockSequential(torch.nn.Sequential):
-    """A Sequential in about ``partitions`` blocks. Use it as a Sequential, or reduce block after block.
+    """A Sequential in about ``partitions`` blocks, whose gradients can be reduced block by block.
 
-    ::
+    Use it like ``torch.nn.Sequential``. ``register_async_backward`` reduces each block inside ``loss.backward()``;
+    ``backward_blocks`` lets a loop do it. Children that share parameters stay in one block, with the children between
+    them. All parameters of a block must share a dtype and a device. ``block.gradients`` omits frozen parameters.
 
-        output = net(x)
-        loss = criterion(output, y)
-        (gradient,) = torch.autograd.grad(loss, output)
-        for block in net.backward_blocks(gradient):  # from the last block to the first
-            handles.append(mpi.allreduce_async(block.gradients, op="avg"))
+    Args:
+        partitions (int): number of blocks to aim for, at least 1; there may be more.
+        *modules (torch.nn.Module): the children, in order.
 
-    ``register_async_backward`` does that inside ``loss.backward()``. Children that share parameters, and those between
-    them, stay in one block. All parameters of a block share a dtype and device. A frozen parameter has no place in
-    ``block.gradients``.
+    Raises:
+        ValueError: ``partitions`` is below 1, or the parameters of a block have several dtypes or devices.
+
+    Examples:
+        >>> net = mpi.nn.BlockSequential(2, torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+        >>> output = net(torch.ones(3, 4))
+        >>> handles = []
+        >>> for block in net.backward_blocks(torch.ones_like(output)):  # from the last block to the first
+        ...     handles.append(mpi.allreduce_async(block.gradients, op="avg"))
+        >>> reduced = mpi.wait_all(handles)
     """
 
     def __init__(self, partitions: int, *modules: torch.nn.Module) -> None:
         super().__init__(*modules)
         self.partitions = check_count("BlockSequential: partitions", partitions, 1)
-        self._passed: list[tuple[Block, Tensor, Tensor]] = []  # with input and output in the last forward pass
+        self._passed: list[tuple[Block, Tensor, Tensor]] = []  # each block with its input and output
         for block in self.blocks:
-            _ = block.weights  # flat from the start; ValueError if they cannot be
+            _ = block.weights  # This makes the weights flat, and raises ValueError if that is impossible.
 
     @property
     def blocks(self) -> list[Block]:
         """The blocks of the present children, first to last."""
-        children = list(self)  # not children(), which leaves out a module that comes again
+        children = list(self)  # children() would omit the second occurrence of a module.
         runs = partition([list(child.parameters()) for child in children], self.partitions)
         members = [children[run.start : run.stop] for run in runs]
         return [Block(tuple(modules), _parameters(modules)) for modules in members]
 
     def __getitem__(self, index: Any) -> Any:
-        """A child, or for a slice a plain Sequential."""
+        """Return a child, or for a slice a plain Sequential."""
         return torch.nn.Sequential(*list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute what Sequential computes; keep what passes between the blocks for ``backward_blocks``."""
+        """Compute what Sequential computes, and keep the tensors between the blocks for ``backward_blocks``.
+
+        Args:
+            x (Tensor): input of the first child.
+
+        Returns:
+            The output of the last child.
+        """
         self._passed = []
-        for block in self.blocks:  # wherever their parameters are: an optimizer may have moved them
+        for block in self.blocks:  # They are computed again, because an optimizer may have moved the parameters.
             before = x
             for child in block.children:
                 x = child(x)
@@ -120,18 +142,28 @@ class BlockSequential(torch.nn.Sequential):
         return x
 
     def backward_blocks(self, gradient: Tensor) -> Iterator[Block]:
-        """Run backward from ``gradient`` (of the last forward's output), a block at a time from the last to the first.
+        """Run the backward pass one block at a time, from the last block to the first.
 
-        Yields a block when its ``gradients`` hold what was accumulated so far plus this pass. The gradient of the
-        input, if it requires one, is added to its ``grad`` at the end.
+        Adds the gradients of the pass to ``block.gradients`` of each block. At the end, adds the gradient of the
+        network's input to ``input.grad``, if the input is a leaf that requires a gradient. Each forward pass serves one
+        backward pass.
+
+        Args:
+            gradient (Tensor): gradient of the loss with respect to the output of the last forward pass, of its shape.
+
+        Yields:
+            Each block, as soon as its ``gradients`` are complete on this rank.
+
+        Raises:
+            RuntimeError: there was no forward pass since the last call.
         """
         if not self._passed:
             raise RuntimeError("backward_blocks: call forward first; each forward serves one backward")
         passed, self._passed = self._passed, []
         for block, before, after in reversed(passed):
-            wanted = [*block.trained, *([before] if before.requires_grad else [])]
-            # Through this block alone: its input's gradient is where the block before goes on.
-            parts = torch.autograd.grad(after, wanted, gradient, allow_unused=True) if wanted else ()
+            inputs = [*block.trained, *([before] if before.requires_grad else [])]
+            # Differentiate this block alone; the gradient of its input starts the next block.
+            parts = torch.autograd.grad(after, inputs, gradient, allow_unused=True) if inputs else ()
             for view, part in zip(_views(block.gradients, block.trained), parts, strict=False):
                 if part is not None:
                     view.add_(part)
@@ -143,7 +175,7 @@ class BlockSequential(torch.nn.Sequential):
             x.grad = gradient if x.grad is None else x.grad + gradient
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_passed": []}  # the tensors of a forward pass cannot be copied
+        return {**self.__dict__, "_passed": []}  # The tensors of a forward pass cannot be copied.
 
 
 def _parameters(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
@@ -151,18 +183,18 @@ def _parameters(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """One flat tensor with the values of all: their memory, if they lie one after another in it, else a copy."""
+    """Return one flat tensor with the values of all: their own memory if they lie one after another, else a copy."""
     if not tensors:
         return torch.empty(0)
     if len(kinds := {(x.dtype, x.device) for x in tensors}) > 1:
         raise ValueError(f"BlockSequential: the parameters of a block have several dtypes or devices: {kinds}")
-    if _follow_each_other(tensors):  # perhaps where Hogwild has moved all of their memory
+    if _follow_each_other(tensors):  # Hogwild may have moved all of their memory.
         return tensors[0].data.as_strided((sum(x.numel() for x in tensors),), (1,))
     return torch.cat([x.detach().reshape(-1) for x in tensors])
 
 
 def _follow_each_other(tensors: Sequence[Tensor]) -> bool:
-    """Whether the tensors lie one after another in one memory, without gaps."""
+    """Return whether the tensors lie one after another in one memory, without gaps."""
     memory = tensors[0].untyped_storage().data_ptr()
     offsets = itertools.accumulate((x.numel() for x in tensors), initial=tensors[0].storage_offset())
     return all(

@@ -1,12 +1,12 @@
 """The buckets of a module: flat tensors in symmetric memory, each with the gradients of many parameters.
 
-Parameters fall into buckets in the order in which backward reaches them, the reverse of their own: a parameter of at
-least ``Tuning.alone_bytes`` has a bucket of its own, smaller ones share one of up to ``Tuning.fuse_bytes``. One bucket
-is reduced in one operation (``gradient_reducer``), and the buckets in one fixed order, so that ranks whose networks
-differ in a step still make the same calls.
+The backward pass completes gradients in about the reverse order of the parameters, so buckets are filled in that
+order. A parameter of at least ``Tuning.alone_bytes`` has its own bucket. Smaller parameters share a bucket of up to
+``Tuning.fuse_bytes``. One bucket is reduced in one operation (``gradient_reducer``). The buckets have one fixed
+order, so that ranks whose networks differ in a step still make the same calls.
 
-A parameter without a gradient on this rank counts as zero. One without a gradient on any rank keeps None. One more
-reduction, of a byte per parameter, finds these.
+A parameter without a gradient on this rank counts as zero. A parameter without a gradient on any rank keeps None. To
+find these parameters, one more reduction sends a byte per parameter.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchmpi_py.nn.members import parameters_of
 from torchmpi_py.nn.sparse_reducer import SparseReducer, sparse_parameters
 
 T = TypeVar("T", bound=Tensor)
-_ALIGNMENT = 512  # bytes: no two buckets share a cache line; as torch aligns memory on GPUs
+_ALIGNMENT = 512  # bytes, as torch aligns memory on GPUs; so two buckets never share a cache line
 
 
 class Buckets:
@@ -45,33 +45,33 @@ class Buckets:
         self.index_of = {p: index for index, bucket in enumerate(self.all) for p in bucket.parameters}
 
     def all_fit(self) -> bool:
-        """Whether the parameters still have the shapes, dtypes and devices for which the buckets were made."""
+        """Return whether the parameters still have the shapes, dtypes and devices of the buckets."""
         return all(bucket.fits() for bucket in self.all)
 
     def serve(self, module: torch.nn.Module) -> bool:
-        """Whether these are buckets of a module as it is: the same parameters in the same order, and as sparse."""
+        """Return whether the buckets fit the module: same trainable parameters, same order, equally sparse."""
         trained = [p for p in parameters_of(module) if p.requires_grad]
         is_same = list(map(id, trained)) == list(map(id, self.parameters))
         sparse = {p for bucket in self.all if isinstance(bucket, SparseReducer) for p in bucket.parameters}
         return is_same and sparse_parameters(module).intersection(trained) == sparse and self.all_fit()
 
     def hold_gradients(self) -> bool:
-        """Whether a parameter's gradient lies in its bucket."""
+        """Return whether the gradient of some parameter lies in its bucket."""
         return any(bucket.holds(p) for bucket in self.all for p in bucket.parameters)
 
     def gradient_flags(self) -> Tensor:
-        """A byte per parameter: whether it has a gradient on this rank. Reduced by ``max``: on any rank."""
+        """Return a byte per parameter: whether it has a gradient on this rank. After ``max``: whether on any rank."""
         return torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.uint8, device="cpu")
 
     def reduce(self, op: str = "avg") -> None:
         """Reduce all gradients on the calling thread. Collective."""
-        flags = self.gradient_flags()  # before the buckets give every parameter a gradient
+        flags = self.gradient_flags()  # Read them before the buckets give every parameter a gradient.
         for bucket in self.all:
             bucket.reduce(op)
         self.finish(op, verbs.allreduce(flags, op="max", comm=self.comm))
 
     def finish(self, op: str, flags: Tensor) -> None:
-        """Finish the launched reductions: gradients are the reduced ones, None for unused parameters. Collective.
+        """Finish the launched reductions: ``p.grad`` is the reduced gradient, or None if no rank has one. Collective.
 
         flags: the reduced ``gradient_flags``.
         """
@@ -90,9 +90,9 @@ def buckets_of(
     compression: Compression | None = None,
     sparse_as_dense: bool = False,
 ) -> Buckets:
-    """Create the buckets of some parameters of a module: the one place that chooses the class of a reducer. Collective.
+    """Create the buckets of some parameters of a module, and choose the class of each reducer. Collective.
 
-    A block of a BlockSequential is one bucket, whatever its size; other parameters are grouped by size.
+    A block of a BlockSequential is one bucket, whatever its size. Other parameters are grouped by size.
     """
     check_compression(compression)
     sparse = set() if sparse_as_dense else sparse_parameters(module).intersection(parameters)
@@ -117,7 +117,7 @@ def _dense_reducer(
 
 
 def grouped(tensors: Iterable[T], key: Callable[[T], Hashable] = lambda x: None) -> Iterator[list[T]]:
-    """Groups of tensors of one dtype, device and ``key``, in order: a large one alone, others up to ``fuse_bytes``."""
+    """Yield groups of tensors of one dtype, device and ``key``: a large tensor alone, others up to ``fuse_bytes``."""
     tuning = config.current
     open_groups: dict[Hashable, list[T]] = {}
     for x in tensors:
@@ -137,16 +137,16 @@ def runs_of(
     groups: Iterable[Sequence[torch.nn.Parameter]],
     key: Callable[[torch.nn.Parameter], Hashable],
 ) -> list[list[torch.nn.Parameter]]:
-    """The parameters of each bucket, from the last to the first, as backward comes to them.
+    """Return the parameters of each bucket, from the last parameter to the first, the order of the backward pass.
 
-    Buckets are ordered by the last parameter in each, with which they are complete. The parameters of a bucket have the
-    same ``key``.
+    A bucket is complete when its last parameter in that order has a gradient, so the buckets are sorted by that
+    parameter. All parameters of a bucket have the same ``key``.
     """
     parameters = list(reversed(parameters))
     runs: list[list[torch.nn.Parameter]] = []
     in_groups: set[torch.nn.Parameter] = set()
     for group in groups:
-        runs.append([p for p in group if p not in in_groups])  # blocks may share parameters
+        runs.append([p for p in group if p not in in_groups])  # Blocks may share parameters.
         in_groups |= set(group)
     runs = [run for run in runs if run]
     runs += grouped((p for p in parameters if p not in in_groups), key)
@@ -157,9 +157,9 @@ def runs_of(
 def flat_memory(
     runs: list[list[torch.nn.Parameter]], comm: Communicator, counts: list[int] | None = None
 ) -> list[Tensor]:
-    """A flat tensor of zeros for each run of parameters; on one device, all in one symmetric tensor, if possible.
+    """Return a flat tensor of zeros for each run of parameters, all in one symmetric tensor where that is possible.
 
-    counts: the elements of each; default: those of its parameters.
+    counts: the number of elements of each tensor; default: the number of elements of its parameters.
     """
     counts = counts or [sum(p.numel() for p in run) for run in runs]
     num_bytes = [
@@ -172,5 +172,5 @@ def flat_memory(
             parts = zip(torch.split(pool, num_bytes), counts, runs, strict=True)
             return [part[: count * run[0].itemsize].view(run[0].dtype) for part, count, run in parts]
         except Unavailable:
-            pass  # the same on every rank; other flavours do not need it
+            pass  # Every rank gets this error, and other flavours do not need symmetric memory.
     return [torch.zeros(n, dtype=run[0].dtype, device=run[0].device) for n, run in zip(counts, runs, strict=True)]

@@ -1,23 +1,21 @@
-"""Compression of gradients on the wire: fewer bytes, at the price of digits.
+"""Compression of gradients: fewer bytes are sent, at the cost of precision.
 
-A compression is given to ``nn.register_async_backward``, an optimizer of ``optim`` or the engine, alike on all ranks,
-and reduces each bucket of floating-point gradients in its way; other buckets go as they are. The result is the same,
-bit for bit, on all ranks. With n elements of b bytes in a bucket and P ranks, in place of the 2 n b (P-1)/P bytes that
-an allreduce sends and receives on each rank:
+Pass a compression to ``nn.register_async_backward``, to an optimizer of ``optim``, or to the engine, with the same
+arguments on every rank. It reduces each bucket of floating-point gradients; other buckets are sent uncompressed. All
+ranks get the same bits. A plain allreduce sends and receives 2 n b (P-1)/P bytes on each rank, for n elements of b
+bytes and P ranks. With compression:
 
-==============  ==========================  =============================================================
-``BF16()``      n x 2 bytes by allreduce    16 bits with the range of float32
-``FP16()``      n x 2 bytes by allreduce    16 bits, scaled into their range; float32 where they overflow
-``TopK(r)``     r n x (4 + b) x P bytes     the largest share r of each rank's elements, by allgather
-``PowerSGD(k)``  k (rows + columns) x b      matrices as products of rank k, by two allreduces
-==============  ==========================  =============================================================
+- ``BF16()``: 16 bits with the range of float32; n x 2 bytes by allreduce.
+- ``FP16()``: 16 bits, scaled into their range, and float32 if they overflow; n x 2 bytes by allreduce.
+- ``TopK(r)``: the largest share r of each rank's elements; r n x (4 + b) x P bytes by allgather.
+- ``PowerSGD(k)``: matrices as products of rank k; k (rows + columns) x b bytes by two allreduces.
 
-What TopK and PowerSGD leave out is added to the next step's gradients (error feedback), so it is late, not
-lost; where a GradScaler changes its scale, it is in the scale of its own step. float16 and bfloat16
-gradients go by BF16 and FP16 as they are. ``torch_backend.compressed`` is for DistributedDataParallel.
+TopK and PowerSGD add the part that they omit to the gradients of the next step (error feedback), so that part arrives
+late, but it is not lost. If a GradScaler changes its scale, the omitted part keeps the scale of its own step. BF16 and
+FP16 do not change float16 and bfloat16 gradients. For DistributedDataParallel, use ``torch_backend.compressed``.
 
-Sources: Seide et al., 1-Bit SGD (2014), for error feedback; Stich et al., Sparsified SGD with memory (2018); Vogels et
-al., PowerSGD (2019).
+Sources: Seide et al., 1-Bit SGD (2014), for error feedback. Stich et al., Sparsified SGD with memory (2018). Vogels
+et al., PowerSGD (2019).
 """
 
 from __future__ import annotations
@@ -39,13 +37,13 @@ from torchmpi_py.nn.gradient_reducer import GradientReducer
 
 _WIDE = (torch.float32, torch.float64)
 _MOST_FLOAT16 = 65504.0
-_LEAST_FLOAT16 = 2.0**-10  # the largest amount below which other elements would lose digits
-_MOST_EXPONENT = 126  # of a scale that float32 has
-_HEADROOM = 64.0  # a step's gradients may be so many times larger than the last step's before they overflow
+_LEAST_FLOAT16 = 2.0**-10  # If the largest absolute value is smaller, other elements lose digits.
+_MOST_EXPONENT = 126  # This is the largest exponent of a scale in float32.
+_HEADROOM = 64.0  # Gradients may grow by this factor from one step to the next before they overflow.
 
 
 class Destination:
-    """Where reduced gradients are wanted: on all ranks. See ``optim.sharded_buckets`` for others."""
+    """The ranks that need the reduced gradients: here all ranks. See ``optim.sharded_buckets`` for others."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -55,29 +53,34 @@ class Destination:
         return verbs.allreduce_async(x, op=op, comm=self.comm)
 
     def result(self, handle: Handle[Tensor]) -> Tensor:
-        """The part of the reduced values that is wanted on this rank."""
+        """Return the part of the reduced values that this rank needs."""
         return handle.wait()
 
     def bounds(self, count: int) -> tuple[int, int]:
-        """Where the part of a bucket of ``count`` elements begins and ends that is wanted on this rank."""
+        """Return start and end of the part that this rank needs of a bucket of ``count`` elements."""
         return 0, count
 
     def part(self, flat: Tensor) -> Tensor:
-        """The part of a bucket that is wanted on this rank."""
+        """Return the part of a bucket that this rank needs."""
         return flat[slice(*self.bounds(flat.numel()))]
 
     def largest(self, part: Tensor) -> float:
-        """The largest amount in the parts of all ranks."""
+        """Return the largest absolute value in the parts of all ranks."""
         return largest_amount(part)
 
 
 class Compressor:
-    """How the gradients of one bucket travel: here as they are; subclasses compress them.
+    """Reduction of one bucket of gradients: here uncompressed; subclasses compress.
 
-    flat: the bucket. views: the gradients in it, in order: parts of ``flat`` with the shapes and strides of gradients.
+    ``launch`` starts the first collectives. When their handles are complete, ``finish`` writes the result into
+    ``flat``, at least into the part that ``destination`` needs. Both are collective over ``comm``.
 
-    ``launch`` starts what can be started; once its handles are done, ``finish`` puts the result into ``flat``, at least
-    where it is wanted (``destination``; default: everywhere). Both are collective over ``comm``.
+    Args:
+        flat (Tensor): the bucket, flat.
+        views (sequence of Tensor): the gradients in the bucket, in order: parts of ``flat`` with the shapes and strides
+            of gradients.
+        comm (Communicator): ranks to reduce over.
+        destination (Destination): the ranks that need the result; default None, all ranks.
     """
 
     def __init__(
@@ -90,22 +93,33 @@ class Compressor:
         self.part = self.destination.part(flat)
 
     def launch(self, op: str) -> list[Handle[Any]]:
-        """Start to reduce ``flat`` by ``op``, sum or avg."""
+        """Start to reduce ``flat``, and return the handles to wait for.
+
+        Args:
+            op (str): "sum" or "avg".
+
+        Returns:
+            The handles of the collectives that were started.
+        """
         self.handle = self.destination.reduce_async(self.wire, op)
         return [self.handle]
 
     def finish(self, op: str) -> None:
-        """Put what was reduced into ``flat``."""
+        """Write the reduced values into ``flat``.
+
+        Args:
+            op (str): "sum" or "avg", as for ``launch``.
+        """
         result = self.destination.result(self.handle)
         if result.data_ptr() != self.part.data_ptr():
             self.part.copy_(result)
 
     def restart(self) -> None:
-        """Forget what earlier steps have left, on all ranks in the same step."""
+        """Drop the state of earlier steps. All ranks call it in the same step."""
 
 
 class CompressedReducer(GradientReducer):
-    """A bucket whose gradients are compressed: inserted as usual, and reduced within the bucket by a Compressor."""
+    """A bucket whose gradients are inserted as usual and reduced by a Compressor."""
 
     has_state = True
 
@@ -128,7 +142,7 @@ class CompressedReducer(GradientReducer):
         super().finish(op)
 
     def owes(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether error feedback has kept a part of earlier gradients."""
+        """Return whether error feedback has kept a part of earlier gradients."""
         return bool(self._views[parameter].any())
 
     def restart(self) -> None:
@@ -136,10 +150,18 @@ class CompressedReducer(GradientReducer):
 
 
 class Compression:
-    """Base of the compressions: what makes the compressors of buckets."""
+    """Base class of the compressions. A subclass creates a ``Compressor`` for each bucket."""
 
     def compressor(self, flat: Tensor, *of_bucket: Any) -> Compressor | None:
-        """A compressor for a bucket, with the arguments of ``Compressor``; None for one that goes as it is."""
+        """Create the compressor of a bucket.
+
+        Args:
+            flat (Tensor): the bucket, flat.
+            *of_bucket (object): the other arguments of ``Compressor``.
+
+        Returns:
+            A ``Compressor``, or None if the bucket is sent uncompressed.
+        """
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -148,15 +170,23 @@ class Compression:
 
 
 class BF16(Compression):
-    """16 bits on the wire, 8 of them of precision, with the range of float32; sums accumulate in float32."""
+    """Send gradients as bfloat16: 8 bits of precision and the range of float32. Sums accumulate in float32.
+
+    Applies to float32 and float64 gradients.
+
+    Examples:
+        >>> net = torch.nn.Linear(4, 1)
+        >>> registration = mpi.nn.register_async_backward(net, compression=mpi.optim.compression.BF16())
+        >>> registration.remove()
+    """
 
     def compressor(self, flat: Tensor, *of_bucket: Any) -> Compressor | None:
-        """For float32 and float64."""
+        """Create a compressor for a bucket of float32 or float64; return None for other buckets."""
         return _Half(torch.bfloat16, flat, *of_bucket) if flat.dtype in _WIDE else None
 
 
 class _Half(Compressor):
-    """Gradients travel as 16 bits, of ``dtype``."""
+    """A compressor that sends gradients as 16-bit floats of ``dtype``."""
 
     def __init__(self, dtype: torch.dtype, *of_bucket: Any) -> None:
         super().__init__(*of_bucket)
@@ -168,14 +198,19 @@ class _Half(Compressor):
 
 
 class FP16(Compression):
-    """16 bits on the wire, 11 of them of precision. Gradients are scaled, by a power of 2, into the range of float16.
+    """Send gradients as float16: 11 bits of precision. A power of 2 scales the gradients into the range of float16.
 
-    The scale follows from the result of the step before. Where a result overflows all the same, or is too small for
-    float16, the ranks reduce that bucket again as it is.
+    The scale follows from the result of the previous step. If a result overflows nevertheless, or is too small for
+    float16, the ranks reduce the bucket again uncompressed. Applies to float32 and float64 gradients.
+
+    Examples:
+        >>> net = torch.nn.Linear(4, 1)
+        >>> registration = mpi.nn.register_async_backward(net, compression=mpi.optim.compression.FP16())
+        >>> registration.remove()
     """
 
     def compressor(self, flat: Tensor, *of_bucket: Any) -> Compressor | None:
-        """For float32 and float64."""
+        """Create a compressor for a bucket of float32 or float64; return None for other buckets."""
         return _FP16(torch.float16, flat, *of_bucket) if flat.dtype in _WIDE else None
 
 
@@ -191,7 +226,7 @@ class _FP16(_Half):
 
     def finish(self, op: str) -> None:
         largest = self.destination.largest(self.destination.result(self.handle))
-        # Every rank has the same maximum, and takes the same one of the three ways.
+        # Every rank has the same maximum, so every rank takes the same one of the three branches.
         if _LEAST_FLOAT16 <= largest < math.inf:
             super().finish(op)
             self.part.mul_(1 / self.scale)
@@ -201,41 +236,56 @@ class _FP16(_Half):
         else:
             self.part.copy_(self.destination.result(self.destination.reduce_async(self.flat, op)))
             largest = self.destination.largest(self.part)
-        # The scale of the next step brings this step's maximum to the range's end, less the headroom.
+        # The next step's scale maps this step's maximum to the largest float16 divided by the headroom.
         if 0 < largest < math.inf:
             exponent = math.floor(math.log2(_MOST_FLOAT16 / _HEADROOM) - math.log2(largest))
             self.scale = 2.0 ** min(exponent, _MOST_EXPONENT)
 
 
 class TopK(Compression):
-    """The ``ratio`` of elements that are largest by amount, of each rank; the others wait for the next step."""
+    """Send only the largest elements of each rank's gradients; add the other elements to the next step's gradients.
+
+    Applies to floating-point gradients.
+
+    Args:
+        ratio (float): share of the elements to send, above 0 and at most 1; default 0.01. The same on every rank.
+
+    Raises:
+        ValueError: ``ratio`` is not a number above 0 and at most 1.
+        RanksDisagree: in ``synchronize``, if the ranks have different ratios.
+
+    Examples:
+        >>> net = torch.nn.Linear(4, 1)
+        >>> registration = mpi.nn.register_async_backward(net, compression=mpi.optim.compression.TopK(0.25))
+        >>> registration.remove()
+    """
 
     def __init__(self, ratio: float = 0.01) -> None:
         if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
-            raise ValueError(f"TopK: ratio={ratio!r}: give a share of the elements, above 0 and at most 1")
+            raise ValueError(f"TopK: ratio={ratio!r}: expected a share of the elements, above 0 and at most 1")
         self.ratio = float(ratio)
 
     def compressor(self, flat: Tensor, *of_bucket: Any) -> Compressor | None:
-        """For buckets of floating-point numbers."""
+        """Create a compressor for a bucket of floating-point numbers; return None for other buckets."""
         return _TopK(self.ratio, flat, *of_bucket) if flat.is_floating_point() and flat.numel() else None
 
 
 class _TopK(Compressor):
-    """The elements that are not sent stay in ``left``, and are added in the next step."""
+    """A compressor that keeps the elements that are not sent in ``residual``, and adds them in the next step."""
 
     def __init__(self, ratio: float, *of_bucket: Any) -> None:
         super().__init__(*of_bucket)
         self.count = max(1, round(ratio * self.flat.numel()))
-        self.left = torch.zeros_like(self.flat)
+        self.residual = torch.zeros_like(self.flat)
 
     def restart(self) -> None:
-        self.left.zero_()
+        self.residual.zero_()
 
     def launch(self, op: str) -> list[Handle[Any]]:
-        self.left += self.flat
-        indices = indices_of_largest(self.left.abs(), self.count)
-        values = self.left[indices]
-        self.left[indices] = 0
+        self.residual += self.flat
+        indices = indices_of_largest(self.residual.abs(), self.count)
+        values = self.residual[indices]
+        self.residual[indices] = 0
         dtype = torch.int32 if self.flat.numel() < 2**31 else torch.int64
         self.handles = [verbs.allgather_async(x, comm=self.comm) for x in (indices.to(dtype), values)]
         return self.handles
@@ -244,65 +294,80 @@ class _TopK(Compressor):
         indices, values = (handle.wait() for handle in self.handles)
         if values.numel() != self.count * self.comm.size:
             raise RanksDisagree(
-                f"TopK: this rank takes {self.count} elements, all {values.numel()}: give all ranks the same ratio"
+                f"TopK: this rank sends {self.count} elements, all ranks {values.numel()}; give them the same ratio"
             )
         self.flat.zero_()
-        # Rank by rank: a rank's indices differ from each other, so that the order of additions is the same everywhere.
+        # Add rank by rank. The indices of one rank are distinct, so the order of additions is the same on all ranks.
         for index, value in zip(indices.split(self.count), values.split(self.count), strict=True):
             self.flat.index_add_(0, index, value)
         if op == "avg":
             self.flat /= self.comm.size
-        if not is_finite(self.flat):  # the same on all ranks: no such element is left
-            self.left.nan_to_num_(0.0, 0.0, 0.0)
+        if not is_finite(self.flat):  # All ranks agree on this, and none keeps an infinite element.
+            self.residual.nan_to_num_(0.0, 0.0, 0.0)
 
 
 class PowerSGD(Compression):
-    """Each gradient of at least two dimensions as a product of two matrices of rank ``rank``, where that is smaller."""
+    """Send each gradient of at least two dimensions as a product of two matrices of rank ``rank``, if that is smaller.
+
+    The part that the product lacks is added to the next step's gradients. Applies to float32 and float64 gradients.
+    Gradients that would not become smaller are sent uncompressed.
+
+    Args:
+        rank (int): rank of the matrices, at least 1; default 1. A larger rank is more exact and sends more bytes.
+
+    Raises:
+        ValueError: ``rank`` is below 1.
+
+    Examples:
+        >>> net = torch.nn.Linear(8, 8)
+        >>> registration = mpi.nn.register_async_backward(net, compression=mpi.optim.compression.PowerSGD(2))
+        >>> registration.remove()
+    """
 
     def __init__(self, rank: int = 1) -> None:
         self.rank = check_count("PowerSGD: rank", rank, 1)
 
     def compressor(self, flat: Tensor, views: Sequence[Tensor], *of_bucket: Any) -> Compressor | None:
-        """For buckets of float32 or float64 with such a gradient."""
+        """Create a compressor for a bucket of float32 or float64 that becomes smaller; else return None."""
         is_smaller = flat.dtype in _WIDE and any(_is_smaller(self.rank, view) for view in views)
         return _PowerSGD(self.rank, flat, views, *of_bucket) if is_smaller else None
 
 
 class _PowerSGD(Compressor):
-    """For a matrix M: P = M Q, averaged over the ranks and made orthogonal; Q = M^T P, averaged; M becomes P Q^T.
+    """The steps for a matrix M: average P = M Q over the ranks and make it orthogonal. Average Q = M^T P. M is P Q^T.
 
-    Q of a step is where the next one begins, so that P comes to span what the gradients have in common.
+    Each step starts with the Q of the previous step, so P approaches the space that the gradients have in common.
     """
 
     def __init__(self, rank: int, *of_bucket: Any) -> None:
         super().__init__(*of_bucket)
         self.rank = rank
-        self.low_rank = [view for view in self.views if _is_smaller(rank, view)]  # these travel as two matrices
-        self.others = [view for view in self.views if not _is_smaller(rank, view)]  # these travel as they are
+        self.low_rank = [view for view in self.views if _is_smaller(rank, view)]  # sent as two matrices
+        self.others = [view for view in self.views if not _is_smaller(rank, view)]  # sent uncompressed
         self.restart()
 
     def restart(self) -> None:
         generator = torch.Generator().manual_seed(0)  # the same start on all ranks
         shapes = [(view.numel() // len(view), self.rank) for view in self.low_rank]
         self.qs = [torch.randn(shape, generator=generator, device="cpu").to(self.flat) for shape in shapes]
-        self.lefts = [torch.zeros_like(view) for view in self.low_rank]
+        self.residuals = [torch.zeros_like(view) for view in self.low_rank]
 
     def launch(self, op: str) -> list[Handle[Any]]:
-        for view, left in zip(self.low_rank, self.lefts, strict=True):
-            view += left
-            left.copy_(view)
-        # The strides of a gradient, such as channels_last, may leave no view as a matrix: then this is a copy.
+        for view, residual in zip(self.low_rank, self.residuals, strict=True):
+            view += residual
+            residual.copy_(view)
+        # This copies a gradient whose strides, such as channels_last, do not allow a view as a matrix.
         self.matrices = [view.flatten(1) for view in self.low_rank]
         products = [matrix @ q for matrix, q in zip(self.matrices, self.qs, strict=True)]
         self.wire = torch.cat([x.reshape(-1) for x in (*products, *self.others)])
         return [verbs.allreduce_async(self.wire, op="avg", comm=self.comm)]
 
     def finish(self, op: str) -> None:
-        # The first reduction has brought P, and the parts that go as they are.
+        # The first reduction has summed P and the uncompressed gradients.
         counts = [self.rank * matrix.shape[0] for matrix in self.matrices] + [x.numel() for x in self.others]
         reduced = torch.split(self.wire, counts)
         ps = [torch.linalg.qr(product.view(-1, self.rank)).Q for product in reduced[: len(self.matrices)]]
-        # The second one brings Q. Not matrix.T @ p, for which torch on the CPU takes 28 times as long.
+        # The second reduction sums Q. On the CPU torch takes 28 times as long for matrix.T @ p.
         wire = torch.cat([(p.T @ matrix).T.reshape(-1) for matrix, p in zip(self.matrices, ps, strict=True)])
         verbs.allreduce(wire, op="avg", comm=self.comm)
         parts = torch.split(wire, [q.numel() for q in self.qs])
@@ -313,22 +378,22 @@ class _PowerSGD(Compressor):
                 view.copy_(matrix.view(view.shape))
         for view, average in zip(self.others, reduced[len(self.matrices) :], strict=True):
             view.copy_(average.view(view.shape))
-        # The part of this rank's gradients that the result lacks. A step that overflowed leaves nothing.
-        for left, view in zip(self.lefts, self.low_rank, strict=True):
-            left -= view
-        if not is_finite(wire):  # the same on all ranks
+        # The residual is the part of this rank's gradients that the result lacks. After an overflow it is dropped.
+        for residual, view in zip(self.residuals, self.low_rank, strict=True):
+            residual -= view
+        if not is_finite(wire):  # All ranks agree on this.
             self.restart()
         if op == "sum":
             self.flat *= self.comm.size
 
 
 def _is_smaller(rank: int, gradient: Tensor) -> bool:
-    """Whether two matrices of a rank have fewer elements than a gradient."""
+    """Return whether two matrices of this rank have fewer elements than the gradient."""
     rows = len(gradient) if gradient.dim() > 1 else 0
     return rows > 0 and rank * (rows + gradient.numel() // rows) < gradient.numel()
 
 
 def check_compression(compression: object) -> None:
-    """TypeError unless it is a compression, or None."""
+    """Raise TypeError unless the argument is a compression or None."""
     if compression is not None and not isinstance(compression, Compression):
-        raise TypeError(f"compression={compression!r}: give an object such as optim.compression.BF16(), or None")
+        raise TypeError(f"compression={compression!r}: expected an object such as optim.compression.BF16(), or None")

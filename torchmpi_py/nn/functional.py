@@ -1,28 +1,31 @@
-"""Collectives that autograd follows: a network may pass its activations through them.
+"""Collectives that autograd can differentiate: a network may pass its activations through them.
 
-Each function takes the arguments of the verb of its name but for ``out`` and ``flavour``, leaves ``x`` as it is, and
-returns a new tensor. Each is a linear map of what all P ranks bring, and its backward pass is the adjoint map. With
-x_r and y_r the input and result of rank r, and L the *sum of the losses of all ranks*, a rank's gradients are::
+Each function takes the arguments of the collective of the same name, without ``out`` and ``flavour``. It does not
+change ``x``, and it returns a new tensor. Each function is a linear map of the inputs of all P ranks, and its backward
+pass is the adjoint map. Let x_r and y_r be the input and the result of rank r, and L the *sum of the losses of all
+ranks*. The gradients of a rank are::
 
     dx_r = dL / dx_r      dy_r = dL / dy_r
 
-So where every rank has the same loss after an ``allreduce``, the gradients are P times those of one loss: divide the
-loss, or take ``op="avg"``. Only ops sum and avg are linear.
+So if every rank has the same loss after an ``allreduce``, the gradients are P times the gradients of one loss. Divide
+the loss by P, or use ``op="avg"``. Only the ops sum and avg are linear.
 
-- Every rank of ``comm`` (default: the current level) calls the same functions in the same order, forward and backward:
-  every rank takes part in the backward pass of every function whose result some rank's loss depends on. Where the
-  result is only on root, the other ranks get a tensor of zeros, or of no rows; add its sum to their loss. Where
-  inputs are named (``torch.autograd.grad``), all ranks name such as are reached through the same functions. Of tensors
-  on several devices in one graph autograd keeps no order: give each device a communicator of its own.
-- Gradients flow if ``x`` requires them on any rank, which the ranks find out by a reduction of a number. Whether
-  gradients are enabled (``torch.no_grad``) is alike on all ranks.
-- Derivatives of derivatives are taken in the same way if ``x`` requires a gradient on all ranks; else RanksDisagree.
-- Other collectives may be under way in the backward pass: these functions use a communicator of their own.
+- Every rank of ``comm`` (default: the current level) must call the same functions in the same order, forward and
+  backward. A rank takes part in the backward pass of every function whose result the loss of some rank depends on.
+- If the result is only on ``root``, the other ranks get a tensor of zeros, or of no rows. Add its sum to their loss,
+  so that their backward pass reaches the function.
+- If you name inputs (``torch.autograd.grad``), name inputs on all ranks that the same functions lead to.
+- Autograd keeps no order between the devices of one graph. So use one communicator per device.
+- Gradients flow if ``x`` requires a gradient on any rank. The ranks find this out by an allreduce of one number.
+  Gradients must be enabled, or disabled (``torch.no_grad``), on all ranks.
+- Second derivatives work if ``x`` requires a gradient on all ranks; otherwise RanksDisagree is raised.
+- Other collectives may run during the backward pass, because these functions use their own communicator.
 
-TypeError and ValueError as from the verbs; RanksDisagree and CommunicatorError as from these.
+All functions raise TypeError and ValueError for wrong arguments, before anything is sent. They raise RanksDisagree and
+CommunicatorError like the collectives they call.
 
-Source: the adjoints follow from the verbs' definitions; torch.distributed.nn.functional has some of them, ChainerMN
-had them for networks that are split over ranks.
+Sources: the adjoints follow from the definitions of the collectives. torch.distributed.nn.functional has some of them.
+ChainerMN had them for networks that are split over ranks.
 """
 
 from __future__ import annotations
@@ -43,104 +46,223 @@ from torchmpi_py.errors import RanksDisagree
 
 
 def own_communicator(comm: Communicator | None) -> Communicator:
-    """The duplicate of ``comm`` for layers: gradients use ``comm`` during the backward pass. Collective once."""
+    """Return the duplicate of ``comm`` for layers, because gradients use ``comm`` during backward. Collective once."""
     return communicators.beside(communicators.resolve(comm), "layers")
 
 
 def allreduce(x: Tensor, op: str = "sum", *, comm: Communicator | None = None) -> Tensor:
-    """The sum (or average) of the ``x`` of all ranks, on all ranks: y_s = sum_r x_r.
+    """Return the sum (or mean) of the ``x`` of all ranks, on every rank: y_s = sum_r x_r.
 
-    Adjoint: dx_r = sum_s dy_s, an allreduce; with "avg" both are divided by P.
+    Every rank of ``comm`` must make this call. Adjoint: dx_r = sum_s dy_s, an allreduce. With "avg", both are divided
+    by P.
+
+    Args:
+        x (Tensor): input, of the same shape and dtype on every rank; not changed.
+        op (str): "sum" (default) or "avg".
+        comm (Communicator): ranks that make this call; default None, the current level.
+
+    Returns:
+        A new tensor of the shape of ``x``.
+
+    Raises:
+        TypeError: ``x`` is not a supported tensor.
+        ValueError: ``op`` is neither "sum" nor "avg".
+
+    Examples:
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> y = mpi.nn.functional.allreduce(x, op="avg")
+        >>> y.sum().backward()
+        >>> x.grad
+        tensor([1., 1., 1.])
     """
     return _call("allreduce", x, comm, op=op)
 
 
 def broadcast(x: Tensor, root: int = 0, *, comm: Communicator | None = None) -> Tensor:
-    """The ``x`` of ``root``, on all ranks: y_s = x_root. The others' ``x`` has the same shape and dtype.
+    """Return the ``x`` of ``root`` on every rank: y_s = x_root.
 
-    Adjoint: dx_root = sum_s dy_s, a reduce; zero on the other ranks.
+    Every rank of ``comm`` must make this call. Adjoint: dx_root = sum_s dy_s, a reduce; zero on the other ranks.
+
+    Args:
+        x (Tensor): on ``root`` the input; on other ranks a tensor of the same shape and dtype. Not changed.
+        root (int): rank whose ``x`` is sent; default 0.
+        comm (Communicator): ranks that make this call; default None, the current level.
+
+    Returns:
+        A new tensor of the shape of ``x``.
+
+    Raises:
+        TypeError: ``x`` is not a supported tensor, or ``root`` is not an integer.
+        ValueError: ``root`` is not a rank of ``comm``.
     """
     return _call("broadcast", x, comm, root=root)
 
 
 def reduce(x: Tensor, root: int = 0, op: str = "sum", *, comm: Communicator | None = None) -> Tensor:
-    """The sum (or average) of the ``x`` of all ranks, on ``root``: y_root = sum_r x_r. Zeros on the others.
+    """Return the sum (or mean) of the ``x`` of all ranks on ``root``, and zeros on the other ranks: y_root = sum_r x_r.
 
-    Adjoint: dx_r = dy_root, a broadcast; with "avg" both are divided by P.
+    Every rank of ``comm`` must make this call. Adjoint: dx_r = dy_root, a broadcast. With "avg", both are divided by P.
+
+    Args:
+        x (Tensor): input, of the same shape and dtype on every rank; not changed.
+        root (int): rank that gets the result; default 0.
+        op (str): "sum" (default) or "avg".
+        comm (Communicator): ranks that make this call; default None, the current level.
+
+    Returns:
+        A new tensor of the shape of ``x``.
+
+    Raises:
+        TypeError: ``x`` is not a supported tensor, or ``root`` is not an integer.
+        ValueError: ``root`` is not a rank of ``comm``, or ``op`` is neither "sum" nor "avg".
     """
     return _call("reduce", x, comm, root=root, op=op)
 
 
 def reduce_scatter(x: Tensor, op: str = "sum", *, comm: Communicator | None = None) -> Tensor:
-    """The sum (or average) of the ``x`` of all ranks, slice r of it on rank r: y_r = sum_s x_s[slice r].
+    """Return slice r of the sum (or mean) of the ``x`` of all ranks on rank r: y_r = sum_s x_s[slice r].
 
-    There are P equal slices along dim 0. Adjoint: dx_s = (dy_0, dy_1, ...), an allgather; with "avg" both are divided
-    by P.
+    Every rank of ``comm`` must make this call. The P slices divide dim 0 equally. Adjoint: dx_s = (dy_0, dy_1, ...), an
+    allgather. With "avg", both are divided by P.
+
+    Args:
+        x (Tensor): input, of the same shape and dtype on every rank; dim 0 is a multiple of P. Not changed.
+        op (str): "sum" (default) or "avg".
+        comm (Communicator): ranks that make this call; default None, the current level.
+
+    Returns:
+        A new tensor with the rows of one slice.
+
+    Raises:
+        TypeError: ``x`` is not a supported tensor.
+        ValueError: dim 0 of ``x`` is not a multiple of P, or ``op`` is neither "sum" nor "avg".
     """
     return _call("reduce_scatter", x, comm, op=op)
 
 
 def allgather(x: Tensor, *, comm: Communicator | None = None) -> Tensor:
-    """The ``x`` of all ranks, concatenated along dim 0 in rank order, on all ranks; their dim-0 sizes may differ.
+    """Return the ``x`` of all ranks, concatenated along dim 0 in rank order, on every rank.
 
-    Adjoint: dx_r = sum_s dy_s[rows of rank r], a reduce_scatter where all bring as many rows, else an allreduce.
+    Every rank of ``comm`` must make this call. Adjoint: dx_r = sum_s dy_s[rows of rank r]. It is a reduce_scatter if
+    all ranks have the same number of rows, else an allreduce.
+
+    Args:
+        x (Tensor): input, not changed. The sizes of dim 0 may differ between ranks; a scalar counts as one row.
+        comm (Communicator): ranks that make this call; default None, the current level.
+
+    Returns:
+        A new tensor with the rows of all ranks.
+
+    Raises:
+        TypeError: ``x`` is not a supported tensor.
     """
     return _call("allgather", x, comm)
 
 
 def gather(x: Tensor, root: int = 0, *, comm: Communicator | None = None) -> Tensor:
-    """The ``x`` of all ranks, concatenated along dim 0 in rank order, on ``root``; no rows on the other ranks.
+    """Return the ``x`` of all ranks, concatenated along dim 0 in rank order, on ``root``; no rows on the other ranks.
 
-    Their dim-0 sizes may differ. Adjoint: dx_r = dy_root[rows of rank r], a scatter where all bring as many rows, else
-    a broadcast.
+    Every rank of ``comm`` must make this call. Adjoint: dx_r = dy_root[rows of rank r]. It is a scatter if all ranks
+    have the same number of rows, else a broadcast.
+
+    Args:
+        x (Tensor): input, not changed. The sizes of dim 0 may differ between ranks; a scalar counts as one row.
+        root (int): rank that gets the result; default 0.
+        comm (Communicator): ranks that make this call; default None, the current level.
+
+    Returns:
+        A new tensor with the rows of all ranks on ``root``, and with no rows on the other ranks.
+
+    Raises:
+        TypeError: ``x`` is not a supported tensor, or ``root`` is not an integer.
+        ValueError: ``root`` is not a rank of ``comm``.
     """
     return _call("gather", x, comm, root=root)
 
 
 def scatter(x: Tensor, root: int = 0, *, comm: Communicator | None = None) -> Tensor:
-    """Slice r, of P equal slices along dim 0, of root's ``x``, on rank r: y_r = x_root[slice r].
+    """Return slice r of root's ``x`` on rank r: y_r = x_root[slice r].
 
-    The others' ``x`` has the same shape and dtype. Adjoint: dx_root = (dy_0, dy_1, ...), a gather; zero on the others.
+    Every rank of ``comm`` must make this call. The P slices divide dim 0 equally. Adjoint: dx_root = (dy_0, dy_1, ...),
+    a gather; zero on the other ranks.
+
+    Args:
+        x (Tensor): on ``root`` the input; on other ranks a tensor of the same shape and dtype. Not changed.
+        root (int): rank whose ``x`` is divided; default 0.
+        comm (Communicator): ranks that make this call; default None, the current level.
+
+    Returns:
+        A new tensor with the rows of one slice.
+
+    Raises:
+        TypeError: ``x`` is not a supported tensor, or ``root`` is not an integer.
+        ValueError: ``root`` is not a rank of ``comm``, or dim 0 of ``x`` is not a multiple of P.
     """
     return _call("scatter", x, comm, root=root)
 
 
 def alltoall(x: Tensor, *, comm: Communicator | None = None) -> Tensor:
-    """Slice s of the result is this rank's slice of rank s's ``x``, of P equal slices along dim 0: y_r[s] = x_s[r].
+    """Return the slices for this rank from all ranks: y_r[s] = x_s[r], where [s] is slice s.
 
-    Adjoint: dx_s[r] = dy_r[s], an alltoall.
+    Every rank of ``comm`` must make this call. The P slices divide dim 0 equally. Adjoint: dx_s[r] = dy_r[s], an
+    alltoall.
+
+    Args:
+        x (Tensor): input, of the same shape and dtype on every rank; dim 0 is a multiple of P. Not changed.
+        comm (Communicator): ranks that make this call; default None, the current level.
+
+    Returns:
+        A new tensor of the shape of ``x``; slice s comes from rank s.
+
+    Raises:
+        TypeError: ``x`` is not a supported tensor.
+        ValueError: dim 0 of ``x`` is not a multiple of P.
     """
     return _call("alltoall", x, comm)
 
 
 def sendreceive(x: Tensor, source: int, destination: int, *, comm: Communicator | None = None) -> Tensor:
-    """What ``source`` sends, while ``x`` goes to ``destination``: y_r = x_source. Same shape and dtype on all ranks.
+    """Send ``x`` to ``destination``, and return the ``x`` of ``source``: y_r = x_source.
 
-    Every rank is the source of one rank and the destination of one. Adjoint: dx_r = dy_destination, the other way.
+    Every rank of ``comm`` must make this call. Every rank is the source of one rank and the destination of one rank.
+    Adjoint: dx_r = dy_destination, a sendreceive in the opposite direction.
+
+    Args:
+        x (Tensor): input, of the same shape and dtype on every rank; not changed.
+        source (int): rank whose ``x`` this rank receives.
+        destination (int): rank that receives this rank's ``x``.
+        comm (Communicator): ranks that make this call; default None, the current level.
+
+    Returns:
+        A new tensor of the shape of ``x``.
+
+    Raises:
+        TypeError: ``x`` is not a supported tensor, or a rank is not an integer.
+        ValueError: ``source`` or ``destination`` is not a rank of ``comm``.
     """
     return _call("sendreceive", x, comm, source=source, destination=destination)
 
 
 def _call(verb: str, x: Tensor, comm: Communicator | None, **arguments: Any) -> Tensor:
-    """Check what the verb is given, before anything is sent, and apply it. TypeError or ValueError with the remedy."""
+    """Check the arguments before anything is sent, and apply the collective. Raise TypeError or ValueError."""
     comm = communicators.resolve(comm)
     if torch._C._are_functorch_transforms_active():
         raise TypeError(f"nn.functional.{verb}: {NO_TRANSFORM}")
     check_tensor(f"nn.functional.{verb}", "x", x)
     if arguments.get("op", "sum") not in ("sum", "avg"):
         raise ValueError(
-            f"nn.functional.{verb}: op {arguments['op']!r} has no gradient here; take sum or avg, or mpi.{verb}"
+            f"nn.functional.{verb}: op {arguments['op']!r} has no gradient here; use sum or avg, or mpi.{verb}"
         )
     for name in arguments.keys() - {"op"}:
         check_rank(verb, name, arguments[name], comm.size)
     if verb in ("allgather", "gather") and x.dim() == 0:
-        x = x.reshape(1)  # it counts as one row
+        x = x.reshape(1)  # A scalar counts as one row.
     return _apply(verb, x, own_communicator(comm), **arguments)
 
 
 def _apply(verb: str, x: Tensor, comm: Communicator, **arguments: Any) -> Tensor:
-    """Apply a verb to ``x``, in the graph of autograd if any rank's ``x`` is in it. Collective."""
-    # Backward is collective: a rank whose x needs no gradient has to take part where another rank's does.
+    """Apply a collective to ``x``, in the graph of autograd if the ``x`` of any rank is in the graph. Collective."""
+    # Backward is collective: a rank whose x needs no gradient must take part if another rank's x needs one.
     num_tracked = verbs.allreduce(int(x.requires_grad), comm=comm) if torch.is_grad_enabled() else 0
     if not num_tracked:
         return _value(verb, x.detach(), comm, arguments)
@@ -150,18 +272,18 @@ def _apply(verb: str, x: Tensor, comm: Communicator, **arguments: Any) -> Tensor
 
 
 def _value(verb: str, x: Tensor, comm: Communicator, arguments: dict[str, Any]) -> Tensor:
-    """The result of a verb, in a new tensor."""
+    """Return the result of a collective in a new tensor."""
     writes = COLLECTIVES[verb].writes
     if writes is Writes.X:
         x = x.clone()
-    elif writes is Writes.X_WITHOUT_OUT:  # which reduce does not write on other ranks than root
+    elif writes is Writes.X_WITHOUT_OUT:  # reduce writes no result except on root.
         arguments = {**arguments, "out": torch.zeros_like(x) if verb == "reduce" else torch.empty_like(x)}
     y: Tensor | None = getattr(verbs, verb)(x, comm=comm, **arguments)
     return x.new_empty((0, *x.shape[1:])) if y is None else y
 
 
 class _Linear(Function):
-    """A linear map of what all ranks bring. ``link`` requires a gradient where ``x`` does so on another rank alone."""
+    """A linear map of the inputs of all ranks. ``link`` requires a gradient if only the ``x`` of another rank does."""
 
     @staticmethod
     def forward(
@@ -178,10 +300,11 @@ class _Linear(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and ctx.num_tracked < ctx.comm.size:
             raise RanksDisagree(
-                f"nn.functional: x requires a gradient on {ctx.num_tracked} of {ctx.comm.size} ranks; for derivatives "
-                "of derivatives (create_graph=True) it has to on all: x.requires_grad_()"
+                f"nn.functional: x requires a gradient on {ctx.num_tracked} of {ctx.comm.size} ranks, but second "
+                "derivatives (create_graph=True) need it on all ranks; call x.requires_grad_() on every rank"
             )
-        dx = _ADJOINTS[ctx.verb](dy, ctx.comm, ctx.num_rows, **ctx.arguments)  # on all ranks, wanted here or not
+        # Every rank takes part, whether it needs dx or not.
+        dx = _ADJOINTS[ctx.verb](dy, ctx.comm, ctx.num_rows, **ctx.arguments)
         return dx if ctx.needs_input_grad[0] else None, None, None, None, None, None
 
 
@@ -205,17 +328,17 @@ def _divided(dx: Tensor, comm: Communicator, op: str) -> Tensor:
 
 
 def _share(whole: Tensor, counts: list[int], comm: Communicator) -> Tensor:
-    """This rank's rows of a tensor that has those of all ranks."""
+    """Return this rank's rows of a tensor that has the rows of all ranks."""
     return whole.narrow(0, sum(counts[: comm.rank]), counts[comm.rank]).clone()
 
 
 def _filled(rows: Tensor, count: int) -> Tensor:
-    """The rows, with zeros behind them up to so many; where there are none autograd still follows."""
-    missing = count - rows.shape[0]
-    return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))]) if missing else rows
+    """Return the rows, followed by zeros up to ``count`` rows; autograd follows even if there are no rows."""
+    num_missing = count - rows.shape[0]
+    return torch.cat([rows, rows.new_zeros((num_missing, *rows.shape[1:]))]) if num_missing else rows
 
 
-# Each takes dy, the communicator, the number of rows of this rank's x, and the arguments of the verb.
+# Each function takes dy, the communicator, the number of rows of this rank's x, and the arguments of the collective.
 _ADJOINTS: dict[str, Callable[..., Tensor]] = {
     "allreduce": lambda dy, comm, _, op: _apply("allreduce", dy, comm, op=op),
     "broadcast": lambda dy, comm, _, root: _apply("reduce", dy, comm, root=root, op="sum"),

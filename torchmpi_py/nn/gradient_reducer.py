@@ -1,16 +1,16 @@
-"""One bucket of gradients, and its reduction. The dense bucket here is the base of sparse, compressed and sharded ones.
+"""One bucket of gradients, and its reduction. The dense bucket is the base of the sparse, compressed and sharded ones.
 
-The life of a bucket in one step:
+A bucket goes through three phases in one step:
 
-1. ``insert``: backward has completed a gradient. It is copied into the bucket's flat memory while it is in cache, and
-   ``p.grad`` becomes an AbsentGradient. (Accumulating into views of flat memory would move more memory, because views
-   have to be zeroed and read again.)
-2. ``launch``: the reduction starts, once the gradients of the bucket are complete, or the backward pass is over. A
+1. ``insert``: backward has completed a gradient. It is copied into the bucket's flat memory while it is in the cache,
+   and ``p.grad`` becomes an AbsentGradient. (Accumulating into views of flat memory would move more memory, because
+   views have to be zeroed and read again.)
+2. ``launch``: the reduction starts, when the gradients of the bucket are complete or the backward pass is over. A
    parameter without a gradient on this rank counts as zero.
-3. ``finish``: the reduction is done. ``p.grad`` are views of flat memory, which holds the reduced gradients.
+3. ``finish``: the reduction is complete. ``p.grad`` becomes a view of flat memory, which holds the reduced gradients.
 
-A gradient that is alone in its bucket is not even copied: the reduction reads it where backward has left it, and
-flavour ``shared`` publishes only the slices that other ranks reduce.
+A gradient that is alone in its bucket is not copied. The reduction reads it where autograd has written it, and flavour
+``shared`` publishes only the slices that other ranks reduce.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _live: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 class GradientReducer:
     """Parameters of one dtype and device, and the flat memory for their gradients.
 
-    ``launch`` and ``finish``, or ``reduce`` and ``finish``, are collective over ``comm``. ``op``: "avg" or "sum".
+    ``launch`` and ``finish``, or ``reduce`` and ``finish``, are collective over ``comm``. ``op`` is "avg" or "sum".
     """
 
     absent_kind = AbsentGradient
 
     has_state = False
-    """Whether something is kept from one step to the next (``restart`` drops it)."""
+    """Whether the bucket keeps a state from one step to the next, which ``restart`` drops."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], flat: Tensor, comm: Communicator) -> None:
         self.parameters = list(parameters)
@@ -54,11 +54,11 @@ class GradientReducer:
         _live.add(self)
 
     def fits(self) -> bool:
-        """Whether the parameters still have the shapes, dtype and device for which the bucket was made."""
+        """Return whether the parameters still have the shapes, dtype and device for which the bucket was created."""
         return [(p.shape, p.dtype, p.device) for p in self.parameters] == self._kinds
 
     def holds(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether the gradient of a parameter lies in the bucket."""
+        """Return whether the gradient of a parameter lies in the bucket."""
         gradient, view = parameter.grad, self._views[parameter]
         if gradient is None or gradient is self._absent[parameter]:
             return gradient is not None
@@ -74,23 +74,23 @@ class GradientReducer:
         return [verbs.allreduce_async(self._input(), out=self.flat, op=op, comm=self.comm)]
 
     def reduce(self, op: str) -> None:
-        """Reduce all gradients of the bucket on the calling thread; ``finish`` follows."""
+        """Reduce all gradients of the bucket on the calling thread; call ``finish`` next."""
         verbs.allreduce(self._input(), out=self.flat, op=op, comm=self.comm)
 
     def finish(self, op: str) -> None:
-        """Make ``p.grad`` views of the reduced gradients."""
+        """Make each ``p.grad`` a view of the reduced gradients."""
         for parameter, view in self._views.items():
-            parameter.grad = view.detach()  # a tensor of its own: module.to() changes what is in parameter.grad
+            parameter.grad = view.detach()  # not the view itself, because module.to() changes parameter.grad in place
 
     def owes(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether a parameter that no rank has used still gets a gradient; the same on every rank."""
+        """Return whether a parameter that no rank has used still gets a gradient; the same on every rank."""
         return False
 
     def restart(self) -> None:
-        """Drop what earlier steps have left, on all ranks in the same step."""
+        """Drop the state of earlier steps. All ranks call it in the same step."""
 
     def _input(self) -> Tensor:
-        """The values to reduce, flat: the bucket, or the lone gradient where it is, in the layout of its view."""
+        """Return the flat values to reduce: the bucket, or a single gradient in place if its layout fits."""
         first = self.parameters[0]
         view = self._views[first]
         if self.reads_in_place and not self.holds(first) and (gradient := dense_gradient(first)) is not None:
@@ -102,7 +102,7 @@ class GradientReducer:
         return self.flat
 
     def _insert(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Copy gradients that lie elsewhere into the bucket, all in one call; zero for None."""
+        """Copy gradients that lie elsewhere into the bucket, all in one call; zeros for None."""
         views, gradients = [], []
         for parameter in parameters:
             gradient, view, absent = dense_gradient(parameter), self._views[parameter], self._absent[parameter]
@@ -120,7 +120,7 @@ class GradientReducer:
 
 
 def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The parts of flat memory, in the shapes of parameters, and in their layouts where these leave no gaps."""
+    """Yield the parts of flat memory in the shapes of the parameters, and in their layouts if these have no gaps."""
     sizes = [p.numel() for p in parameters]
     for part, parameter in zip(torch.split(flat[: sum(sizes)], sizes), parameters, strict=True):
         plain = parameter.detach()
@@ -129,7 +129,7 @@ def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def dense_gradient(parameter: torch.nn.Parameter) -> Tensor | None:
-    """The gradient of a parameter; a sparse one is made dense."""
+    """Return the gradient of a parameter, or a dense copy if the gradient is sparse."""
     gradient = parameter.grad
     return gradient if gradient is None or gradient.layout is torch.strided else gradient.to_dense()
 
@@ -137,13 +137,13 @@ def dense_gradient(parameter: torch.nn.Parameter) -> Tensor | None:
 def _check_dtype(gradient: Tensor, view: Tensor) -> None:
     if gradient.dtype is not view.dtype:
         raise TypeError(
-            f"a gradient of shape {tuple(view.shape)} is {gradient.dtype}, and its parameter {view.dtype}: gradients "
-            "are reduced in the dtype of their parameters; leave grad_dtype= of the parameter as it is"
+            f"a gradient of shape {tuple(view.shape)} is {gradient.dtype}, but its parameter is {view.dtype}: "
+            "gradients are reduced in the dtype of their parameters; do not set grad_dtype= of the parameter"
         )
 
 
 def _leave_gradients() -> None:
-    """Drop the gradients in a forked child, where the buckets are the memory of the parent, too."""
+    """Drop the gradients in a forked child, because its buckets share memory with the parent."""
     for reducer in list(_live):
         for parameter in filter(reducer.holds, reducer.parameters):
             parameter.grad = None

@@ -1,4 +1,4 @@
-"""The modules and parameters of a module without their names, in a fraction of the time that torch takes for both."""
+"""The modules and parameters of a module without their names, in a fraction of the time that torch takes."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ _TAKES_GRADIENT = attrgetter("requires_grad")
 
 
 def modules_of(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Like ``module.modules()``, in its order."""
-    found: dict[torch.nn.Module, None] = {}
-    left: list[torch.nn.Module | None] = [module]
-    while left:
-        part = left.pop()
-        if part is not None and part not in found:
-            found[part] = None
+    """Return the modules in the order of ``module.modules()``."""
+    modules: dict[torch.nn.Module, None] = {}
+    stack: list[torch.nn.Module | None] = [module]
+    while stack:
+        part = stack.pop()
+        if part is not None and part not in modules:
+            modules[part] = None
             if part._modules:
-                left.extend(reversed(part._modules.values()))
-    return list(found)
+                stack.extend(reversed(part._modules.values()))
+    return list(modules)
 
 
 def parameters_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Like ``module.parameters()``, each once and in its order."""
+    """Return the parameters in the order of ``module.parameters()``, each once."""
     if _shows_others(module):
         return list(module.parameters())
-    found = {id(p): p for part in modules_of(module) for p in part._parameters.values() if p is not None}
-    return list(found.values())
+    by_id = {id(p): p for part in modules_of(module) for p in part._parameters.values() if p is not None}
+    return list(by_id.values())
 
 
 def _shows_others(module: torch.nn.Module) -> bool:
-    """Whether ``parameters()`` may give other parameters than those that the module and its parts hold."""
+    """Return whether the class overrides ``parameters()``, and so may return other parameters."""
     kind, plain = type(module), torch.nn.Module
     return kind.parameters is not plain.parameters or kind.named_parameters is not plain.named_parameters
 
 
 class ParameterSnapshot:
-    """The parameters that a look at network, criterion and optimizer has found.
+    """The parameters of network, criterion and optimizer at one moment.
 
-    ``are_current`` tells whether another look would find the same. It compares the identity of everything that they
-    hold, in one frame and without names. torch's hooks for registrations would be cheaper, but they miss ``del``,
+    ``are_current`` returns whether a new snapshot would be the same. It compares the identity of all modules and
+    parameters, in one frame and without names. torch's hooks for registrations would be cheaper, but they miss ``del``,
     ``ModuleList.insert`` and ``requires_grad_``.
 
-    groups: the parameters of the optimizer's groups, which may be others than ``param_groups`` holds.
+    groups: the parameters of the optimizer's groups, which may differ from those in ``param_groups``.
     """
 
     def __init__(
@@ -57,15 +57,15 @@ class ParameterSnapshot:
         modules = [part for part in (network, criterion) if isinstance(part, torch.nn.Module)]
         self.is_sure = not any(map(_shows_others, modules))
         self.parts = list(chain.from_iterable(map(modules_of, modules)))
-        held = chain(chain.from_iterable(map(parameters_of, modules)), *groups)
-        self.parameters = list({id(p): p for p in held}.values())
+        members = chain(chain.from_iterable(map(parameters_of, modules)), *groups)
+        self.parameters = list({id(p): p for p in members}.values())
         self.trained = [p for p in self.parameters if p.requires_grad]
         self.with_own_zero_grad = [m for m in modules if type(m).zero_grad is not torch.nn.Module.zero_grad]
         self.found: list[Any] = []
         self.are_current(network, criterion, optimizer)
 
     def are_current(self, network: Any, criterion: Any, optimizer: Any) -> bool:
-        """Whether another look would find the same as the last one; False where that is not certain."""
+        """Return whether a new snapshot would equal the last one; False where that is uncertain."""
         contents = map(dict.values, chain.from_iterable(map(_HELD, self.parts)))
         in_groups = map(_PARAMETERS, getattr(optimizer, "param_groups", ()))
         objects = chain((network, criterion, optimizer), chain.from_iterable(contents), chain.from_iterable(in_groups))

@@ -1,4 +1,4 @@
-"""An optimizer's state, equal on all ranks."""
+"""Optimizer state that is equal on all ranks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,23 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
 
 def broadcast_optimizer_state(optimizer: Any, root: int = 0, *, comm: Communicator | None = None) -> None:
-    """Give every rank root's optimizer state: moments, numbers of steps, options of the groups. Collective.
+    """Give every rank the optimizer state of ``root``: moments, step counts and options of the groups.
 
-    Where the states are the same, the ranks exchange only a digest. The optimizer may be another object with a state,
-    such as a scheduler. One without ``state_dict`` and ``load_state_dict`` is left as it is. The optimizers are of one
-    kind, over the same parameters in the same order.
+    Every rank of ``comm`` must make this call. **Overwrites** the state of ``optimizer`` on the ranks other than
+    ``root``. If all states are equal already, the ranks only exchange a digest. The optimizers must be of one class,
+    with the same parameters in the same order.
 
-    Raises RanksDisagree, on all ranks, where kinds or numbers of parameters differ, or where ``load_state_dict`` has
-    changed the state (torch's gives it the dtype of the parameters).
+    Args:
+        optimizer (torch.optim.Optimizer): optimizer, or another object with ``state_dict`` and ``load_state_dict``,
+            such as a scheduler. An object without these methods is not changed.
+        root (int): rank whose state is sent; default 0.
+        comm (Communicator): ranks that make this call; default None, the current level.
+
+    Raises:
+        RanksDisagree: on every rank, if classes or numbers of parameters differ, or if ``load_state_dict`` has changed
+            the state (torch's converts it to the dtype of the parameters).
+        TypeError: ``root`` is not an integer.
+        ValueError: ``root`` is not a rank of ``comm``.
     """
     comm = resolve(comm)
     root = check_rank("broadcast_optimizer_state", "root", root, comm.size)
@@ -36,28 +45,28 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, *, comm: Communicat
         return
     if not _differing(optimizer, comm):
         return
-    # In one piece, because states differ seldom: where a rank is new, or has left join() early.
+    # The state is sent as a whole because states rarely differ: a rank is new, or left join() early.
     torch.save(optimizer.state_dict() if comm.rank == root else None, content := io.BytesIO())
     content = io.BytesIO(verbs.broadcast_object(content.getvalue(), root, comm=comm))
     if comm.rank != root:
-        # A tensor that is on a GPU of root comes to this rank's own.
+        # A tensor on a GPU of root is loaded onto this rank's own GPU.
         gpus = {f"cuda:{number}": "cuda" for number in range(torch.cuda.device_count())}
         optimizer.load_state_dict(torch.load(content, map_location=gpus, weights_only=False))
-    if differing := _differing(optimizer, comm):
+    if others := _differing(optimizer, comm):
         raise RanksDisagree(
-            f"{type(optimizer).__name__}.load_state_dict has not taken the state of rank {root} as it is, on rank "
-            f"{', '.join(map(str, differing))}: load it on every rank"
+            f"{type(optimizer).__name__}.load_state_dict has changed the state of rank {root} while loading it, on "
+            f"rank {', '.join(map(str, others))}; call load_state_dict with the same state on every rank"
         )
 
 
 class OptimizerKind(NamedTuple):
-    """What an optimizer's state belongs to."""
+    """The class of an optimizer and the shapes of its parameters, which a saved state has to match."""
 
-    name: str  # of the class
-    shapes: list[tuple[int, ...]]  # of the parameters, in the order of the groups
+    name: str  # name of the class
+    shapes: list[tuple[int, ...]]  # shapes of the parameters, in the order of the groups
 
     def check_saved(self, saved: OptimizerKind) -> None:
-        """ValueError, with both, unless a state that was saved of the kind ``saved`` is one of this kind."""
+        """Raise ValueError, which names both, if a state saved from the optimizer ``saved`` does not fit this one."""
         if saved.name != self.name:
             raise ValueError(f"it was trained by the optimizer {saved.name}, and this one is {self.name}")
         for number, (theirs, mine) in enumerate(zip(saved.shapes, self.shapes, strict=False)):
@@ -75,26 +84,26 @@ def name_of_class(optimizer: Any, transparent: tuple[type, ...] = ()) -> str:
 
 
 def _differing(optimizer: Any, comm: Communicator) -> list[int]:
-    """The ranks with another state than rank 0. Collective; RanksDisagree if kinds or groups differ."""
+    """Return the ranks whose state differs from rank 0's. Collective. Raise RanksDisagree if classes differ."""
     state = optimizer.state_dict()
-    # Not the groups of the optimizer: those of a ShardedOptimizer hold what the rank updates.
+    # The groups of the optimizer itself would not do: those of a ShardedOptimizer hold only this rank's shards.
     sizes = [len(group["params"]) for group in (state.get("param_groups", []) if isinstance(state, dict) else [])]
     digest = hashlib.blake2b(repr(_content(state)).encode(), digest_size=16).digest()
     kinds = verbs.allgather_object((name_of_class(optimizer), sizes, digest), comm=comm)
     if any(kind[:2] != kinds[0][:2] for kind in kinds):
-        named = "; ".join(f"rank {rank}: {name} of {sizes}" for rank, (name, sizes, _) in enumerate(kinds))
-        raise RanksDisagree(f"the ranks' optimizers differ in kind, or in the parameters of their groups: {named}")
+        texts = "; ".join(f"rank {rank}: {name} of {sizes}" for rank, (name, sizes, _) in enumerate(kinds))
+        raise RanksDisagree(f"the ranks' optimizers differ in kind, or in the parameters of their groups: {texts}")
     return [rank for rank, kind in enumerate(kinds) if kind != kinds[0]]
 
 
 def _content(x: Any) -> Any:
-    """The content that is compared: a tensor's bits, a dict's items in any order, the type of an object of no data."""
+    """Return the comparable content: the bits of a tensor, the sorted items of a dict, else the class name."""
     if isinstance(x, dict):
         return sorted(((repr(key), _content(value)) for key, value in x.items()), key=itemgetter(0))
     if isinstance(x, (list, tuple)):
         return [_content(value) for value in x]
     if isinstance(x, Tensor):
-        return digest_of(x.detach().to_dense())  # momentum of sparse gradients is sparse
+        return digest_of(x.detach().to_dense())  # The momentum of sparse gradients is sparse.
     if isinstance(x, np.ndarray):
         return x.tobytes()
     return x if isinstance(x, _PLAIN) else type(x).__qualname__

@@ -1,8 +1,10 @@
 """The sparse gradient of one parameter, such as the weight of an ``Embedding(sparse=True)``.
 
-All ranks gather the rows of all, so that the reduced gradient is sparse too, with the bytes of the rows alone. Where
-another layer uses the weight too, autograd's gradient is dense, and so is the reduced one on every rank: a row past the
-last one tells the other ranks. ``sparse_as_dense`` is faster then.
+Each rank gathers the rows of all ranks. So the reduced gradient is sparse too, and only rows with values are sent.
+
+If another layer also uses the weight, autograd's gradient is dense on that rank, and the reduced gradient is dense on
+every rank. To tell the other ranks, a rank with a dense gradient sends one row past the last one. ``sparse_as_dense``
+is faster in this case.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from torchmpi_py.nn.members import modules_of
 
 
 class SparseReducer(GradientReducer):
-    """Gathers rows and values; ``flat`` holds the reduced values."""
+    """A bucket that gathers rows and values of one sparse gradient; ``flat`` holds the reduced values."""
 
     def __init__(self, parameter: torch.nn.Parameter, comm: Communicator) -> None:
-        super().__init__([parameter], torch.empty(parameter.numel(), device="meta"), comm)  # views without memory
+        super().__init__([parameter], torch.empty(parameter.numel(), device="meta"), comm)  # The views need no memory.
         self.flat = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         self._result: Tensor | None = None
         self._handles: list[Handle[Any]] = []
@@ -32,7 +34,7 @@ class SparseReducer(GradientReducer):
         return self._result is not None and parameter.grad is self._result
 
     def insert(self, parameter: torch.nn.Parameter) -> None:
-        """Leave the gradient where it is."""
+        """Do nothing: the gradient is read where it is."""
 
     def launch(self, op: str) -> list[Handle[Any]]:
         (p,) = self.parameters
@@ -71,13 +73,13 @@ class SparseReducer(GradientReducer):
 
 
 def _added(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
-    """A coalesced tensor; values of equal rows are added, those of 16 bits in float32."""
+    """Return a coalesced tensor: the values of equal rows are added, 16-bit values in float32."""
     values = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
     return torch.sparse_coo_tensor(indices, values, shape, device=values.device, check_invariants=False).coalesce()
 
 
 def sparse_parameters(module: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """The parameters of a module whose gradients are sparse."""
+    """Return the parameters of a module whose gradients are sparse."""
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     embeddings = [part for part in modules_of(module) if isinstance(part, kinds) and part.sparse]
     return {m.weight for m in embeddings if isinstance(m.weight, torch.nn.Parameter)}

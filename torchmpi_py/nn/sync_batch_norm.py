@@ -1,19 +1,22 @@
 """Batch normalization over the batches of all ranks, on any device.
 
-torch.nn.SyncBatchNorm refuses tensors on the CPU, and needs torch.distributed.
+The idea: the ranks exchange the statistics of their batches, not the batches. Alternative: torch.nn.SyncBatchNorm.
+Why not: it refuses tensors on the CPU, and it needs torch.distributed.
 
-Forward, in training: each rank has the number n of its values per channel, their mean m, and the sum q of their squared
-distances from m. The ranks gather these 1 + 2 C numbers in float64 and combine them in the order of ranks, which gives
-all ranks the same bits, and no cancellation where the mean is large against the spread::
+Forward pass in training: each rank computes, per channel, the number n of its values, their mean m, and the sum q of
+their squared distances from m. The ranks gather these 1 + 2 C numbers in float64 and combine them in rank order. So all
+ranks get the same bits, and no digits cancel when the mean is large compared to the spread::
 
     N = sum n    mean = sum n m / N    var = sum (q + n (m - mean)^2) / N
 
-Backward: with x' = (x - mean) / sqrt(var + eps), the sums over all ranks of dy and of dy x' are reduced (2 C numbers)::
+Backward pass: with x' = (x - mean) / sqrt(var + eps), the ranks reduce the sums of dy and of dy x' (2 C numbers)::
 
     dx = weight / sqrt(var + eps) * (dy - sum(dy) / N - x' sum(dy x') / N)
 
-The gradients of weight and bias are this rank's own, as of any layer, and averaged with the others.
-Source: Chan, Golub, LeVeque (1983) for the combination; torch.nn.SyncBatchNorm for what the layer is.
+The gradients of weight and bias are computed from this rank's batch, as in any layer, and averaged with the other
+gradients.
+
+Sources: Chan, Golub, LeVeque (1983) for the combination; torch.nn.SyncBatchNorm for the interface.
 """
 
 from __future__ import annotations
@@ -36,14 +39,31 @@ from torchmpi_py.nn.synchronize import check_module
 
 
 class SyncBatchNorm(_BatchNorm):
-    """torch.nn.SyncBatchNorm over MPI: the statistics are those of the batches of all ranks.
+    """Batch normalization with the statistics of the batches of all ranks, like torch.nn.SyncBatchNorm, but over MPI.
 
-    The arguments are torch's, with ``comm`` (default: the current level) in the place of ``process_group``. Inputs are
-    (N, C, ...); N may differ between ranks, and be 0. All ranks run the same layers forward and backward, in the same
-    order: in training both are collective. In evaluation, with one rank, and without ``mpi.start()`` it is BatchNorm.
+    Inputs are (N, C, ...); N may differ between ranks, and may be 0. All ranks must run the same layers in the same
+    order, forward and backward, because both are collective in training. In evaluation, with one rank, and without
+    ``mpi.start()`` the layer is an ordinary BatchNorm.
 
-    Raises ValueError, on all ranks, where all batches together have fewer than 2 values per channel, as BatchNorm does
-    on one process: with inputs (N, C) where the last batch of an epoch has one sample in all.
+    Args:
+        num_features (int): number of channels C.
+        eps (float): number added to the variance; default 1e-5.
+        momentum (float): weight of a new batch in the running statistics, or None for a cumulative mean; default 0.1.
+        affine (bool): whether the layer has a trainable weight and bias; default True.
+        track_running_stats (bool): whether the layer keeps running statistics for evaluation; default True.
+        comm (Communicator): ranks whose batches count; default None, the current level.
+        device (torch.device or str): device of the parameters; default None, torch's default device.
+        dtype (torch.dtype): dtype of the parameters; default None, torch's default dtype.
+
+    Raises:
+        ValueError: in ``forward``, on every rank, if all batches together have fewer than 2 values per channel, or if
+            the input does not have ``num_features`` channels.
+
+    Examples:
+        >>> layer = mpi.nn.SyncBatchNorm(3)
+        >>> y = layer(torch.randn(4, 3))  # normalized over the batches of all ranks
+        >>> bool(mpi.allreduce(y.detach().sum(0)).abs().max() < 1e-4)
+        True
     """
 
     def __init__(
@@ -61,12 +81,19 @@ class SyncBatchNorm(_BatchNorm):
         self.comm = comm
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize, in training with the statistics of all ranks' batches; then update the running ones."""
+        """Normalize ``x``; in training, with the batches of all ranks (collective), and update the running statistics.
+
+        Args:
+            x (Tensor): input of shape (N, C, ...).
+
+        Returns:
+            The normalized tensor, of the shape and dtype of ``x``.
+        """
         comm = communicators.resolve(self.comm) if self.training and communicators.is_started() else None
         if comm is None or comm.size == 1:
             return super().forward(x)
         self._check_input_dim(x)
-        layer: Any = self  # for mypy each buffer may be None
+        layer: Any = self  # For mypy, each buffer may be None.
         y: Tensor
         y, mean, var = _Normalize.apply(x, self.weight, self.bias, self.eps, own_communicator(comm))  # type: ignore[no-untyped-call]
         if self.track_running_stats:
@@ -78,30 +105,41 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module, comm: Communicator | None = None) -> torch.nn.Module:
-        """Make every BatchNorm layer of a module, or the module itself, one of this class, and return the module.
+        """Convert every BatchNorm layer of a module, or the module itself, to this class.
 
-        Each layer stays the same object, with its parameters, buffers and hooks. ValueError for a lazy layer that was
-        not called yet.
+        **Changes** the layers in place: each layer stays the same object, with its parameters, buffers and hooks. Call
+        it on every rank; the ranks do not communicate.
+
+        Args:
+            module (torch.nn.Module): module to convert.
+            comm (Communicator): ranks whose batches count; default None, the current level.
+
+        Returns:
+            The module.
+
+        Raises:
+            TypeError: ``module`` is not a module.
+            ValueError: a lazy layer was not called yet, or a BatchNorm layer overrides ``forward``.
         """
         check_module("convert_sync_batchnorm", module)
         for layer in module.modules():
             name = type(layer).__name__
             if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
-                raise ValueError(f"convert_sync_batchnorm: a {name} has no features yet; call the network once before")
+                raise ValueError(f"convert_sync_batchnorm: a {name} has no features yet; call the network once first")
             if isinstance(layer, _BatchNorm):
                 if type(layer).forward not in (_BatchNorm.forward, torch.nn.SyncBatchNorm.forward, cls.forward):
-                    raise ValueError(f"convert_sync_batchnorm: {name} has a forward of its own; replace it by hand")
+                    raise ValueError(f"convert_sync_batchnorm: {name} overrides forward; replace it by hand")
                 layer.__class__ = cls
                 vars(layer)["comm"] = comm
         return module
 
     def _check_input_dim(self, x: Tensor) -> None:
         if x.dim() < 2 or x.shape[1] != self.num_features:
-            raise ValueError(f"SyncBatchNorm: expected (N, {self.num_features}, ...), not {tuple(x.shape)}")
+            raise ValueError(f"SyncBatchNorm: expected shape (N, {self.num_features}, ...), found {tuple(x.shape)}")
 
 
 class _Normalize(Function):
-    """The input normalized by the statistics of all ranks; also the mean, and the variance without bias."""
+    """The input normalized with the statistics of all ranks; also the mean, and the unbiased variance."""
 
     @staticmethod
     def forward(
@@ -113,7 +151,7 @@ class _Normalize(Function):
         ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt())
         ctx.count, ctx.comm = count, comm
         ctx.mark_non_differentiable(exact_mean, unbiased)
-        if x.dtype != mean.dtype:  # torch normalizes 16-bit floats with float32 parameters only
+        if x.dtype != mean.dtype:  # torch normalizes 16-bit floats only with float32 parameters.
             weight, bias = (None if p is None else p.to(mean.dtype) for p in (weight, bias))
         y = torch.empty_like(x) if x.numel() == 0 else batch_norm(x, mean, var, weight, bias, eps=eps)
         return y, exact_mean, unbiased
@@ -138,20 +176,20 @@ class _Normalize(Function):
 
 
 def _statistics(x: Tensor, comm: Communicator) -> tuple[Tensor, Tensor, float]:
-    """Mean and variance of each channel over all ranks, in float64, and the number of values in a channel."""
+    """Return the mean and variance of each channel over all ranks, in float64, and the number of values per channel."""
     dims, channels = _all_but_channels(x), x.shape[1]
     number = x.numel() // channels
     mean = x.sum(dims, dtype=torch.float64) / max(number, 1)
     dtype = torch.promote_types(x.dtype, torch.float32)
     squares = (x.to(dtype) - _along(mean.to(dtype), x)).square_().sum(dims, dtype=torch.float64)
-    # One exchange of 1 + 2 C numbers; combined in the order of ranks, they give the same bits everywhere.
+    # Combining the 1 + 2 C numbers of each rank in rank order gives all ranks the same bits.
     gathered = verbs.allgather(torch.cat([mean.new_tensor([number]), mean, squares]).unsqueeze(0), comm=comm)
     numbers, means, all_squares = gathered.split([1, channels, channels], dim=1)
     count = numbers.sum().item()
     if count < 2:
         raise ValueError(
             f"SyncBatchNorm: expected at least 2 values per channel when training, not {count:.0f} on all ranks; "
-            "drop_last=True of an iterator leaves out an incomplete last batch"
+            "give the iterator drop_last=True to omit an incomplete last batch"
         )
     mean = (numbers * means).sum(0) / count
     return mean, (all_squares + numbers * (means - mean).square()).sum(0) / count, count
@@ -162,5 +200,5 @@ def _all_but_channels(x: Tensor) -> list[int]:
 
 
 def _along(values: Tensor, x: Tensor) -> Tensor:
-    """One value per channel, in a shape that broadcasts against ``x``."""
+    """Return one value per channel, in a shape that broadcasts against ``x``."""
     return values.view(-1, *[1] * (x.dim() - 2))

@@ -1,6 +1,6 @@
-"""Parameters, buffers and gradients of a module, made equal on all ranks.
+"""Functions that make the parameters, buffers and gradients of a module equal on all ranks.
 
-Every function runs on the current level. Small tensors share flat buffers of up to ``Tuning.fuse_bytes``.
+Small tensors share flat buffers of up to ``Tuning.fuse_bytes``.
 """
 
 from __future__ import annotations
@@ -23,18 +23,31 @@ from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.buckets import Buckets, buckets_of, grouped
 from torchmpi_py.nn.members import parameters_of
 
-_buckets: WeakKeyDictionary[torch.nn.Module, Buckets] = WeakKeyDictionary()  # of synchronize_gradients
+_buckets: WeakKeyDictionary[torch.nn.Module, Buckets] = WeakKeyDictionary()  # the buckets of synchronize_gradients
 ParametersOf = Callable[[torch.nn.Module], Iterable[torch.nn.Parameter]]
-reduced_in_backward: WeakSet[Any] = WeakSet()  # all AsyncBackward
+reduced_in_backward: WeakSet[Any] = WeakSet()  # all registrations (AsyncBackward)
 
 
 def synchronize_parameters(module: torch.nn.Module, average: bool = False, *, comm: Communicator | None = None) -> None:
-    """Give every rank rank 0's parameters and buffers, or with ``average`` the mean of all ranks'.
+    """Give every rank the parameters and buffers of rank 0, or with ``average`` the mean over all ranks.
 
-    Collective over ``comm`` (default: the current level), to whose ranks the rest refers.
-    Buffers of whole numbers (such as counters) come from rank 0 in both cases. The module must have the same parameters
-    and buffers, of the same names, shapes and dtypes, in the same order on every rank: RanksDisagree, on all ranks, if
-    not, before anything is changed.
+    Every rank of ``comm`` must make this call, with a module that has the same parameters and buffers in the same
+    order. **Overwrites** the parameters and buffers of ``module``. Buffers of integers, such as counters, always come
+    from rank 0.
+
+    Args:
+        module (torch.nn.Module): module to change.
+        average (bool): False (default) uses the values of rank 0; True uses the mean over the ranks.
+        comm (Communicator): ranks that make this call; default None, the current level.
+
+    Raises:
+        TypeError: ``module`` is not a module, or a parameter cannot be sent.
+        RanksDisagree: on every rank, before anything is changed, if names, shapes or dtypes differ between ranks.
+
+    Examples:
+        >>> net = torch.nn.Linear(4, 1)  # different initial values on each rank
+        >>> mpi.nn.synchronize_parameters(net)
+        >>> mpi.nn.check_with_allreduce(net)  # raises RanksDisagree if a rank has other values
     """
     check_module("synchronize_parameters", module)
     named = dict([*module.named_parameters(), *module.named_buffers()])
@@ -45,12 +58,12 @@ def synchronize_parameters(module: torch.nn.Module, average: bool = False, *, co
 
 
 def check_alike(call: str, named: Mapping[str, Tensor], comm: Communicator, *, strides: bool = True) -> None:
-    """RanksDisagree, on all ranks, unless names, shapes and dtypes are the same in the same order. Collective.
+    """Raise RanksDisagree, on all ranks, unless names, shapes and dtypes are equal in the same order. Collective.
 
-    Tensors that ranks bring together are paired by their place: in another order they would be mixed up. With
-    ``strides`` the strides are compared too, because a bucket holds its gradients in the order of their strides.
+    Collectives match tensors by their position, so a different order would mix them up. With ``strides``, the strides
+    are compared too, because a bucket holds its gradients in the order of their strides.
     """
-    # torch.compile and DDP put a prefix before names, perhaps on some ranks alone.
+    # torch.compile and DDP add a prefix to names, perhaps only on some ranks.
     bare = {name.replace("_orig_mod.", "").removeprefix("module."): x for name, x in named.items()}
     table = [(name, *_description(x, strides)) for name, x in bare.items()]
     tables = allgather_object(table, comm=comm)
@@ -61,14 +74,14 @@ def check_alike(call: str, named: Mapping[str, Tensor], comm: Communicator, *, s
 
 
 def _description(x: Tensor, strides: bool) -> tuple[Any, ...]:
-    """Shape, dtype and type of device; with ``strides`` also those that matter, if ``x`` is not row-major."""
+    """Return shape, dtype and device type; with ``strides`` also the relevant strides, unless ``x`` is row-major."""
     own = [stride for stride, count in zip(x.stride(), x.shape, strict=True) if count > 1]
     more = [f"strides {own}"] if strides and not x.is_contiguous() else []
     return tuple(x.shape), str(x.dtype), x.device.type, *more
 
 
 def _make_equal(tensors: Sequence[Tensor], average: bool, comm: Communicator) -> None:
-    """Give all ranks of ``comm`` rank 0's tensors, or with ``average`` the mean of those that have one."""
+    """Give all ranks of ``comm`` rank 0's tensors, or with ``average`` the mean of the floating-point tensors."""
     averaged = [x for x in tensors if average and (x.is_floating_point() or x.is_complex())]
     copied = [x for x in tensors if not average or not (x.is_floating_point() or x.is_complex())]
     fused(averaged, lambda flat: verbs.allreduce(flat, op="avg", comm=comm))
@@ -76,14 +89,22 @@ def _make_equal(tensors: Sequence[Tensor], average: bool, comm: Communicator) ->
 
 
 def synchronize_buffers(module: torch.nn.Module, how: Literal["average", "root"] = "average") -> None:
-    """Make the buffers equal that differ between ranks, such as BatchNorm's statistics. Collective.
+    """Make buffers equal that differ between ranks, such as the statistics of BatchNorm.
 
-    "average": those of floating-point numbers become the mean of all ranks', the others (counters, masks) rank 0's.
-    "root": all become rank 0's. Buffers that are equal on all ranks keep their bits. The module has the same buffers on
-    every rank. Raises ValueError for another ``how``.
+    Every rank of the current level must make this call, with a module that has the same buffers. **Overwrites** the
+    buffers that differ; buffers that are equal on all ranks keep their bits.
+
+    Args:
+        module (torch.nn.Module): module to change.
+        how (str): "average" (default): floating-point buffers become the mean over the ranks, and other buffers
+            (counters, masks) rank 0's. "root": all buffers become rank 0's.
+
+    Raises:
+        TypeError: ``module`` is not a module.
+        ValueError: ``how`` is neither "average" nor "root".
     """
     if how not in ("average", "root"):
-        raise ValueError(f"how={how!r}: give 'average' or 'root'")
+        raise ValueError(f"synchronize_buffers: how={how!r}: expected 'average' or 'root'")
     check_module("synchronize_buffers", module)
     buffers = {name: buffer for name, buffer in module.named_buffers() if not is_lazy(buffer)}
     comm = resolve(None)
@@ -91,13 +112,30 @@ def synchronize_buffers(module: torch.nn.Module, how: Literal["average", "root"]
 
 
 def synchronize_gradients(module: torch.nn.Module, average: bool = True) -> None:
-    """Replace every ``p.grad`` by its mean over the ranks (sum, with ``average=False``). Collective.
+    """Replace every ``p.grad`` by its mean (or sum) over the ranks.
 
-    TorchMPI summed. A parameter that got no gradient here counts as zero; one that got none on any rank keeps None.
-    Call it once per step, after ``backward``. The same parameters must be trainable on every rank. ``p.grad`` becomes a
-    view of a flat buffer, which is made at the first call and overwritten at the next: clone what you want to keep,
-    save or send. ValueError for parameters that ``register_async_backward`` reduces; RanksDisagree, on all ranks, where
-    the first call finds other names, shapes or dtypes on another rank.
+    Every rank of the current level must make this call, once per step, after ``backward``. The same parameters must be
+    trainable on every rank. A parameter without a gradient on this rank counts as zero. A parameter without a gradient
+    on any rank keeps None.
+
+    **Overwrites** ``p.grad``: it becomes a view of a flat buffer, which the next call overwrites. Clone a gradient that
+    you want to keep, save or send.
+
+    Args:
+        module (torch.nn.Module): module whose gradients are reduced.
+        average (bool): True (default) divides the sum by the number of ranks; False keeps the sum, as TorchMPI did.
+
+    Raises:
+        TypeError: ``module`` is not a module, or a parameter is a DTensor.
+        ValueError: ``register_async_backward`` or an optimizer of ``optim`` already reduces these gradients.
+        RanksDisagree: on every rank, in the first call, if names, shapes or dtypes differ between ranks.
+
+    Examples:
+        >>> net = torch.nn.Linear(4, 1)
+        >>> net(torch.ones(2, 4) * mpi.rank()).sum().backward()
+        >>> mpi.nn.synchronize_gradients(net)
+        >>> bool((net.weight.grad == mpi.size() - 1).all())  # the mean of 2 * rank
+        True
     """
     call, comm = "synchronize_gradients", resolve(None)
     check_module(call, module)
@@ -110,10 +148,17 @@ def synchronize_gradients(module: torch.nn.Module, average: bool = True) -> None
 
 
 def check_with_allreduce(module: torch.nn.Module) -> None:
-    """Check that parameters and buffers are the same, bit for bit, on every rank. Collective.
+    """Check that parameters and buffers have the same bits on every rank of the current level.
 
-    Raises RanksDisagree on every rank, with the names of those that differ and the ranks that differ from most others.
-    ``synchronize_parameters`` and ``synchronize_buffers`` make them equal.
+    Every rank must make this call. Nothing is changed. ``synchronize_parameters`` and ``synchronize_buffers`` make
+    different values equal.
+
+    Args:
+        module (torch.nn.Module): module to check.
+
+    Raises:
+        TypeError: ``module`` is not a module.
+        RanksDisagree: on every rank, with the names that differ and the ranks that differ from most others.
     """
     check_module("check_with_allreduce", module)
     buffers = {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
@@ -123,14 +168,14 @@ def check_with_allreduce(module: torch.nn.Module) -> None:
 def parameters_to_reduce(
     call: str, module: torch.nn.Module, comm: Communicator, parameters: ParametersOf = parameters_of
 ) -> dict[str, torch.nn.Parameter]:
-    """The parameters of a module that take a gradient, by name, the same on all ranks. Collective.
+    """Return the trainable parameters of a module by name, the same on all ranks. Collective.
 
-    Raises TypeError for what is no module and for a DTensor, ValueError for a parameter whose gradient is reduced
-    already, RanksDisagree where the parameters differ.
+    Raise TypeError if ``module`` is not a module or a parameter is a DTensor, ValueError if a gradient is reduced
+    already, and RanksDisagree if the parameters differ between ranks.
     """
     check_module(call, module)
     if torch.is_inference_mode_enabled():
-        raise RuntimeError(f"{call}: no gradient can be reduced in memory of torch.inference_mode(); call it outside")
+        raise RuntimeError(f"{call}: gradients cannot be reduced inside torch.inference_mode(); call it outside")
     trained = {p for p in parameters(module) if p.requires_grad}
     named = {name: p for name, p in module.named_parameters() if p in trained}
     check_whole(call, named)
@@ -140,34 +185,34 @@ def parameters_to_reduce(
 
 
 def check_module(what: str, module: object) -> None:
-    """TypeError for parameters, or a state_dict, in place of a module."""
+    """Raise TypeError if the argument is not a module, for example parameters or a state_dict."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"{what}: expected a torch.nn.Module, found {type(module).__name__}; pass the module itself")
 
 
 def check_whole(what: str, named: Mapping[Any, Tensor]) -> None:
-    """A TypeError for a parameter of which this rank holds a part, or that is not in memory."""
+    """Raise TypeError for a parameter of which this rank holds only a part, or that is not in memory."""
     for name, x in named.items():
         if hasattr(x, "device_mesh"):
             raise TypeError(
-                f"{what}: parameter {name} is a DTensor, of which this rank holds a part; average the gradients of "
-                "torch's tensor parallelism by torch's own, over the mesh's data-parallel dimension: see "
-                "docs/from_0.1.md and examples/mnist_hybrid.py"
+                f"{what}: parameter {name} is a DTensor, of which this rank holds a part. Average the gradients with "
+                "torch's own functions over the mesh's data-parallel dimension; see docs/from_0.1.md and "
+                "examples/mnist_hybrid.py"
             )
         if type(x) is not torch.nn.Parameter:
             check_tensor(what, f"parameter {name}", x)
 
 
 def check_unregistered(call: str, named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-    """ValueError if ``register_async_backward`` reduces one of these gradients: a second time gives a wrong number."""
+    """Raise ValueError if a registration already reduces one of these gradients: a second reduction is wrong."""
     if not (registrations := list(reduced_in_backward)):
         return
     registered = [name for name, p in named if p.requires_grad and any(p in each.names for each in registrations)]
     if registered:
         raise ValueError(
-            f"{call}: a register_async_backward, or an optimizer of optim, reduces the gradients of "
-            f"{', '.join(registered[:3])} already ({len(registered)} in all), and reduced twice they would be wrong; "
-            "call remove() on it first"
+            f"{call}: register_async_backward, or an optimizer of optim, already reduces the gradients of "
+            f"{', '.join(registered[:3])} ({len(registered)} in all). A second reduction would be wrong; "
+            "call remove() on the registration or optimizer first"
         )
 
 

@@ -1,4 +1,4 @@
-"""Around an optimizer: averages of gradients or parameters, state that ranks share, large batches."""
+"""Optimizers for many ranks: averaged gradients or parameters, sharded state, and large batches."""
 
 from torchmpi_py.nn import compression
 from torchmpi_py.nn.optimizer_state import broadcast_optimizer_state

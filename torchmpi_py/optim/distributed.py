@@ -1,12 +1,16 @@
-"""An optimizer whose gradients are averages over the ranks: one line for a script with a loop of its own.
+"""An optimizer whose gradients are means over the ranks: one line for a script with its own training loop.
 
-Gradients travel during the backward pass, in the buckets of ``nn.register_async_backward``, and ``backward()`` returns
-when they are there: what is read, clipped or unscaled between ``backward()`` and ``step()`` is the average. So
-``synchronize`` and ``skip_synchronize``, which scripts for Horovod have around clipping, have nothing left to do; a
-rank that had no backward pass, or fewer than the others, meets their reduction in ``step`` (or ``synchronize``, which
-goes before clipping then; GradScaler calls for it).
+The idea: gradients are sent during the backward pass, in the buckets of ``nn.register_async_backward``. ``backward()``
+returns when they are reduced. So gradients that you read, clip or unscale between ``backward()`` and ``step()`` are the
+means. Alternative: return from ``backward()`` at once and wait in ``step()``, as Horovod does. Why not: a script that
+clips must then call ``synchronize()`` before, and a script that forgets it clips local gradients without an error.
 
-Source: Horovod's DistributedOptimizer (Sergeev and Del Balso, 2018) for the names; decision 021 for when it waits.
+Scripts for Horovod call ``synchronize`` and ``skip_synchronize`` around clipping; here these calls do nothing in most
+steps. A rank that had no backward pass, or fewer than the others, takes part in the reduction in ``step``. On such a
+rank call ``synchronize`` before clipping (GradScaler triggers it automatically).
+
+Sources: Horovod's DistributedOptimizer (Sergeev and Del Balso, 2018) for the names; decision 021 for the moment at
+which it waits.
 """
 
 from __future__ import annotations
@@ -29,40 +33,45 @@ from torchmpi_py.optim.wrapper import ReducingOptimizer
 
 
 class DistributedOptimizer(ReducingOptimizer):
-    """Average the gradients of ``optimizer`` over the ranks; everything else is the optimizer's own.
+    """Average the gradients of ``optimizer`` over the ranks; everything else is done by ``optimizer``.
 
     ``param_groups``, ``state``, ``state_dict``, hooks, schedulers and GradScaler work as with the plain optimizer.
-    Every rank makes it with the same arguments, and calls ``step`` equally often (``mpi.join``, if some ranks run out
-    of data earlier). Making it and ``step`` are collective; ``synchronize`` is too, if gradients are not reduced yet.
-    Parameters start equal on all ranks (``nn.synchronize_parameters``), which the first reduction checks.
-    ``remove()`` ends the averaging.
+    Every rank creates it with the same arguments and calls ``step`` equally often. Use ``mpi.join`` if some ranks run
+    out of data earlier. Creating it and ``step`` are collective. Parameters must be equal on all ranks at the start
+    (see ``nn.synchronize_parameters``); the first reduction checks this. ``remove()`` ends the averaging.
 
     Args:
-        optimizer: any torch optimizer of parameters of ``module``. Its type decides what an update is.
-        module: holds the parameters; parameters that are not in the optimizer are left alone.
-        backward_passes_per_step: gradients of so many passes are added up, and reduced in the last one; default: 1.
-        compression: of what travels, such as ``optim.compression.BF16()``; None: gradients travel as they are.
-        average: mean over the ranks; False: sum.
-        sparse_as_dense: make sparse gradients (``Embedding(sparse=True)``) dense before they are reduced; otherwise the
-            ranks gather each other's rows, and gradients stay sparse.
-        comm: the ranks to average over; default: the current level.
+        optimizer (torch.optim.Optimizer): any optimizer of parameters of ``module``.
+        module (torch.nn.Module): module that holds the parameters. Parameters that are not in the optimizer are not
+            reduced.
+        backward_passes_per_step (int): number of backward passes whose gradients are added up before a step; default
+            1. The last pass reduces them.
+        compression (Compression): compression of the gradients that are sent, such as ``optim.compression.BF16()``, or
+            None (default).
+        average (bool): True (default) computes the mean over the ranks; False computes the sum.
+        sparse_as_dense (bool): True converts sparse gradients (``Embedding(sparse=True)``) to dense ones before the
+            reduction. With False (default) the ranks gather each other's rows, and gradients stay sparse.
+        comm (Communicator): ranks to average over; default None, the current level.
 
     Raises:
-        RanksDisagree: on every rank, where the parameters differ in name, shape or dtype, or, in the first reduction,
-            in value; or where a rank has called ``step`` more often than another since the last reduction (not compared
+        RanksDisagree: on every rank. When it is created: the parameters differ in name, shape or dtype. In a reduction:
+            the initial parameters differ in value, or a rank has called ``step`` more often than another (not compared
             in ``mpi.join``).
-        ValueError: the optimizer has parameters that ``module`` has not, another registration reduces them already, or
-            backward_passes_per_step is not a whole number above 0.
+        ValueError: the optimizer has parameters that are not in ``module``, another registration already reduces them,
+            or ``backward_passes_per_step`` is not a whole number above 0.
         TypeError: ``optimizer`` is not a torch optimizer, or ``compression`` is not a compression.
 
-    Example:
-        ::
-
-            optimizer = optim.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), net)
-            for x, y in batches:
-                optimizer.zero_grad()
-                criterion(net(x), y).backward()
-                optimizer.step()
+    Examples:
+        >>> net = torch.nn.Linear(4, 1)
+        >>> mpi.nn.synchronize_parameters(net)
+        >>> optimizer = mpi.optim.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net)
+        >>> batches = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(3)]  # this rank's share
+        >>> for x, y in batches:
+        ...     optimizer.zero_grad()
+        ...     torch.nn.functional.mse_loss(net(x), y).backward()
+        ...     optimizer.step()
+        >>> mpi.nn.check_with_allreduce(net)  # the parameters are equal on all ranks
+        >>> optimizer.remove()
     """
 
     def __init__(
@@ -83,13 +92,13 @@ class DistributedOptimizer(ReducingOptimizer):
         self.optimizer = optimizer
         self.module = module
         self.comm = resolve(comm)
-        known = set(module.parameters())
-        others = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
+        module_parameters = set(module.parameters())
+        others = [p for group in optimizer.param_groups for p in group["params"] if p not in module_parameters]
         counts = verbs.allgather(len(others), comm=self.comm)
         if any(counts):
             raise ValueError(
                 f"DistributedOptimizer: expected parameters of the module; the ranks' optimizers have {counts} others. "
-                "Make them of its parameters, before it is copied, such as torch.optim.SGD(module.parameters())"
+                "Create them with torch.optim.SGD(module.parameters(), ...), and do not copy the module afterwards"
             )
         self._register(
             module,
@@ -100,9 +109,20 @@ class DistributedOptimizer(ReducingOptimizer):
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters by the averages; first reduce what is not reduced yet. Collective.
+        """Update the parameters; first reduce gradients that are not reduced yet. Every rank must make this call.
 
-        closure: as torch's; a rank's loss becomes the mean over the ranks, so that line searches decide alike.
+        **Overwrites** the parameters.
+
+        Args:
+            closure (callable): function that computes the loss and its gradients, as in torch; default None. The
+                optimizer gets the mean of the loss over the ranks, so that line searches make the same decisions on
+                every rank.
+
+        Returns:
+            The loss that the optimizer's ``step`` returns; None without a closure.
+
+        Raises:
+            RanksDisagree: on every rank, if the ranks are in different steps.
         """
         try:
             loss: Any
@@ -117,7 +137,10 @@ class DistributedOptimizer(ReducingOptimizer):
             self._is_reduced = False
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
-        """Around ``step()``, after ``synchronize()`` and clipping, in scripts for Horovod. It changes nothing here."""
+        """Return a context manager that does nothing, for scripts for Horovod.
+
+        Horovod needs it around ``step()`` after ``synchronize()`` and clipping.
+        """
         return nullcontext()
 
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
@@ -129,7 +152,7 @@ class DistributedOptimizer(ReducingOptimizer):
 
 
 def _parameters_of(reference: weakref.ref[DistributedOptimizer], _: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters that the optimizer holds now; the registration must not keep the optimizer alive."""
+    """Return the parameters that the optimizer holds now. The registration must not keep the optimizer alive."""
     distributed = reference()
     groups = [] if distributed is None else distributed.optimizer.param_groups
     return [p for group in groups for p in group["params"]]

@@ -1,10 +1,11 @@
-"""Averages with partners instead of all ranks: no rank waits for more than two others.
+"""Averages with partners instead of all ranks: a rank waits for at most two others.
 
-After each step a rank's parameters become a weighted mean of its own and its partners'. The weights are symmetric, and
-those of a rank sum to 1: so the average over all ranks stays what it is, and what sets the ranks apart shrinks in each
-step, on the ring at least by the factor (1 + 2 cos(2 pi / P)) / 3 of P ranks.
+The idea: after each step, the parameters of a rank become a weighted mean of its own parameters and its partners'. The
+weights are symmetric, and the weights of a rank sum to 1. So the average over all ranks does not change, and the
+differences between ranks shrink in each step. On the ring of P ranks they shrink at least by the factor
+(1 + 2 cos(2 pi / P)) / 3. Alternative: an allreduce in each step. Why not: every rank then waits for the slowest one.
 
-Sources: Boyd et al., Randomized Gossip Algorithms (2006); Lian et al., Can Decentralized Algorithms Outperform
+Sources: Boyd et al., Randomized Gossip Algorithms (2006). Lian et al., Can Decentralized Algorithms Outperform
 Centralized Algorithms? (2017).
 """
 
@@ -24,20 +25,34 @@ from torchmpi_py.optim.wrapper import LocalOptimizer
 
 
 class Gossip(LocalOptimizer):
-    """``optimizer``, on each rank for itself; after each step parameters become a mean with those of partners.
+    """Take local steps with ``optimizer``; after each step, average the parameters with those of partners.
 
-    Any torch optimizer will do; its state stays each rank's own. Gradients are not reduced. Parameters start equal on
-    all ranks (``nn.synchronize_parameters``); every rank takes the same number of steps. ``average`` makes parameters
-    equal, as before an evaluation or a checkpoint, and is collective.
+    Gradients are not reduced, and the optimizer's state is local to each rank. Parameters must be equal on all ranks at
+    the start (see ``nn.synchronize_parameters``), and every rank must take the same number of steps. Call ``average``,
+    which is collective, before an evaluation or a checkpoint.
 
-    partners: "ring": the two neighbours in rank order, each with the weight 1/3. "random": in each step one other rank,
-    drawn from ``seed``, with the weight 1/2; of an odd number of ranks one has none.
-    asynchronous: partners get what a rank has after a step while the next one is computed, and the difference between
-    the two is added after that: the average over all ranks stays what it is. Nobody waits for a partner that is at most
-    a step behind.
+    Args:
+        optimizer (torch.optim.Optimizer): any plain torch optimizer.
+        partners (str): "ring" (default): the two neighbours in rank order, with weight 1/3 each. "random": in each step
+            one other rank, drawn from ``seed``, with weight 1/2; if the number of ranks is odd, one rank has no
+            partner.
+        asynchronous (bool): False (default) waits for the partners in each step. True sends the parameters while the
+            next step is computed, and adds the difference to the partners' parameters after that step. So a rank does
+            not wait for a partner that is at most one step behind.
+        seed (int): seed of "random" partners, the same on every rank; default 0.
+        comm (Communicator): ranks that take part; default None, the current level.
 
-    ``finish`` waits for what is under way, and ``average`` and ``state_dict`` do so first; ``load_state_dict``, which
-    every rank calls, drops it. Raises ValueError for other partners.
+    Raises:
+        TypeError: ``optimizer`` is not a plain optimizer.
+        ValueError: ``partners`` is neither "ring" nor "random".
+
+    Examples:
+        >>> net = torch.nn.Linear(4, 1)
+        >>> mpi.nn.synchronize_parameters(net)
+        >>> optimizer = mpi.optim.Gossip(torch.optim.SGD(net.parameters(), lr=0.1))
+        >>> net(torch.randn(8, 4)).square().mean().backward()
+        >>> optimizer.step()
+        >>> optimizer.average()  # before an evaluation or a checkpoint
     """
 
     def __init__(
@@ -51,14 +66,22 @@ class Gossip(LocalOptimizer):
     ) -> None:
         super().__init__(optimizer)
         if partners not in ("ring", "random"):
-            raise ValueError(f"Gossip: partners={partners!r}: give 'ring' or 'random'")
+            raise ValueError(f"Gossip: partners={partners!r}: expected 'ring' or 'random'")
         self.partners, self.asynchronous = partners, asynchronous
         self.comm = resolve(comm)
         self._generator = torch.Generator().manual_seed(seed)
         self._under_way: list[_Exchange] = []
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The optimizer's step, and the mean with partners. closure: evaluated once, before."""
+        """Take a step of the optimizer, and average the parameters with the partners'. Every rank must make this call.
+
+        Args:
+            closure (callable): function that computes the loss and its gradients, evaluated once before the step, or
+                None (default).
+
+        Returns:
+            The loss of the closure; None without a closure.
+        """
         loss = self.take_own_step(closure)
         self.finish()
         if ranks := self._drawn():
@@ -69,25 +92,31 @@ class Gossip(LocalOptimizer):
         return loss
 
     def finish(self) -> None:
-        """Wait for what partners have sent, and take it in."""
+        """Wait for the parameters of the partners, and average. Without ``asynchronous``, ``step`` does this."""
         while self._under_way:
-            self._under_way[0].finish()  # stays if a deadline or a signal interrupts the wait
+            self._under_way[0].finish()  # The exchange stays in the list if a timeout or a signal interrupts the wait.
             del self._under_way[0]
 
     def average(self) -> None:
-        """Make parameters the average over all ranks. Collective."""
+        """Make the parameters equal to their average over all ranks. Every rank must make this call."""
         self.finish()
         self.average_over(self.comm)
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's, this rank's own; under "gossip" the state of the generator that draws partners."""
+        """Return this rank's state of the optimizer, with the random generator of the partners under "gossip".
+
+        Waits for a pending exchange first.
+        """
         self.finish()
         return {**super().state_dict(), "gossip": {"generator": self._generator.get_state()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what ``state_dict`` has given, or the state of the optimizer alone. Every rank calls it.
+        """Load a state of ``state_dict``, or a state of the plain optimizer. Every rank must make this call.
 
-        An exchange under way belongs to the steps that the state replaces: it ends here, and changes no parameter.
+        A pending exchange belongs to the steps that the state replaces, so its result is dropped.
+
+        Args:
+            state_dict (dict): state to load.
         """
         wait_all([handle for exchange in self._under_way for handle in exchange.handles])
         self._under_way = []
@@ -96,9 +125,9 @@ class Gossip(LocalOptimizer):
             self._generator.set_state(state_dict["gossip"]["generator"].cpu())
 
     def _drawn(self) -> list[tuple[int, int]]:
-        """The partners of this step, as (source, destination). The same draw on every rank."""
+        """Return the (source, destination) pairs of this step. Every rank draws the same partners."""
         rank, size = self.comm.rank, self.comm.size
-        # Neighbours in a permutation that all ranks draw alike are partners. On a ring of two both neighbours are one.
+        # All ranks draw the same permutation; its neighbours are partners. On a ring of two, both neighbours are one.
         if self.partners == "random" or size == 2:
             order: list[int] = torch.randperm(size, generator=self._generator, device="cpu").tolist()
             place = order.index(rank)
@@ -109,7 +138,7 @@ class Gossip(LocalOptimizer):
 
 
 class _Exchange:
-    """The parameters of this rank on their way to its partners, and theirs on their way here."""
+    """An exchange of this rank's parameters with its partners'."""
 
     def __init__(self, tensors: list[Tensor], ranks: list[tuple[int, int]], comm: Communicator) -> None:
         self.tensors = tensors
@@ -121,7 +150,7 @@ class _Exchange:
         ]
 
     def finish(self) -> None:
-        """Add the differences, with equal weights of this rank and its partners."""
+        """Add the differences to the partners, with equal weights for this rank and each partner."""
         wait_all(self.handles)
         difference = torch.stack([x - self.sent for x in self.received]).sum(0) / (1 + len(self.received))
         changes = torch.split(difference, [tensor.numel() for tensor in self.tensors])

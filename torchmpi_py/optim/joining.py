@@ -1,10 +1,11 @@
-"""Ranks that run out of data one by one: those that have none left take part in the reductions of the others.
+"""Training when ranks run out of data at different times.
 
-Each reduction of gradients begins with a count of the ranks that have data. A rank that has left its loop repeats:
-take part in the count; if any rank has data, bring zeros to its reduction; else leave. Averages are over the ranks that
-have data. At the end all ranks get parameters, buffers and optimizer state of a rank that came farthest.
+The idea: each reduction of gradients begins with a count of the ranks that have data. A rank that has left its loop
+repeats these steps: take part in the count, stop if no rank has data, and otherwise send zeros in the reduction.
+Averages are over the ranks that have data. At the end, all ranks get parameters, buffers and optimizer state of a rank
+with the most steps. Alternative: cut all ranks to the same number of batches. Why not: the other batches are lost.
 
-Source: the semantics of torch.distributed.algorithms.Join, which has no way for an optimizer over MPI.
+Source: the semantics of torch.distributed.algorithms.Join, which does not support an optimizer over MPI.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from torchmpi_py.optim.distributed import DistributedOptimizer
 
 
 class JoiningBackward(AsyncBackward):
-    """A registration within the block of ``join``: each reduction begins with a count of the ranks that have data."""
+    """A registration inside ``join``: each reduction begins with a count of the ranks that have data."""
 
     compares_steps = False
 
     def begin(self) -> None:
-        """Begin the block, with data on this rank."""
-        self.has_data = True  # on this rank
-        self.num_present = torch.zeros(1, dtype=torch.int64, device="cpu")  # ranks with data, in the last reduction
-        self.num_steps = 0  # with data, on this rank
+        """Start the block, with data on this rank."""
+        self.has_data = True  # whether this rank has data
+        self.num_present = torch.zeros(1, dtype=torch.int64, device="cpu")  # ranks with data in the last reduction
+        self.num_steps = 0  # number of steps with data on this rank
 
     def go_on_without_data(self) -> None:
-        """Bring zeros to the reductions of the ranks that still have data, until none has."""
+        """Send zeros in the reductions of the ranks that still have data, until no rank has data."""
         self.has_data, self.num_passes = False, 0
         while True:
-            for parameter in self.names:  # without a gradient it counts as zero
+            for parameter in self.names:  # A parameter without a gradient counts as zero.
                 parameter.grad = None
             self._start_reduction()
             wait_all(self._handles)
@@ -66,49 +67,59 @@ class JoiningBackward(AsyncBackward):
 
 @contextmanager
 def join(module_or_optimizer: torch.nn.Module | DistributedOptimizer, *stateful: Any) -> Iterator[None]:
-    """A training loop that some ranks leave earlier than others, for they have fewer batches. Collective.
+    """Run a training loop that some ranks leave earlier than others, because they have fewer batches.
 
-    ::
+    Every rank of the optimizer's ``comm`` must enter the block. Gradients are averages over the ranks that still have
+    data (or sums, with ``average=False``). A rank that leaves the loop waits at the end of the block until all ranks
+    have left it. Then all ranks get the parameters, buffers and optimizer state of the rank with the most steps, the
+    lowest one of several.
 
-        with mpi.join(optimizer, scheduler):
-            for x, y in batches_of_this_rank:  # as many as there are, or none
-                optimizer.zero_grad()
-                criterion(network(x), y).backward()
-                optimizer.step()
-                scheduler.step()
-
-    Gradients are averages over the ranks that still have data (sums, where sums are asked for). A rank that leaves the
-    loop waits here until all have left it. Then all ranks get parameters, buffers and the optimizer's state of the rank
-    that made the most steps (the lowest such rank). Passes after the last whole step (``backward_passes_per_step``) are
-    dropped. Call no other collective in the loop (no SyncBatchNorm, no metrics over ranks, no closure for ``step``):
-    ranks that have left do not call it. An error in the loop is raised as it is.
+    Gradients of backward passes after the last whole step (see ``backward_passes_per_step``) are dropped. Do not call
+    other collectives in the loop (SyncBatchNorm, metrics over ranks, a closure for ``step``), because ranks that have
+    left it do not make these calls. An error in the loop is raised unchanged.
 
     Args:
-        module_or_optimizer: a DistributedOptimizer, or a module whose gradients ``register_async_backward`` reduces,
-            once a step.
-        stateful: objects with ``state_dict`` and ``load_state_dict`` that change in a step, and have to be equal
-            afterwards: a scheduler, a GradScaler, with a module its optimizer.
+        module_or_optimizer (DistributedOptimizer or torch.nn.Module): optimizer, or a module whose gradients
+            ``register_async_backward`` reduces once per step.
+        *stateful (object): objects with ``state_dict`` and ``load_state_dict`` that change in each step and must be
+            equal afterwards, such as a scheduler or a GradScaler; with a module also its optimizer.
+
+    Yields:
+        None.
 
     Raises:
-        TypeError: for anything but a module or a DistributedOptimizer.
-        ValueError: for a module without a registration.
+        TypeError: ``module_or_optimizer`` is neither a module nor a DistributedOptimizer.
+        ValueError: the module has no registration.
+
+    Examples:
+        >>> net = torch.nn.Linear(4, 1)
+        >>> mpi.nn.synchronize_parameters(net)
+        >>> optimizer = mpi.optim.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net)
+        >>> with mpi.join(optimizer):
+        ...     for x in torch.randn(1 + mpi.rank(), 8, 4):  # each rank has another number of batches
+        ...         optimizer.zero_grad()
+        ...         net(x).square().mean().backward()
+        ...         optimizer.step()
+        >>> mpi.nn.check_with_allreduce(net)
+        >>> optimizer.remove()
     """
     optimizer = module_or_optimizer if isinstance(module_or_optimizer, DistributedOptimizer) else None
     module: Any = module_or_optimizer if optimizer is None else optimizer.module
     if not isinstance(module, torch.nn.Module):
         raise TypeError(
-            f"join: give a module or an optim.DistributedOptimizer, not a {type(module).__name__}; a ShardedOptimizer "
-            "needs equally many batches on every rank, such as mpi.shard or drop_last=True give"
+            f"join: expected a module or an optim.DistributedOptimizer, found a {type(module).__name__}; a "
+            "ShardedOptimizer needs the same number of batches on every rank (use mpi.shard or drop_last=True)"
         )
-    own = [each for each in registered.get(module, []) if each._owner() is each]  # of register_async_backward
+    # A registration of register_async_backward is its own owner.
+    own = [each for each in registered.get(module, []) if each._owner() is each]
     reduction: Any = optimizer.reduction if optimizer is not None else own[-1] if own else None
     if reduction is None:
         raise ValueError(
-            "join: expected reduced gradients; call register_async_backward or give a DistributedOptimizer"
+            "join: expected reduced gradients; call register_async_backward first, or pass a DistributedOptimizer"
         )
     if optimizer is not None:
         optimizer.check_equal()
-    # The same hooks, and the same object for the user.
+    # Changing the class keeps the hooks and the object that the user holds.
     plain, reduction.__class__ = reduction.__class__, JoiningBackward
     reduction.begin()
     try:
@@ -116,7 +127,7 @@ def join(module_or_optimizer: torch.nn.Module | DistributedOptimizer, *stateful:
         reduction.go_on_without_data()
     finally:
         reduction.__class__ = plain
-        reduction.order.num_updates = 0  # which differs by the steps of each rank
+        reduction.order.num_updates = 0  # The number differs between ranks by their steps in the block.
     steps = verbs.allgather_object(reduction.num_steps, comm=reduction.buckets.comm)
     root = steps.index(max(steps))
     tensors = [x.detach() for x in (*module.parameters(), *module.buffers())]

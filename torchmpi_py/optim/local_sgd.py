@@ -1,9 +1,9 @@
-"""Fewer messages: ranks take steps of their own, and average their parameters now and then.
+"""Fewer messages: ranks take local steps, and average their parameters from time to time.
 
-Sources: Stich, Local SGD Converges Fast and Communicates Little (2019); Lin et al., Don't Use Large Mini-Batches, Use
-Local SGD (2020), for post-local and hierarchical averaging; Wang et al., SlowMo (2020), algorithm 1 with a slow
-learning rate of 1; Chen and Huo, Scalable Training by Blockwise Model-Update Filtering (2016), for momentum in the
-units of parameters, which no learning rate divides: the rate may change between averages, and may be 0.
+Sources: Stich, Local SGD Converges Fast and Communicates Little (2019). Lin et al., Don't Use Large Mini-Batches, Use
+Local SGD (2020), for post-local and hierarchical averaging. Wang et al., SlowMo (2020), algorithm 1 with a slow
+learning rate of 1. Chen and Huo, Scalable Training by Blockwise Model-Update Filtering (2016), for a momentum in units
+of parameters. That momentum is not divided by the learning rate, so the rate may change between averages, and may be 0.
 """
 
 from __future__ import annotations
@@ -21,24 +21,37 @@ from torchmpi_py.optim.wrapper import LocalOptimizer
 
 
 class LocalSGD(LocalOptimizer):
-    """``optimizer``, on each rank for itself; after every ``period``-th step parameters become their average.
+    """Take local steps with ``optimizer``; after every ``period``-th step, average the parameters over the ranks.
 
-    Any torch optimizer will do; its state stays each rank's own. Gradients are not reduced. Parameters start equal on
-    all ranks (``nn.synchronize_parameters``); every rank takes the same number of steps, which are collective.
-    ``average`` makes parameters equal in between, as before an evaluation or a checkpoint.
+    Gradients are not reduced, and the optimizer's state is local to each rank. Parameters must be equal on all ranks at
+    the start (see ``nn.synchronize_parameters``). Every rank must take the same number of steps, because a step in
+    which an average is due is collective. Call ``average``, which is collective, before an evaluation or a checkpoint.
 
     Args:
-        period: number of steps between averages over ``comm`` (default: the current level). For hierarchical averaging
-            give a mapping from communicators to periods, such as ``{node: 4, world: 32}``. Each period must be a
-            multiple of the shorter ones, and the longest must belong to all ranks. If several averages are due in one
-            step, only the one over most ranks is computed.
-        start: number of first steps that average over all ranks in every step (post-local SGD).
-        slow_momentum: factor b of SlowMo. After an average over all ranks, the momentum v becomes ``b * v + x0 - x``
-            and the parameters become ``x0 - v``. Here x is the average and x0 holds the parameters before the first
-            step since the last average. Without a step since then, the parameters are the average.
+        optimizer (torch.optim.Optimizer): any plain torch optimizer.
+        period (int or mapping): number of steps between averages over ``comm``; default 8. For hierarchical averaging,
+            pass a mapping from communicators to periods, such as ``{node: 4, world: 32}``. Each period must be a
+            multiple of the shorter ones, and the longest period must belong to the communicator of all ranks. If
+            several averages are due in one step, only the one over the most ranks is computed.
+        start (int): number of initial steps that average over all ranks in every step (post-local SGD); default 0.
+        slow_momentum (float): factor b of SlowMo, at least 0 and below 1; default 0. After an average over all ranks,
+            the momentum v becomes ``b * v + x0 - x``, and the parameters become ``x0 - v``. Here x is the average, and
+            x0 are the parameters before the first step since the last average.
+        comm (Communicator): ranks to average over; default None, the current level. Not allowed with a mapping.
 
-    ``state_dict`` is the optimizer's, this rank's own, with "local_sgd" beside it. Raises ValueError for another period
-    or start.
+    Raises:
+        TypeError: ``optimizer`` is not a plain optimizer.
+        ValueError: ``period``, ``start`` or ``slow_momentum`` is out of range.
+
+    Examples:
+        >>> net = torch.nn.Linear(4, 1)
+        >>> mpi.nn.synchronize_parameters(net)
+        >>> optimizer = mpi.optim.LocalSGD(torch.optim.SGD(net.parameters(), lr=0.1), period=2)
+        >>> for x in torch.randn(4, 8, 4):
+        ...     optimizer.zero_grad()
+        ...     net(x).square().mean().backward()
+        ...     optimizer.step()  # the second and the fourth step average the parameters
+        >>> mpi.nn.check_with_allreduce(net)
     """
 
     def __init__(
@@ -54,14 +67,22 @@ class LocalSGD(LocalOptimizer):
         self.periods = _checked(period, comm)
         check_count("LocalSGD: start", start, 0, "steps")
         if not 0 <= slow_momentum < 1:
-            raise ValueError(f"LocalSGD: {slow_momentum=}: give a share from 0 and below 1")
+            raise ValueError(f"LocalSGD: {slow_momentum=}: expected a number of at least 0 and below 1")
         self.start, self.slow_momentum = start, slow_momentum
         self.num_steps = 0
         self._before: dict[Tensor, Tensor] = {}  # x0 of each parameter that has had a step since the last average
-        self._momentum: dict[Tensor, Tensor] = {}  # v of each parameter, from its first average on
+        self._momentum: dict[Tensor, Tensor] = {}  # v of each parameter, since its first average
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The optimizer's step, and an average if one is due. closure: evaluated once, before."""
+        """Take a step of the optimizer; average the parameters if an average is due. Every rank must make this call.
+
+        Args:
+            closure (callable): function that computes the loss and its gradients, evaluated once before the step, or
+                None (default).
+
+        Returns:
+            The loss of the closure; None without a closure.
+        """
         if self.slow_momentum:
             self._before |= {p: p.detach().clone() for p in self.parameters() if p not in self._before}
         loss = self.take_own_step(closure)
@@ -70,16 +91,19 @@ class LocalSGD(LocalOptimizer):
         due = [comm for comm, period in self.periods.items() if self.num_steps % period == 0]
         if self.num_steps <= self.start:
             self.average_over(everywhere)
-            self._before.clear()  # SlowMo begins behind ``start``, from the last of these averages
+            self._before.clear()  # SlowMo begins after ``start``, with the last of these averages.
         elif everywhere in due:
             self.average()
         elif due:
-            self.average_over(due[-1])  # the one over most ranks
+            self.average_over(due[-1])  # the average over the most ranks
         return loss
 
     @torch.no_grad()
     def average(self) -> None:
-        """Make parameters the average over all ranks now, with slow momentum. Collective."""
+        """Average the parameters over all ranks now, with slow momentum. Every rank must make this call.
+
+        **Overwrites** the parameters. If there was no step since the last average, slow momentum is not applied.
+        """
         self.average_over(next(reversed(self.periods)))
         for p, before in self._before.items():
             momentum = self._momentum.setdefault(p, torch.zeros_like(p))
@@ -88,15 +112,26 @@ class LocalSGD(LocalOptimizer):
         self._before.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's; under "local_sgd" the number of steps, and x0 and v of each parameter, or None for them."""
+        """Return this rank's state of the optimizer, with LocalSGD's own state under "local_sgd".
+
+        Returns:
+            A dict of torch's form. "local_sgd" holds the number of steps, and x0 and v of each parameter, or None.
+        """
         slow = [(self._before.get(p), self._momentum.get(p)) for p in self.parameters()]
         return {**super().state_dict(), "local_sgd": {"num_steps": self.num_steps, "slow": slow}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what ``state_dict`` has given, or the state of the optimizer alone."""
+        """Load a state of ``state_dict``, or a state of the plain optimizer. Every rank must make this call.
+
+        Args:
+            state_dict (dict): state to load.
+
+        Raises:
+            ValueError: the slow momentum was saved by an earlier version.
+        """
         own = state_dict.get("local_sgd", {"num_steps": 0, "slow": []})
         if "rates" in own:
-            raise ValueError("LocalSGD: the slow momentum is of an earlier version; leave out the entry 'local_sgd'")
+            raise ValueError("LocalSGD: an earlier version saved this slow momentum; remove the entry 'local_sgd'")
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "local_sgd"})
         self.num_steps = own["num_steps"]
         slow = list(zip(self.parameters(), own["slow"] if self.slow_momentum else (), strict=False))
@@ -105,18 +140,18 @@ class LocalSGD(LocalOptimizer):
 
 
 def _checked(period: int | Mapping[Communicator, int], comm: Communicator | None) -> dict[Communicator, int]:
-    """The periods, the longest last."""
+    """Return the periods by communicator, the longest period last."""
     if not isinstance(period, Mapping):
         period = {resolve(comm): period}
     elif comm is not None or not period:
-        raise ValueError(f"LocalSGD: period={period!r}: give communicators with a period each, and no comm= beside")
+        raise ValueError(f"LocalSGD: period={period!r}: a mapping needs one period per communicator, and no comm=")
     for each in period.values():
         check_count("LocalSGD: period", each, 1, "steps")
     in_order = sorted(period.items(), key=lambda item: item[1])
     for (inner, shorter), (outer, longer) in itertools.pairwise(in_order):
         if longer % shorter or inner.size > outer.size:
             raise ValueError(
-                f"LocalSGD: periods {shorter} of {inner.size} ranks and {longer} of {outer.size}: give multiples, such "
-                "as 4 and 32, and the more ranks, the longer the period"
+                f"LocalSGD: periods {shorter} of {inner.size} ranks and {longer} of {outer.size}: expected multiples, "
+                "such as 4 and 32, and the longer period for the more ranks"
             )
     return dict(in_order)

@@ -1,7 +1,7 @@
-"""Learning rates for large batches: k ranks take batches k times as large, and larger steps.
+"""Learning rates for large batches: P ranks train with a batch P times as large, and take larger steps.
 
-Sources: Goyal et al., Accurate, Large Minibatch SGD (2017): linear scaling, gradual warm-up. Krizhevsky, One weird
-trick for parallelizing convolutional neural networks (2014): the square root.
+Sources: Goyal et al., Accurate, Large Minibatch SGD (2017), for linear scaling and gradual warm-up. Krizhevsky, One
+weird trick for parallelizing convolutional neural networks (2014), for the square root.
 """
 
 from __future__ import annotations
@@ -23,41 +23,45 @@ def large_batch(
     rule: Literal["linear", "sqrt"] = "linear",
     warmup_steps: int = 0,
 ) -> LinearLR:
-    """Scale the learning rates of ``optimizer`` for a batch ``factor`` times as large, and reach them gradually.
+    """Scale the learning rates of ``optimizer`` for a batch ``factor`` times as large, and warm up to them.
 
-    The learning rate grows by equal amounts from what it is now to ``factor`` times as much ("sqrt": the root of that).
-    No rank communicates; call it with the same arguments on every rank.
+    **Overwrites** the learning rates of ``optimizer``. The learning rate grows in equal steps from its present value to
+    ``factor`` times that value (with "sqrt", to the square root of ``factor`` times that value). The ranks do not
+    communicate; call it with the same arguments on every rank.
 
     Args:
-        optimizer: any optimizer of torch, wrapped or not. **Its learning rates are overwritten.**
-        factor: by how much the batch is larger; default: the number of ranks of the current level.
-        rule: "linear" multiplies the learning rate by the factor, "sqrt" by its square root.
-        warmup_steps: steps until the full learning rate is reached; 0: at once.
+        optimizer (torch.optim.Optimizer): any torch optimizer, plain or wrapped.
+        factor (float): ratio of the new batch size to the old one, above 0; default None, the number of ranks of the
+            current level.
+        rule (str): "linear" (default) multiplies the learning rate by ``factor``, "sqrt" by its square root.
+        warmup_steps (int): number of steps until the full learning rate; default 0, the full rate at once.
 
     Returns:
-        A scheduler of torch; call its ``step`` after each step of the optimizer (in an engine: in ``on_update``).
+        A torch ``LinearLR``. Call its ``step`` after each step of the optimizer (in an engine: in ``on_update``). A
+        SequentialLR may hold it, but not together with OneCycleLR, which has its own warm-up, or MultiplicativeLR.
 
     Raises:
-        ValueError: an unknown rule, a factor that is not above 0, or below 1 with a warm-up, or a ``warmup_steps`` that
-            is not a whole number from 0.
+        ValueError: ``rule`` is unknown, ``factor`` is not above 0, ``factor`` is below 1 with a warm-up, or
+            ``warmup_steps`` is not a whole number of at least 0.
 
-    Example:
-        A warm-up, then a scheduler of torch, which starts at the full rate. OneCycleLR, which has a warm-up of its own,
-        and MultiplicativeLR do not work in a SequentialLR::
+    Examples:
+        >>> net = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        >>> warmup = mpi.optim.large_batch(optimizer, 4, warmup_steps=500)
+        >>> decay = torch.optim.lr_scheduler.StepLR(optimizer, 3000)  # starts at the full rate
+        >>> schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, decay], milestones=[500])
 
-            warmup = optim.large_batch(optimizer, warmup_steps=500)
-            schedule = SequentialLR(optimizer, [warmup, StepLR(optimizer, 3000)], milestones=[500])
     """
     factor = resolve(None).size if factor is None else factor
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
-        raise ValueError(f"large_batch: factor={factor!r}: give a number above 0, by which the batch is larger")
+        raise ValueError(f"large_batch: factor={factor!r}: expected a number above 0, by which the batch is larger")
     if rule not in ("linear", "sqrt"):
-        raise ValueError(f"large_batch: rule={rule!r}: give 'linear' or 'sqrt'")
+        raise ValueError(f"large_batch: rule={rule!r}: expected 'linear' or 'sqrt'")
     check_count("large_batch: warmup_steps", warmup_steps, 0, "steps")
     if warmup_steps and factor < 1:
-        raise ValueError(f"large_batch: factor={factor!r}: a warm-up grows; give a factor from 1, or warmup_steps=0")
+        raise ValueError(f"large_batch: factor={factor!r}: a warm-up needs a factor of at least 1; use warmup_steps=0")
     scale = factor if rule == "linear" else math.sqrt(factor)
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * scale
-        group.pop("initial_lr", None)  # of a scheduler before
+        group.pop("initial_lr", None)  # An earlier scheduler may have set it.
     return LinearLR(optimizer, 1 / scale if warmup_steps else 1.0, total_iters=max(1, warmup_steps))

@@ -1,10 +1,11 @@
-"""An optimizer whose state is divided among the ranks: each parameter, or slice of a bucket, is updated by one rank.
+"""A sharded optimizer (ZeRO-1): the state is divided among the ranks, and each rank updates a part of the parameters.
 
-1. Backward reduces each bucket of gradients to the owners of its parts, while other gradients are computed.
-2. ``step`` updates what this rank owns, bucket by bucket, with a plain torch optimizer, and
-3. brings the updated parameters to all ranks, while later buckets are updated.
+1. The backward pass reduces each bucket of gradients to the owners of its parts, while other gradients are computed.
+2. ``step`` updates this rank's parts, bucket by bucket, with a plain torch optimizer.
+3. ``step`` sends the updated parameters of a bucket to all ranks, while later buckets are updated.
 
-Data on the wire: as much as with plain averaging. State on each rank: 1/P of it. Sources: ``sharded_buckets``.
+The ranks send as many bytes as with plain averaging. Each rank holds 1/P of the state. Sources: see
+``sharded_buckets``.
 """
 
 from __future__ import annotations
@@ -29,37 +30,58 @@ from torchmpi_py.optim.wrapper import ReducingOptimizer, evaluated
 
 
 class ShardedOptimizer(ReducingOptimizer):
-    """``optimizer_class(parameters, **defaults)``, with its state divided among the ranks of ``comm``.
+    """Run ``optimizer_class(parameters, **defaults)`` with its state divided among the ranks of ``comm`` (ZeRO-1).
 
-    Gradients are averaged during the backward pass, so that plain loops stay as they are. Afterwards each rank has
-    those that it owns, and elsewhere reading or changing ``p.grad`` raises RuntimeError until ``step``: clip with
-    ``clip_grad_norm_`` of this object, and drop gradients with its ``zero_grad``. Parameters become views of flat
-    memory, which ``torch.save`` would store whole: save clones. The class's step hooks run once for each bucket. Every
-    rank makes the optimizer with the same arguments, runs as many backward passes, and calls ``step`` as often.
-    ``remove()`` ends it.
+    Every rank creates it with the same arguments, runs the same number of backward passes, and calls ``step`` equally
+    often. Gradients are averaged during the backward pass, so plain training loops need no other change. Afterwards
+    each rank has the gradients of its own shards. Reading or changing another ``p.grad`` raises RuntimeError until
+    ``step``. So clip with this object's ``clip_grad_norm_``, and drop gradients with its ``zero_grad``; ``step`` drops
+    them too.
 
-    parameters: as torch's; parameters equal on all ranks, which the first step checks, on one device.
-    optimizer_class: a class of torch optimizers without closures (not LBFGS).
-    placement: who updates what. "size": equal slices, where the class treats every element alike (SGD, Adam, AdamW and
-        others of torch.optim); with any other class whole parameters, the largest first to the rank with the least. An
-        update of a parameter may not depend on other parameters.
-        "round_robin", "hash" (of its number): whole parameters. A function of (number of the parameter, parameter):
-        the rank that owns it.
-    average: mean over the ranks; False: sum.
-    backward_passes_per_step: gradients of so many passes are added up, and reduced in the last one.
-    compression: of gradients on their way to the owners; updated parameters travel as they are.
+    **Overwrites** ``p.data``: parameters become views of flat memory. ``torch.save`` would store all of that memory, so
+    save clones. ``step`` of ``optimizer_class`` runs once per bucket, and so do its step hooks. Sparse gradients
+    (``Embedding(sparse=True)``) are made dense. A parameter that no rank used in a step is not changed.
 
-    Sparse gradients (``Embedding(sparse=True)``) are made dense.
-    A parameter that no rank has used in a step is left as it is, as by torch. ``step`` drops the gradients.
-    ``state_dict`` is that of the plain optimizer, the same on every rank and for any number of ranks; it is collective.
-    ``load_state_dict`` takes it, on every rank.
-    ``param_groups`` hold what this rank updates; schedulers and GradScaler work with them. ``parameters`` are the whole
-    ones. ``from_optimizer`` takes an optimizer that is there already.
+    ``param_groups`` holds this rank's shards, and works with schedulers and GradScaler. ``parameters`` holds the whole
+    parameters. ``state_dict`` is collective. It returns the state of the plain optimizer, the same on every rank and
+    for any number of ranks. Call ``load_state_dict`` on every rank. ``from_optimizer`` converts an existing optimizer,
+    and ``remove()`` ends the sharding.
 
-    Raises TypeError or ValueError for what is not as above, RanksDisagree by the first step where parameters differ.
+    Args:
+        parameters (iterable): parameters or parameter groups, as in torch. They must be on one device, and equal on all
+            ranks; the first step checks this.
+        optimizer_class (type): class of torch optimizers that needs no closure (not LBFGS). The update of a parameter
+            must not depend on other parameters.
+        placement (str or callable): which rank updates what. "size" (default) makes equal slices, if the class treats
+            every element in the same way (SGD, Adam, AdamW and others of torch.optim). For any other class it assigns
+            whole parameters, the largest first, each to the rank with the fewest elements. "round_robin" and "hash" (of
+            the parameter's number) assign whole parameters. A function of (number, parameter) returns the rank.
+        comm (Communicator): ranks that share the state; default None, the current level.
+        average (bool): True (default) computes the mean of the gradients over the ranks; False computes the sum.
+        backward_passes_per_step (int): number of backward passes whose gradients are added up before a step; default 1.
+        compression (Compression): compression of gradients on their way to the owners; default None. Updated parameters
+            are sent uncompressed.
+        **defaults (object): options of ``optimizer_class``, such as ``lr``.
+
+    Raises:
+        TypeError: a parameter is not a torch.nn.Parameter, or ``optimizer_class`` needs a closure.
+        ValueError: a parameter occurs twice, another registration already reduces it, or ``placement`` is unknown.
+        RanksDisagree: on every rank, at the latest in the first step, if parameters differ between ranks.
+
+    Examples:
+        >>> net = torch.nn.Linear(4, 1)
+        >>> mpi.nn.synchronize_parameters(net)
+        >>> optimizer = mpi.optim.ShardedOptimizer(net.parameters(), torch.optim.Adam, lr=0.01)
+        >>> for x in torch.randn(3, 8, 4):
+        ...     optimizer.zero_grad()
+        ...     net(x).square().mean().backward()
+        ...     norm = optimizer.clip_grad_norm_(1.0)
+        ...     optimizer.step()
+        >>> mpi.nn.check_with_allreduce(net)
+        >>> optimizer.remove()
     """
 
-    ends_by = "take the plain optimizer that its to_optimizer() returns"
+    ends_by = "use the plain optimizer that its to_optimizer() returns"
 
     def __init__(
         self,
@@ -91,24 +113,37 @@ class ShardedOptimizer(ReducingOptimizer):
             average=average,
         )
         self._buckets: list[ShardedReducer] = self.reduction.buckets.all  # type: ignore[assignment]
-        # GradScaler wants a gradient on every rank; this one belongs to no bucket, so that no step updates it.
+        # GradScaler needs a gradient on every rank. No bucket holds this parameter, so no step updates it.
         self._stand_in = torch.nn.Parameter(torch.zeros(1, device=self.parameters[0].device))
         self._hold_shards()
 
     @classmethod
     def from_optimizer(cls, optimizer: torch.optim.Optimizer, **options: Any) -> ShardedOptimizer:
-        """A sharded optimizer that uses ``optimizer``, with its groups and its state, which all ranks have alike.
+        """Create a sharded optimizer from ``optimizer``, with its groups and its state. Every rank must make this call.
 
-        Schedulers of ``optimizer`` go on working. ``to_optimizer`` gives it its parameters back. Collective.
+        The state of ``optimizer`` must be equal on all ranks. Schedulers of ``optimizer`` keep working.
+        ``to_optimizer`` reverses this call.
 
         Args:
-            optimizer: any optimizer without closures.
-            options: placement, comm, average, backward_passes_per_step and compression, as in the constructor.
+            optimizer (torch.optim.Optimizer): any plain optimizer that needs no closure.
+            **options (object): ``placement``, ``comm``, ``average``, ``backward_passes_per_step`` and ``compression``,
+                as in the constructor.
+
+        Returns:
+            A ShardedOptimizer that uses ``optimizer``.
+
+        Raises:
+            TypeError: as in the constructor.
+            ValueError: as in the constructor.
         """
         return cls(optimizer.param_groups, lambda groups: optimizer, **options)
 
     def to_optimizer(self) -> torch.optim.Optimizer:
-        """End the sharding; the plain optimizer, with the whole parameters and the whole state. Collective."""
+        """End the sharding. Every rank must make this call.
+
+        Returns:
+            The plain optimizer, with the whole parameters and the whole state.
+        """
         state = self.state_dict()
         self.remove()
         self.optimizer.state.clear()
@@ -116,30 +151,37 @@ class ShardedOptimizer(ReducingOptimizer):
         return self.optimizer
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update what this rank owns, and bring the parameters to all ranks. Collective.
+        """Update this rank's shards, and send the updated parameters to all ranks. Every rank must make this call.
 
-        closure: evaluated once, before the update.
+        **Overwrites** the parameters, and drops the gradients.
+
+        Args:
+            closure (callable): function that computes the loss and its gradients, evaluated once before the update, or
+                None (default).
+
+        Returns:
+            The loss of the closure; None without a closure.
         """
         loss = evaluated(closure)
         self.synchronize()
         for bucket in self._buckets:
             for shard, part in bucket.shards.items():
-                if part.parameter.grad is None:  # no rank has used it, or the user has dropped its gradient
+                if part.parameter.grad is None:  # No rank used it, or the user dropped its gradient.
                     shard.grad = None
-        # A bucket's parameters travel while the next bucket is updated; every rank starts all of them, in one order.
+        # A bucket's parameters are sent while the next bucket is updated. Every rank starts all buckets, in one order.
         handles: list[Handle[Any]] = []
-        groups, updated = self.optimizer.param_groups, {}
+        groups, new_groups = self.optimizer.param_groups, {}
         try:
             for bucket in self._buckets:
                 if bucket.shards:
-                    updated[bucket.group] = {**groups[bucket.group], "params": list(bucket.shards)}
-                    self.optimizer.param_groups = [updated[bucket.group]]
+                    new_groups[bucket.group] = {**groups[bucket.group], "params": list(bucket.shards)}
+                    self.optimizer.param_groups = [new_groups[bucket.group]]
                     self.optimizer.step()
                 handles.append(bucket.spread())
         finally:
             self.optimizer.param_groups = groups
-        # What an optimizer counts in a group, it counts once a step, not once a bucket.
-        for index, group in updated.items():
+        # An optimizer that counts in a group must count once per step, not once per bucket.
+        for index, group in new_groups.items():
             groups[index].update({**group, "params": groups[index]["params"]})
         self._is_reduced = False
         self.reduction.order.num_updates += 1
@@ -147,10 +189,17 @@ class ShardedOptimizer(ReducingOptimizer):
         return loss
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm is at most ``max_norm``; returns the norm. Collective.
+        """Scale all gradients so that their norm is at most ``max_norm``. Every rank must make this call.
 
-        As ``torch.nn.utils.clip_grad_norm_``, between the backward pass and ``step``. Gradients that are not reduced
-        yet are reduced first. The norm is in float64.
+        **Overwrites** the gradients. Use it like ``torch.nn.utils.clip_grad_norm_``, between the backward pass and
+        ``step``. Gradients that are not reduced yet are reduced first.
+
+        Args:
+            max_norm (float): largest norm of all gradients together.
+            norm_type (float): order of the norm; default 2.0.
+
+        Returns:
+            The norm before scaling, a float64 tensor on the CPU, the same on every rank.
         """
         self.synchronize()
         gradients = self._gradients_here()
@@ -163,15 +212,24 @@ class ShardedOptimizer(ReducingOptimizer):
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients. RuntimeError between the backward passes of one step, whose gradients would be lost."""
+        """Drop the gradients.
+
+        Args:
+            set_to_none (bool): passed to the plain optimizer; default True. The gradients of the parameters become
+                None.
+
+        Raises:
+            RuntimeError: some, but not all, backward passes of a step have run, so their gradients would be lost.
+        """
         super().zero_grad(set_to_none)
         for p in self.parameters:
             p.grad = None
 
     def remove(self) -> None:
-        """End the reductions; the parameters get memory of their own, and the plain optimizer holds them again.
+        """End the reductions, and give the parameters and the plain optimizer back.
 
-        ``state_dict`` of this object can still be asked.
+        The parameters get their own memory, and the plain optimizer holds them again. You may still call
+        ``state_dict``.
         """
         super().remove()
         for bucket in self._buckets:
@@ -179,9 +237,14 @@ class ShardedOptimizer(ReducingOptimizer):
         self._hold_parameters()
 
     def state_dict(self) -> dict[str, Any]:
-        """The plain optimizer's state, on every rank. Collective. RanksDisagree if only some ranks have loaded one.
+        """Return the plain optimizer's state, the same on every rank. Every rank must make this call.
 
-        RuntimeError between the backward passes of one step: no state has gradients.
+        Returns:
+            A dict of torch's form, which ``load_state_dict`` accepts on any number of ranks.
+
+        Raises:
+            RanksDisagree: on every rank, if only some ranks have loaded a state.
+            RuntimeError: some, but not all, backward passes of a step have run; a state has no gradients.
         """
         groups: Any = self.optimizer.param_groups
         state: Any = self.optimizer.state
@@ -190,15 +253,16 @@ class ShardedOptimizer(ReducingOptimizer):
         here = {bucket.group: {**groups[bucket.group], "params": None} for bucket in self._shards.values()}
         of_ranks = verbs.allgather_object((self._num_loads, here), comm=self.comm)
         if len({num_loads for num_loads, _ in of_ranks}) > 1:
-            raise RanksDisagree("ShardedOptimizer: only some ranks called load_state_dict; every rank loads the same")
-        updated = collections.ChainMap(*(groups_there for _, groups_there in of_ranks))
-        whole = {key: entries for key, entries in state.items() if key not in self._shards}  # as of frozen parameters
+            raise RanksDisagree("ShardedOptimizer: only some ranks called load_state_dict; call it on every rank")
+        options_of_group = collections.ChainMap(*(groups_there for _, groups_there in of_ranks))
+        # Entries outside the shards belong to frozen parameters, for example.
+        whole = {key: entries for key, entries in state.items() if key not in self._shards}
         for bucket in self._buckets:
             whole |= bucket.join(state)
         try:
             self.optimizer.state = {p: whole.pop(p) for p in self.parameters if p in whole} | whole  # type: ignore[assignment]
             self.optimizer.param_groups = [
-                {**group, **updated.get(index, {}), "params": self.whole_groups[index]}
+                {**group, **options_of_group.get(index, {}), "params": self.whole_groups[index]}
                 for index, group in enumerate(groups)
             ]
             return self.optimizer.state_dict()
@@ -206,7 +270,11 @@ class ShardedOptimizer(ReducingOptimizer):
             self.optimizer.param_groups, self.optimizer.state = groups, state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state of a plain optimizer of these parameters, or of this class on any number of ranks."""
+        """Load the state of a plain optimizer of these parameters, or of this class. Every rank must make this call.
+
+        Args:
+            state_dict (dict): state to load; it may come from any number of ranks.
+        """
         self._hold_parameters()
         try:
             super().load_state_dict(state_dict)
@@ -220,7 +288,7 @@ class ShardedOptimizer(ReducingOptimizer):
             group["params"] = members
 
     def _hold_shards(self) -> None:
-        """Let the optimizer hold what this rank updates, with its part of the state, in place of the parameters."""
+        """Let the optimizer hold this rank's shards, with their part of the state, instead of the parameters."""
         trained, whole = self.reduction.names, self.optimizer.state
         state: dict[Any, Any] = {key: entries for key, entries in whole.items() if key not in trained}
         for bucket in self._buckets:
@@ -234,11 +302,11 @@ class ShardedOptimizer(ReducingOptimizer):
         self.optimizer.param_groups[0]["params"].append(self._stand_in)
 
     def _gradients_here(self) -> list[Tensor]:
-        """The reduced gradients that this rank owns."""
+        """Return the reduced gradients of this rank's shards."""
         return [shard.grad for shard in self._shards if shard.grad is not None]
 
     def _end_reduction(self) -> None:
-        """Let an overflow show on all ranks, so that a GradScaler skips a step on all or on none. Collective."""
+        """Show an overflow on all ranks, so that a GradScaler skips the step on all ranks or on no rank. Collective."""
         super()._end_reduction()
         is_finite_here = all(map(is_finite, self._gradients_here()))
         is_everywhere = verbs.allreduce(int(is_finite_here), op="min", comm=self.comm)
@@ -247,16 +315,16 @@ class ShardedOptimizer(ReducingOptimizer):
     def check_pass(self) -> None:
         super().check_pass()
         if not all(bucket.is_in_place() for bucket in self._buckets):
-            raise RuntimeError("parameters lie in other memory than before: make the optimizer after module.to(...)")
+            raise RuntimeError("the memory of the parameters has changed; create the optimizer after module.to(...)")
 
 
 def _check(parameters: list[Any], optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "eval"):  # as schedule-free optimizers have
+    if isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "eval"):  # Schedule-free optimizers have eval.
         name = type(optimizer).__name__
-        raise TypeError(f"ShardedOptimizer: {name} needs all parameters and gradients; take optim.DistributedOptimizer")
+        raise TypeError(f"ShardedOptimizer: {name} needs all parameters and gradients; use optim.DistributedOptimizer")
     for number, p in enumerate(parameters):
         if not isinstance(p, torch.nn.Parameter):
-            raise TypeError(f"ShardedOptimizer: parameter {number} is a {type(p).__name__}; give torch.nn.Parameters")
+            raise TypeError(f"ShardedOptimizer: expected torch.nn.Parameters; number {number} is a {type(p).__name__}")
     check_whole("ShardedOptimizer", dict(enumerate(parameters)))
     if len(set(parameters)) < len(parameters):
-        raise ValueError("ShardedOptimizer: a parameter is given twice")
+        raise ValueError("ShardedOptimizer: a parameter occurs twice; pass each parameter once")

@@ -1,15 +1,16 @@
-"""Buckets of which each rank updates a part: gradients are reduced to the owner of each part, parameters come from it.
+"""Buckets of which each rank updates a part: gradients are reduced to the owner of each part, which sends parameters.
 
-A bucket holds parameters and their gradients in two flat tensors; ``p.data`` are views of the first. Its parts:
+A bucket holds parameters and their gradients in two flat tensors; ``p.data`` are views of the first. There are two
+kinds of parts:
 
-- *slices*: P equal parts. reduce_scatter gives a rank the gradients of its slice, allgather brings the updated slices
-  together: S (P-1)/P elements each way, as much as one allreduce. A slice may begin or end within a parameter, so this
-  is for optimizers that treat every element in the same way.
+- *slices*: P equal parts. A reduce_scatter gives a rank the gradients of its slice, and an allgather sends the updated
+  slices to all ranks. For S elements each moves S (P-1)/P elements, together as much as one allreduce. A slice may
+  begin or end within a parameter, so the optimizer must treat every element in the same way.
 - *whole*: the bucket has one owner, which updates its parameters: reduce, then broadcast.
 
-In both cases a rank has one shard per parameter of its part: the parameter, or the flat piece of it that lies in the
-slice. So the optimizer keeps the state of each parameter apart, as without sharding. Compressed gradients of 16 bits
-travel in the same ways; what TopK and PowerSGD send, all ranks get.
+In both cases a rank has one shard per parameter of its part. A shard is the whole parameter, or the flat piece of it
+that lies in the slice. So the optimizer keeps a separate state for each parameter, as without sharding. Gradients
+compressed to 16 bits use the same collectives. TopK and PowerSGD send their data to all ranks.
 
 Sources: PaddlePaddle's reduce, update, broadcast; Rajbhandari et al., ZeRO (2020), stage 1.
 """
@@ -39,7 +40,7 @@ from torchmpi_py.nn.gradient_reducer import views_of
 
 _State = Mapping[Any, dict[str, Any]]
 _Numbers = Mapping[Parameter, int]
-_ELEMENTWISE = {  # every element of a parameter is treated alike, whatever the others are
+_ELEMENTWISE = {  # These treat each element of a parameter in the same way, whatever the other elements are.
     getattr(torch.optim, name)
     for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()  # noqa: SIM905
 }
@@ -48,13 +49,13 @@ Placement = Literal["size", "round_robin", "hash"] | Callable[[int, Parameter], 
 
 
 def owners(parameters: list[Parameter], placement: Placement, optimizer_class: Any, size: int) -> dict[Parameter, int]:
-    """The owner of each parameter; empty for slices."""
+    """Return the owner of each parameter; an empty dict means slices."""
     if placement == "size":
         return {} if optimizer_class in _ELEMENTWISE else _balanced(parameters, size)
     rules = {"round_robin": lambda n, p: n % size, "hash": lambda n, p: zlib.crc32(str(n).encode()) % size}
     rule = placement if callable(placement) else rules.get(placement)
     if rule is None:
-        raise ValueError(f"placement={placement!r}: give 'size', 'round_robin', 'hash', or a function")
+        raise ValueError(f"placement={placement!r}: expected 'size', 'round_robin', 'hash', or a function")
     return {
         p: check_rank("ShardedOptimizer", f"placement's owner of parameter {n}", rule(n, p), size)
         for n, p in enumerate(parameters)
@@ -62,7 +63,7 @@ def owners(parameters: list[Parameter], placement: Placement, optimizer_class: A
 
 
 def _balanced(parameters: list[Parameter], size: int) -> dict[Parameter, int]:
-    """The largest parameters first, each to the rank that has the fewest elements."""
+    """Assign the largest parameters first, each to the rank that has the fewest elements."""
     num_elements, owners = [0] * size, {}
     for p in sorted(parameters, key=lambda p: -p.numel()):
         owners[p] = num_elements.index(min(num_elements))
@@ -71,7 +72,7 @@ def _balanced(parameters: list[Parameter], size: int) -> dict[Parameter, int]:
 
 
 class _Sharded(Destination):
-    """Each rank wants a part of a bucket."""
+    """A destination where each rank needs a part of a bucket."""
 
     def largest(self, part: Tensor) -> float:
         here = largest_amount(part)
@@ -79,14 +80,14 @@ class _Sharded(Destination):
 
 
 class Slices(_Sharded):
-    """Each rank wants its slice of the reduced gradients."""
+    """A destination where each rank needs its slice of the reduced gradients."""
 
     def __init__(self, comm: Communicator) -> None:
         super().__init__(comm)
-        self._reduced: dict[torch.dtype, Tensor] = {}  # kept: new memory costs more than the reduction
+        self._reduced: dict[torch.dtype, Tensor] = {}  # It is kept because new memory costs more than the reduction.
 
     def reduced(self, x: Tensor) -> Tensor:
-        """The memory into which this rank's slice of ``x`` is reduced."""
+        """Return the memory into which this rank's slice of ``x`` is reduced."""
         if x.dtype not in self._reduced:
             self._reduced[x.dtype] = x.new_empty(x.numel() // self.comm.size)
         return self._reduced[x.dtype]
@@ -99,19 +100,19 @@ class Slices(_Sharded):
         return self.comm.rank * length, (self.comm.rank + 1) * length
 
     def spread(self, flat: Tensor) -> Handle[Tensor]:
-        """Start to bring the parts of all ranks to all ranks. Collective."""
+        """Start to send the parts of all ranks to all ranks. Collective."""
         return verbs.allgather_async(self.part(flat), out=flat, comm=self.comm)
 
 
 class Owner(_Sharded):
-    """One rank wants all the reduced gradients."""
+    """A destination where one rank needs all the reduced gradients."""
 
     def __init__(self, owner: int, comm: Communicator) -> None:
         super().__init__(comm)
         self.owner = owner
 
     def reduced(self, x: Tensor) -> Tensor:
-        """The memory into which ``x`` is reduced."""
+        """Return the memory into which ``x`` is reduced."""
         return self.part(x)
 
     def reduce_async(self, x: Tensor, op: str) -> Handle[Tensor]:
@@ -124,32 +125,32 @@ class Owner(_Sharded):
         return 0, count if self.comm.rank == self.owner else 0
 
     def spread(self, flat: Tensor) -> Handle[Tensor]:
-        """Start to bring the values of the owner to all ranks. Collective."""
+        """Start to send the owner's values to all ranks. Collective."""
         return verbs.broadcast_async(flat, self.owner, comm=self.comm)
 
 
 class GradientOfOwners(AbsentGradient):
-    """Stands for the gradient of a parameter from the backward pass to ``step``: the ranks have parts of it."""
+    """Stand-in for a gradient from the backward pass to ``step``, while the owners have its parts."""
 
     place = (
         "on other ranks of a ShardedOptimizer, in part or as a whole: clip with optimizer.clip_grad_norm_(...), or "
-        "change the gradients in optimizer.param_groups, which this rank has; drop them with optimizer.zero_grad()"
+        "change this rank's gradients in optimizer.param_groups; drop gradients with optimizer.zero_grad()"
     )
 
 
 class Part(NamedTuple):
-    """Where a shard lies."""
+    """The position of a shard in its parameter."""
 
     parameter: Parameter
-    begin: int  # in the memory of the parameter
-    gradient: Tensor  # where it is reduced, of the shard's shape
+    begin: int  # offset in the memory of the parameter
+    gradient: Tensor  # memory where the gradient is reduced, with the shard's shape
 
 
 class ShardedReducer(CompressedReducer):
-    """Parameters of one group of the optimizer, number ``group``, and their memory.
+    """The parameters of one group of the optimizer, number ``group``, and their memory.
 
-    ``shards``: what this rank updates, with gradients once a reduction is finished. ``p.grad`` of the other parameters
-    is absent until ``spread``.
+    ``shards`` are the parameters, or pieces of them, that this rank updates. They have gradients when a reduction is
+    finished. ``p.grad`` of the other parameters is a stand-in until ``spread``.
     """
 
     absent_kind = GradientOfOwners
@@ -158,14 +159,14 @@ class ShardedReducer(CompressedReducer):
         owner, comm, compression = buckets.owner_of.get(parameters[0]), buckets.comm, buckets.compression
         self.group = buckets.group_of[parameters[0]]
         self.destination = Slices(comm) if owner is None else Owner(owner, comm)
-        self.values, gradients = memory.chunk(2)  # with padding, so that there are P equal slices
-        padding = gradients[sum(p.numel() for p in parameters) :]  # perhaps of no element
+        self.values, gradients = memory.chunk(2)  # padded, so that there are P equal slices
+        padding = gradients[sum(p.numel() for p in parameters) :]  # The padding may be empty.
         of_bucket = gradients, [*views_of(gradients, parameters), padding], comm, self.destination
         compressor = compression.compressor(*of_bucket) if compression is not None and comm.size > 1 else None
         self.has_state = compressor is not None
         if compressor is None:
             compressor = Compressor(*of_bucket)
-            compressor.part = self.destination.reduced(gradients)  # gradients stay where they are reduced
+            compressor.part = self.destination.reduced(gradients)  # The gradients stay where they are reduced.
         super().__init__(parameters, gradients, comm, compressor)
         self.views = list(views_of(self.values, parameters))
         with torch.no_grad():
@@ -181,7 +182,7 @@ class ShardedReducer(CompressedReducer):
             begin, end = end, end + p.numel()
             start, stop = max(begin, first), min(end, last)
             if first <= begin and end <= last:
-                # The gradients of slices stay absent in the parameter, on every rank.
+                # With slices, p.grad stays a stand-in on every rank, so a shard needs its own Parameter.
                 shard = p if isinstance(self.destination, Owner) else Parameter(p.detach())
             elif start < stop:
                 shard = Parameter(self.values[start:stop])
@@ -191,29 +192,29 @@ class ShardedReducer(CompressedReducer):
             yield shard, Part(p, start - begin, gradient)
 
     def finish(self, op: str) -> None:
-        """Give ``shards`` their gradients."""
+        """Set the gradients of ``shards``."""
         self.compressor.finish(op)
         for shard, part in self.shards.items():
             shard.grad = part.gradient.detach()
 
     def spread(self) -> Handle[Any]:
-        """Start to bring the updated parameters to all ranks."""
+        """Start to send the updated parameters to all ranks."""
         for p in (*self.shards, *self.parameters):
             p.grad = None
         return self.destination.spread(self.values)
 
     def leave(self) -> None:
-        """Give the parameters memory of their own."""
+        """Give the parameters their own memory."""
         for p in self.parameters:
             p.data = p.detach().clone()
             p.grad = None if p.grad is self._absent[p] else p.grad
 
     def is_in_place(self) -> bool:
-        """Whether the parameters are still the bucket's memory."""
+        """Return whether the parameters are still views of the bucket's memory."""
         return all(p.data_ptr() == view.data_ptr() for p, view in zip(self.parameters, self.views, strict=True))
 
     def cut(self, state: _State) -> dict[Any, dict[str, Any]]:
-        """The state of each shard, copied from ``state`` of whole parameters."""
+        """Return the state of each shard, copied from the ``state`` of whole parameters."""
         return {
             shard: {name: _cut(x, shard, part) for name, x in state[part.parameter].items()}
             for shard, part in self.shards.items()
@@ -221,27 +222,27 @@ class ShardedReducer(CompressedReducer):
         }
 
     def join(self, state: _State) -> dict[Any, dict[str, Any]]:
-        """The state of each whole parameter, from ``state`` of the shards on all ranks. Collective."""
+        """Return the state of each whole parameter, joined from the ``state`` of all ranks' shards. Collective."""
         number_of = {p: number for number, p in enumerate(self.parameters)}
         here = {number_of[part.parameter]: state[shard] for shard, part in self.shards.items() if state.get(shard)}
         of_ranks = verbs.allgather_object(tree_map_only(Tensor, lambda x: x.detach().cpu(), here), comm=self.comm)
-        joined = {}
+        whole_state = {}
         for p, number in number_of.items():
             if parts := [of_rank[number] for of_rank in of_ranks if number in of_rank]:
-                joined[p] = {name: _joined(p, [part[name] for part in parts]) for name in parts[0]}
-        return joined
+                whole_state[p] = {name: _joined(p, [part[name] for part in parts]) for name in parts[0]}
+        return whole_state
 
 
 def _cut(x: Any, shard: Tensor, part: Part) -> Any:
     if not isinstance(x, Tensor) or x.shape != part.parameter.shape:
-        return copy.deepcopy(x)  # such as a number of steps
+        return copy.deepcopy(x)  # for example a number of steps
     flat = x.new_empty(x.numel())
-    next(views_of(flat, [part.parameter])).copy_(x)  # in the order of the parameter's memory
+    next(views_of(flat, [part.parameter])).copy_(x)  # Copy in the order of the parameter's memory.
     return next(views_of(flat[part.begin :], [shard])).clone()
 
 
 def _joined(p: Tensor, parts: list[Any]) -> Any:
-    """One value of the state of ``p`` from those of its shards, in rank order."""
+    """Return one value of the state of ``p`` from the values of its shards, in rank order."""
     if not isinstance(parts[0], Tensor) or not parts[0].dim():
         return parts[0]
     whole = parts[0] if len(parts) == 1 else next(views_of(torch.cat(parts), [p]))
@@ -249,9 +250,10 @@ def _joined(p: Tensor, parts: list[Any]) -> Any:
 
 
 class ShardedBuckets(Buckets):
-    """The buckets of a ShardedOptimizer. Making them is collective over ``comm``.
+    """The buckets of a ShardedOptimizer. Creating them is collective over ``comm``.
 
-    group_of: the optimizer's group of each parameter that is trained; owner_of: the owner of each; empty: slices.
+    group_of: the optimizer's group of each trainable parameter.
+    owner_of: the owner of each parameter; an empty mapping means slices.
     """
 
     all: list[ShardedReducer]  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Optimizers around an optimizer: they pass for the torch optimizer that they hold."""
+"""Optimizers that wrap a torch optimizer and can be used in its place."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torchmpi_py.nn.synchronize import check_whole, fused
 
 
 class OptimizerWrapper(torch.optim.Optimizer):
-    """An optimizer around ``optimizer``, whose groups, state and other attributes are its own."""
+    """Base of wrappers around ``optimizer``, which provides groups, state and other attributes."""
 
     optimizer: torch.optim.Optimizer
-    _step_supports_amp_scaling = False  # GradScaler unscales gradients before ``step``, whatever the optimizer can do
+    _step_supports_amp_scaling = False  # So GradScaler unscales gradients before ``step``.
 
     def __init__(self) -> None:
-        """Not Optimizer.__init__: what it would make is the optimizer's own. A subclass sets ``optimizer``."""
+        """Skip Optimizer.__init__, because the wrapped optimizer has its attributes. A subclass sets ``optimizer``."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the optimizer."""
+        """The parameter groups of the wrapped optimizer."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -34,7 +34,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
         self.optimizer.param_groups = groups
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not made yet, or a copy in the making
+        if name == "optimizer":  # __init__ has not set it yet, or a copy is being created.
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
@@ -45,38 +45,50 @@ class OptimizerWrapper(torch.optim.Optimizer):
         raise TypeError(f"a {type(self).__name__} cannot be copied or pickled; keep its state_dict()")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's."""
+        """Drop the gradients, as in torch.
+
+        Args:
+            set_to_none (bool): True (default) sets gradients to None; False sets them to zero.
+        """
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's."""
+        """Add a parameter group, as in torch.
+
+        Args:
+            param_group (dict): parameters and options of the group.
+        """
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer, as torch gives it."""
+        """Return the state of the wrapped optimizer, as in torch."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's."""
+        """Load the state of the wrapped optimizer, as in torch.
+
+        Args:
+            state_dict (dict): state to load.
+        """
         self.optimizer.load_state_dict(state_dict)
 
 
 class ReducingOptimizer(OptimizerWrapper):
-    """One that reduces gradients: they are there when ``backward()`` returns."""
+    """Base of wrappers that reduce gradients: the gradients are reduced when ``backward()`` returns."""
 
     reduction: AsyncBackward
     comm: Communicator
-    ends_by = "remove() it, and use the plain optimizer, its .optimizer"
+    ends_by = "call remove(), and use the plain optimizer, its .optimizer"
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_checked = False  # whether parameters have been compared
-        self._is_reduced = False  # whether there are reduced gradients, which no step has used
+        self._is_checked = False  # whether the parameters have been compared
+        self._is_reduced = False  # whether there are reduced gradients that no step has used
 
     @OptimizerWrapper.param_groups.getter  # type: ignore[attr-defined, untyped-decorator]
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the optimizer. To GradScaler, which unscales gradients there, they are reduced first."""
-        # What it unscales before a reduction would meet scaled gradients of other ranks in it.
+        """The parameter groups. Before GradScaler reads them, which unscales the gradients, these are reduced."""
+        # Otherwise a reduction would add unscaled gradients of this rank to scaled gradients of other ranks.
         if not self._is_reduced and sys._getframe(1).f_globals.get("__name__", "").endswith("grad_scaler"):
             self.synchronize()
         return self.optimizer.param_groups
@@ -86,39 +98,71 @@ class ReducingOptimizer(OptimizerWrapper):
         self.reduction = AsyncBackward(module, comm=self.comm, owner=self, **options)
 
     def synchronize(self) -> None:
-        """Reduce gradients that are not reduced yet, as after no backward pass, or fewer than on other ranks."""
+        """Reduce gradients that are not reduced yet. Every rank must take part.
+
+        It does nothing after a backward pass that has reduced them. Call it on a rank that ran no backward pass in this
+        step, or fewer than the other ranks, before you clip; ``step`` calls it otherwise.
+
+        Raises:
+            RuntimeError: ``remove()`` was called.
+            RanksDisagree: on every rank, if the ranks are in different steps.
+        """
         if self.reduction.names and not self.reduction._hooks:
-            raise RuntimeError(f"{type(self).__name__}: remove() has ended it; make another one")
+            raise RuntimeError(f"{type(self).__name__}: remove() has ended it; create a new one")
         if not self._is_reduced:
             self.reduction.reduce_now()
             self._end_reduction()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients. RuntimeError between the backward passes of one step, whose gradients would be lost."""
+        """Drop the gradients.
+
+        Args:
+            set_to_none (bool): True (default) sets gradients to None; False sets them to zero.
+
+        Raises:
+            RuntimeError: some, but not all, backward passes of a step have run, so their gradients would be lost.
+        """
         self._check_between_steps("zero_grad")
         self._is_reduced = False
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """TypeError: buckets are made with the optimizer."""
+        """Raise TypeError, because the buckets are created with the optimizer.
+
+        Args:
+            param_group (dict): not used.
+
+        Raises:
+            TypeError: always.
+        """
         raise TypeError(
-            f"add_param_group: a {type(self).__name__} takes no more parameters; {self.ends_by}: add them to it, and "
-            "make another one of it"
+            f"add_param_group: a {type(self).__name__} takes no more parameters; {self.ends_by}. Add the group to "
+            f"that optimizer, and create a new {type(self).__name__} from it"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer. RuntimeError between the backward passes of one step: no state has gradients."""
+        """Return the state of the wrapped optimizer.
+
+        Raises:
+            RuntimeError: some, but not all, backward passes of a step have run; a state has no gradients.
+        """
         self._check_between_steps("state_dict")
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, on every rank. Drops the gradients of a step under way, and what compression has kept."""
+        """Load the state of the wrapped optimizer. Every rank must make this call.
+
+        Drops the gradients of an unfinished step, and what compression has kept.
+
+        Args:
+            state_dict (dict): state to load.
+        """
         super().load_state_dict(state_dict)
         self.reduction.restart()
         self._is_reduced = False
 
     def wait_in_pass(self) -> None:
-        """At the end of a backward pass whose gradients are reduced."""
+        """Wait for the reduction at the end of a backward pass."""
         self.reduction.synchronize()
         self._end_reduction()
 
@@ -127,14 +171,14 @@ class ReducingOptimizer(OptimizerWrapper):
         self.check_equal()
 
     def check_pass(self) -> None:
-        """At the start of a backward pass."""
+        """Check at the start of a backward pass that no reduced gradients would be added to."""
         if self._is_reduced and self.reduction.buckets.hold_gradients():
             raise RuntimeError(
-                "backward() ran again before step(): it would add to gradients that are reduced already. Accumulate "
-                "with backward_passes_per_step=, or call zero_grad(). Set requires_grad_(False) for a pass that is for "
-                "other parameters (a GAN's). Activation checkpointing needs checkpoint(..., use_reentrant=False)"
+                "backward() ran again before step(): it would add to reduced gradients. Accumulate with "
+                "backward_passes_per_step=, or call zero_grad(). For a pass for other parameters (a GAN's), set "
+                "requires_grad_(False) on these. Activation checkpointing needs checkpoint(..., use_reentrant=False)"
             )
-        self._is_reduced = False  # of a step that GradScaler left out, whose gradients the module has dropped
+        self._is_reduced = False  # GradScaler may have skipped a step whose gradients the module has dropped.
 
     def _check_between_steps(self, call: str) -> None:
         if self.reduction.num_passes:
@@ -144,34 +188,34 @@ class ReducingOptimizer(OptimizerWrapper):
             )
 
     def check_equal(self) -> None:
-        """Once, after a reduction: RanksDisagree, on all ranks, unless all train the same parameters. Collective."""
+        """Raise RanksDisagree, on all ranks, if the parameters differ. Runs once, after a reduction. Collective."""
         if not self._is_checked:
             self._is_checked = True
             check_all_with_allreduce({name: p for p, name in self.reduction.names.items()}, comm=self.comm)
 
     def remove(self) -> None:
-        """End the reductions; only a plain optimizer can go on."""
+        """End the reductions. Afterwards only the plain optimizer, ``optimizer``, can be used."""
         self.reduction.remove()
 
 
 class LocalOptimizer(OptimizerWrapper):
-    """One whose ranks take steps of their own, and equally many.
+    """Base of wrappers whose ranks take local steps, the same number on each rank.
 
-    A rank on which GradScaler finds an overflow leaves out the update alone.
+    If GradScaler finds an overflow on one rank, only that rank skips the update.
     """
 
-    _step_supports_amp_scaling = True  # GradScaler calls ``step`` in any case, and says what it has found
+    _step_supports_amp_scaling = True  # So GradScaler always calls ``step``, and passes what it found.
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
         if isinstance(optimizer, LocalOptimizer) or hasattr(optimizer, "whole_groups"):
-            raise TypeError(f"{type(self).__name__}: give it a plain optimizer, not a {type(optimizer).__name__}")
+            raise TypeError(f"{type(self).__name__}: expected a plain optimizer, not a {type(optimizer).__name__}")
         self.optimizer = optimizer
         check_whole(type(self).__name__, dict(enumerate(self.parameters())))
 
     @torch.no_grad()
     def take_own_step(self, closure: Callable[[], Any] | None) -> Any:
-        """Take the optimizer's step, after one evaluation of the closure, whose loss is returned."""
+        """Evaluate the closure once, take a step of the wrapped optimizer, and return the loss."""
         loss, set_by_scaler = evaluated(closure), vars(self)
         if float(set_by_scaler.get("found_inf", 0.0)) > 0:
             return loss
@@ -183,16 +227,16 @@ class LocalOptimizer(OptimizerWrapper):
         return loss
 
     def average_over(self, comm: Communicator) -> None:
-        """Make parameters their average over the ranks of ``comm``. Collective."""
+        """Make the parameters equal to their average over the ranks of ``comm``. Collective."""
         fused([p.detach() for p in self.parameters()], lambda flat: verbs.allreduce(flat, op="avg", comm=comm))
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters of all groups."""
+        """Return the parameters of all groups."""
         return [p for group in self.param_groups for p in group["params"]]
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
-    """The loss of a closure that is evaluated once, with gradients; None without one."""
+    """Return the loss of a closure, evaluated once with gradients enabled; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
