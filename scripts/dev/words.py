@@ -18,7 +18,7 @@ import tokenize
 
 ROOT = pathlib.Path(__file__).parents[2]
 WORDS = {  # pattern: what to write
-    r"verbs?": "collective",
+    r"verbs?(?! \()": "collective",
     r"(asynchronous )?twins?": "asynchronous version",
     r"meetings?": "barrier",
     r"deadlines?": "timeout",
@@ -42,7 +42,7 @@ WORDS = {  # pattern: what to write
 LONGEST = 30  # words of a sentence
 READ = re.compile(r"docs/(?!decisions/).*\.md|README\.md|CHANGELOG\.md|torchmpi_py/.*\.py")
 NEW_PARAGRAPH = re.compile(
-    r"\s*$|\s*([-*+]|\d+\.) |\s*[|#>]|\s*(!!!|:::)|\s*[*`]*\w+[*`]*: |\s*\w+:$|\s*(torchmpirun|python) "
+    r"\s*$|\s*([-*+]|\d+\.) |\s*[|#>]|\s*(!!!|:::)|\s*[*`]*\w+[*`]*( \([^)]*\))?: |\s*\w+:$|\s*(torchmpirun|python) "
 )
 SENTENCE_END = re.compile(r"(?<=[.!?])[\"')*]*\s+(?=[^a-z])|\|")
 
@@ -89,7 +89,7 @@ def module(text):
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             node.value.kind = "docstring"
-            yield from paragraphs(node.value.value, node.lineno)
+            yield from paragraphs(re.sub(r" *>>>.*", "", node.value.value), node.lineno)
             if odd := re.match(r"(Of|That|The same|As)\b", node.value.value):
                 yield [(node.lineno, f"\0{odd[0]}")]
         elif isinstance(node, ast.JoinedStr):

@@ -1,7 +1,9 @@
 """A mistake raises the same clear error on every rank, before a byte moves; afterwards everything still works."""
 
 import decimal
+import pathlib
 import pickle
+import runpy
 
 import numpy as np
 import pytest
@@ -147,9 +149,9 @@ def test_things_that_are_no_tensors(mpi):
         assert mpi.allreduce(2) == 2 * mpi.size()
 
 
-def test_help_shows_the_whole_contract(mpi):
-    for part in ("``root`` gets the result", "op: sum, avg", "comm: ", "flavour: ", "Raises TypeError", "a Handle"):
-        assert part in mpi.reduce_async.__doc__
+def test_examples_in_docstrings(mpi):
+    script = pathlib.Path(__file__).parents[2] / "scripts/dev/docstrings.py"
+    assert runpy.run_path(str(script))["run_examples"]({"mpi": mpi, "torch": torch}) == []
 
 
 @pytest.mark.mpi(min_size=2)

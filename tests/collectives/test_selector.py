@@ -41,7 +41,7 @@ def test_bad_keys():
     table = Selector()
     of_allreduce = [("world",), (True,), ("node", 2), ("node", True, 2)]
     for key in ("all_reduce", (), *(("allreduce", *rest) for rest in of_allreduce)):
-        with pytest.raises(KeyError, match=r"the key is a verb \(broadcast, .*then a scope \(node or nodes\)"):
+        with pytest.raises(KeyError, match=r"the key is a collective \(broadcast, .*then a scope \(node or nodes\)"):
             table[key] = "mpi"
         with pytest.raises(KeyError, match=r"whether the tensors are symmetric \(True or False\)"):
             table[key]
@@ -182,7 +182,7 @@ def test_what_is_not_available_is_passed_over(mpi, selector, asked, monkeypatch)
     assert mpi.allreduce(1.0) == mpi.size()
     selector["gather", "node"] = "hierarchical"  # which does not know that verb
     assert chosen(mpi, 1, "gather") == "mpi"
-    with pytest.raises(Unavailable, match=r"allreduce of a tensor on cpu: no flavour can do it \(.*shared.*planted"):
+    with pytest.raises(Unavailable, match=r"on cpu: flavour 'shared' cannot carry it out .*planted"):
         mpi.allreduce(torch.ones(2), flavour="shared")
 
 
@@ -237,9 +237,6 @@ def test_a_forced_flavour_stays_forced(mpi, selector, asked, form):
             call(verb, *args, flavour=name)
 
 
-# What is available.
-
-
 @in_a_job
 @pytest.mark.usefixtures("one_node")
 def test_availability(mpi):
@@ -249,9 +246,9 @@ def test_availability(mpi):
     assert {status[verb, "cpu", "mpi"] for verb in COLLECTIVES} == {"available"}
     assert all("unavailable: it is not known whether the MPI" in status[verb, "cuda", "mpi"] for verb in COLLECTIVES)
     assert all(row.status.startswith("un") for row in table if row.device == "cuda")  # available, implemented
-    assert status["allreduce", "cpu", "shared"] == "available"
-    assert status["send", "cpu", "shared"] == "unimplemented"
+    assert [status[verb, "cpu", "shared"] for verb in ("allreduce", "send")] == ["available", "unimplemented"]
     assert status["allreduce", "cpu", "hierarchical"].startswith("unavailable: all ranks are on one node")
     lines = str(table).splitlines()
-    assert len(lines) == len(table) + 1
-    assert any(line.split() == ["broadcast", "cpu", "ring", "available"] for line in lines)
+    assert max(map(len, lines)) <= 100
+    assert lines[4].replace(" ", "") == "|allreduce|yes|yes|yes|no1|no1|no1|no2|yes|"
+    assert any(line.startswith("no 2: all ranks are on one node; set_collective_span") for line in lines)

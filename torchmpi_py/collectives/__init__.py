@@ -1,1 +1,1 @@
-"""The collective verbs, and the flavours that carry them out."""
+"""The collectives, and the flavours that carry them out."""

@@ -1,4 +1,4 @@
-"""numpy and cupy arrays in verbs: a tensor on the array's memory stands in for each, and the result is an array.
+"""numpy and cupy arrays in collectives: a tensor on the array's memory stands in for each, and the result is an array.
 
 numpy's arrays become tensors by ``torch.from_numpy``, cupy's by DLPack; neither copies. DLPack also orders streams:
 torch's current stream waits for what cupy's holds at the call, and cupy's for the result, in the thread that waits.
@@ -22,7 +22,7 @@ NumpyArray = np.ndarray[Any, Any]
 
 
 class ArrayCall:
-    """The arguments of a call of ``verb``, with tensors in place of arrays; other arguments are left as they are."""
+    """The arguments of a call, with tensors in place of arrays; other arguments stay as they are."""
 
     def __init__(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
@@ -50,12 +50,12 @@ class ArrayCall:
         return tensor
 
     def result(self, result: Any) -> Any:
-        """The verb's result: for a tensor that stands in for an array, that array; for another tensor, a new array."""
+        """Return the array for which the result tensor stands in; for another tensor, a new array."""
         if self._library is None:
             return result
         if not isinstance(result, Tensor):
             if self._library is not np:
-                self._library.from_dlpack(self._arrays[0][0])  # cupy's stream is ordered behind the verb all the same
+                self._library.from_dlpack(self._arrays[0][0])  # also orders cupy's stream
             return result
         new = result.numpy() if self._library is np else self._library.from_dlpack(result)  # orders cupy's stream
         for tensor, array in self._arrays:
@@ -64,14 +64,14 @@ class ArrayCall:
         return new
 
     def handle(self, handle: Handle[Any]) -> Handle[Any]:
-        """``handle``, whose waits return ``result`` of what they would return otherwise."""
+        """Return ``handle``, whose waits now return arrays (``result``)."""
         if self._library is not None:
             handle.to_array = self.result
         return handle
 
 
 def _library_of(x: object) -> Any:
-    """The module numpy or cupy, if ``x`` is an array of it; else None."""
+    """Return the module numpy or cupy if ``x`` is an array of it, else None."""
     if isinstance(x, np.ndarray):
         return np
     cupy: Any = sys.modules.get("cupy")

@@ -1,11 +1,11 @@
-"""The autotuner: measures which flavour is the fastest here, per verb and size, and fills the selector with the result.
+"""The autotuner: measure which flavour is fastest for each collective and size, and fill the selector with the result.
 
-For each verb, and for ordinary and symmetric tensors, sizes grow by factors of 4, and at each size the flavours take
-turns (``timing.py``). On a GPU a call's time ends when the GPU has carried the call out.
+For each collective, and for ordinary and symmetric tensors, sizes grow by factors of 4. At each size the flavours are
+timed alternately (``timing.py``). On a GPU the time of a call ends when the GPU has carried the call out.
 
-From times to choices (``choose``): going up in size, another flavour is chosen where it beats the one before by more
-than 5 %, in the first half of the turns and in the second, so that noise does not make stripes. A choice ends at the
-geometric mean of the sizes on both sides of the change.
+``choose`` turns times into choices. It goes up in size, and changes to another flavour where that flavour is more than
+5 % faster in both halves of the measurements, so that noise does not make stripes. A choice ends at the geometric mean
+of the sizes on both sides of the change.
 """
 
 from __future__ import annotations
@@ -61,20 +61,36 @@ def autotune(
     save: bool = True,
     device: str = "cpu",
 ) -> None:
-    """Measure which flavours are the fastest on this machine, put them into ``mpi.selector``, and keep them in a file.
+    """Measure which flavours are fastest on this machine, and let ``mpi.selector`` choose them.
 
-    Collective over the world; every rank passes the same arguments. From then on ``start`` loads the file in jobs with
-    the same MPI, host, and number of ranks on each node. What was measured takes the place of all other choices for its
-    verbs and kind of device, assigned ones too. A world of one has nothing to measure.
+    Every rank of the job must make this call with the same arguments; it works on the world, whatever the current
+    level. The results replace all earlier choices for the measured collectives and device, including assigned ones.
+    They are also written to a file, which ``mpi.start()`` loads in later jobs with the same MPI, host, and number of
+    ranks on each node. On one rank nothing is measured.
 
-    flavours: those to choose from; default all but gloo, which is there to compare with. max_bytes: the largest size to
-    measure, with a second tensor as large; what is best there is taken for larger ones too, up to where the table had
-    another change. seconds: about how long it takes. path: another file than the one that ``start`` looks for in
-    TORCHMPI_TUNING_DIR (default ~/.cache/torchmpi_py). device: "cpu", or "cuda" for tensors on the GPUs that
-    ``start(with_cuda=True)`` chose; theirs is another file, which such a ``start`` loads too.
+    Args:
+        verbs (sequence of str): collectives to measure; default: allreduce, broadcast, reduce, reduce_scatter,
+            allgather and alltoall. "gather" and "scatter" can be added.
+        flavours (sequence of str): flavours to choose from; default None, all except gloo.
+        max_bytes (int): largest size to measure, in bytes; default 64 MiB. A second tensor of this size is allocated.
+            The fastest flavour at this size is also chosen for larger sizes, up to where the former table had another
+            change.
+        seconds (float): approximate duration of the measurement, in seconds; default 40.
+        path (str or path): file to write; default None, the file that ``mpi.start()`` looks for in TORCHMPI_TUNING_DIR
+            (default ``~/.cache/torchmpi_py``).
+        save (bool): whether to write the file; default True.
+        device (str): "cpu" (default), or "cuda" for tensors on the GPUs that ``mpi.start(with_cuda=True)`` chose, which
+            have a file of their own.
 
-    Raises ValueError for a wrong argument, RanksDisagree if they differ, Unavailable if no flavour asked for can run,
-    TorchMPIError if the file cannot be written (the selector has the choices nevertheless); each on every rank.
+    Returns:
+        None. ``print(mpi.selector)`` shows the new choices.
+
+    Raises:
+        ValueError: an argument has a wrong value, or ``device`` is "cuda" and this session computes on the CPU.
+        RanksDisagree: the ranks pass different arguments.
+        Unavailable: none of ``flavours`` can run here.
+        TorchMPIError: the file cannot be written; the selector has the new choices nevertheless.
+        NotStarted: ``mpi.start()`` was not called.
     """
     names = tuple(name for name in BY_NAME if name not in _PEERS) if flavours is None else tuple(flavours)
     settings = _Settings(tuple(verbs), names, max_bytes, seconds, save, device)
@@ -104,7 +120,7 @@ class _Settings(NamedTuple):
 
 
 def _check(settings: _Settings) -> None:
-    """ValueError for a wrong argument."""
+    """Raise ValueError for a wrong argument."""
     verbs, flavours, max_bytes, seconds, _, device = settings
     for what, names, known in (("verbs", verbs, _MEASURABLE), ("flavours", flavours, tuple(BY_NAME))):
         if not names or not set(names) <= set(known):
@@ -118,7 +134,7 @@ def _check(settings: _Settings) -> None:
 
 
 def _check_ranks(world: Communicator, settings: _Settings) -> None:
-    """Whether all want the same, and have what it takes; the same error on every rank."""
+    """Raise the same error on every rank if the ranks pass different arguments or have no GPU to measure."""
     given = world.direct.mpi.allgather(settings)
     if any(other != given[0] for other in given):
         raise RanksDisagree("autotune: " + "; ".join(f"rank {rank} passes {one}" for rank, one in enumerate(given)))
@@ -129,7 +145,7 @@ def _check_ranks(world: Communicator, settings: _Settings) -> None:
 
 
 def _measure(world: Communicator, settings: _Settings) -> measured_cache.Rows:
-    """The rows for all verbs; each takes its share of the time that is left."""
+    """The rows for all collectives; each takes its share of the time that is left."""
     rows: measured_cache.Rows = {}
     buffers = _buffers(world, settings)
     series = [(verb, kind) for verb in settings.verbs for kind in buffers if not (kind and verb in _INDIFFERENT)]

@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same values: one small allgather of 128-bit digests of all bits."""
+"""Check that all ranks hold the same values: one small allgather of 128-bit digests of all bits."""
 
 from __future__ import annotations
 
@@ -15,16 +15,31 @@ from torchmpi_py.errors import RanksDisagree
 
 
 def check_with_allreduce(x: Tensor | Number, name: str = "", *, comm: Communicator | None = None) -> None:
-    """Check that ``x`` is the same, bit for bit, on every rank of ``comm`` (default: the current level). Collective.
+    """Check that ``x`` is the same, bit for bit, on every rank.
 
-    Raises RanksDisagree on every rank, with ``name`` and the ranks that differ from most others. dtype and shape count.
-    TypeError for what is neither a tensor nor a number; NotStarted before ``mpi.start()``.
+    Every rank of ``comm`` must make this call. dtype and shape count too. Only a digest of 16 bytes travels.
+
+    Args:
+        x (Tensor or number): value to compare.
+        name (str): name of the value in the error; default "", which says "the value".
+        comm (Communicator): communicator whose ranks compare; default None, the current level.
+
+    Returns:
+        None.
+
+    Raises:
+        RanksDisagree: the values differ; raised on every rank, and names the ranks that differ from most others.
+        TypeError: ``x`` is neither a tensor nor a number.
+        NotStarted: ``mpi.start()`` was not called.
+
+    Examples:
+        >>> mpi.check_with_allreduce(torch.ones(3), "weights")
     """
     check_all_with_allreduce({name or "the value": x}, comm=comm)
 
 
 def check_all_with_allreduce(values: Mapping[str, Tensor | Number], *, comm: Communicator | None = None) -> None:
-    """``check_with_allreduce`` of several named values at once; the error names each that differs."""
+    """Check several named values at once, as ``check_with_allreduce`` does; the error names each that differs."""
     resolved = resolve(comm)
     named = [
         f"{name} (rank {', '.join(map(str, odd))} of {resolved.size})"
@@ -36,7 +51,7 @@ def check_all_with_allreduce(values: Mapping[str, Tensor | Number], *, comm: Com
 
 
 def differing(values: Mapping[str, Tensor | Number], resolved: Communicator) -> dict[str, list[int]]:
-    """The names of the values that are not the same on all ranks, with the ranks that differ from most. Collective.
+    """Return the names of the values that differ between ranks, each with the ranks that differ from most. Collective.
 
     RanksDisagree if the ranks have different names.
     """
@@ -56,7 +71,7 @@ def differing(values: Mapping[str, Tensor | Number], resolved: Communicator) -> 
 
 
 def digest_of(x: Tensor | Number, name: str = "x") -> bytes:
-    """Digest (16 bytes) of all bits of a tensor, its dtype and shape; for a number its text."""
+    """Return a digest (16 bytes) of all bits of a tensor, its dtype and shape; for a number its text."""
     if isinstance(x, NUMBERS):
         return repr(x).encode()
     x = flat(check_tensor("check_with_allreduce", name, x).cpu())

@@ -1,11 +1,11 @@
-"""The contract of a flavour: one way to carry out the verbs.
+"""The contract of a flavour, which is an implementation of the collectives.
 
-A flavour has a name, the device types it serves, and one blocking method per verb that it can do; a method that is not
-overridden says that the flavour cannot do the verb. The arguments have been checked: tensors are flat, roots and ops
-are valid, and no other thread uses the ``channel``. Adding a flavour takes a file and a row in ``registry.py``.
+A flavour has a name, the device types it serves, and one blocking method per collective that it implements; a method
+that is not overridden means "unimplemented". The arguments are checked before: tensors are flat, roots and ops are
+valid, and no other thread uses the ``channel``. A new flavour takes a file and a row in ``registry.py``.
 
 In gathers each rank may bring another number of rows. The ranks first exchange their ``Sizes`` and check that the rest
-agrees; the size of the result is known then, and with it the flavour is chosen that moves the data (``Gathering``).
+agrees. Then the size of the result is known, and the flavour that moves the data is chosen (``Gathering``).
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ class Flavour(Carrier):
     """Whether the destination of a reduce_scatter may be the rank's own slice of the source."""
 
     def missing(self, device: str) -> str:
-        """Why this flavour cannot serve tensors of a device type (one of ``devices``) here, and what would help; or "".
+        """Return why this flavour cannot serve a device type (one of ``devices``) here, and what would help; or "".
 
-        The same on all ranks.
+        The answer must be the same on all ranks.
         """
         return ""
 
     def refuses(self, channel: Channel) -> str:
-        """Why this flavour cannot serve the ranks of a channel, or empty. The same on all of them."""
+        """Return why this flavour cannot serve the ranks of a channel, or ""; the same on all ranks."""
         return ""
 
     def implements(self, verb: str) -> bool:
-        """Whether this flavour can do ``verb``."""
+        """Return whether this flavour implements the collective ``verb``."""
         return getattr(type(self), verb, None) is not getattr(Flavour, verb, None)
 
     def walk(self, verb: str, channel: Channel, *arguments: Any) -> Walk:
-        """A verb in parts, between which the caller may do other work. By default all is done at once.
+        """Carry out a collective in parts, between which the caller may do other work; by default in one part.
 
         All ranks of the channel start and resume their walks in the same order.
         """
@@ -63,35 +63,35 @@ class Flavour(Carrier):
         return iter(())
 
     def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
-        """Overwrite ``x`` by root's."""
+        """Overwrite ``x`` with the ``x`` of ``root``."""
         raise NotImplementedError
 
     def reduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str, root: int) -> None:
-        """Root's ``destination`` becomes the reduction of all ``source``; that of another rank is not touched."""
+        """Write the reduction of all ``source`` into ``destination`` on ``root``; other ranks write nothing."""
         raise NotImplementedError
 
     def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
-        """``destination`` becomes the reduction of all ``source``. The two are one tensor, or do not overlap."""
+        """Write the reduction of all ``source`` into ``destination``. The two are one tensor, or do not overlap."""
         raise NotImplementedError
 
     def allgather(self, channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> None:
-        """``out`` becomes all ``x`` along dim 0; ``sizes`` has what each rank brings."""
+        """Write all ``x`` into ``out`` along dim 0; ``sizes`` has the rows of each rank."""
         raise NotImplementedError
 
     def reduce_scatter(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
-        """``destination`` becomes this rank's slice, along dim 0, of the reduction of all ``source``."""
+        """Write this rank's slice, along dim 0, of the reduction of all ``source`` into ``destination``."""
         raise NotImplementedError
 
     def alltoall(self, channel: Channel, source: Tensor, destination: Tensor) -> None:
-        """Slice s of ``destination`` becomes this rank's slice of rank s's ``source``."""
+        """Write this rank's slice of the ``source`` of rank s into slice s of ``destination``, for every s."""
         raise NotImplementedError
 
     def gather(self, channel: Channel, x: Tensor, out: Tensor | None, root: int, sizes: Sizes) -> None:
-        """As ``allgather`` on root; elsewhere ``out`` is None."""
+        """Write all ``x`` into ``out`` on root, as ``allgather`` does; elsewhere ``out`` is None."""
         raise NotImplementedError
 
     def scatter(self, channel: Channel, source: Tensor, destination: Tensor, root: int) -> None:
-        """``destination`` becomes this rank's slice of root's ``source``."""
+        """Write this rank's slice of the ``source`` of ``root`` into ``destination``."""
         raise NotImplementedError
 
     def sendreceive(self, channel: Channel, x: Tensor, out: Tensor, source: int, destination: int) -> None:
@@ -103,15 +103,15 @@ class Flavour(Carrier):
         raise NotImplementedError
 
     def recv(self, channel: Channel, x: Tensor, source: int) -> None:
-        """Overwrite ``x`` by what ``source`` sent."""
+        """Overwrite ``x`` with what ``source`` sent."""
         raise NotImplementedError
 
     def broadcast_object(self, channel: Channel, obj: object, root: int) -> Any:
-        """Root's object, by pickle."""
+        """Return the object of ``root``, by pickle."""
         raise NotImplementedError
 
     def allgather_object(self, channel: Channel, obj: object) -> list[Any]:
-        """The objects of all ranks, by pickle."""
+        """Return the objects of all ranks, by pickle."""
         raise NotImplementedError
 
 
@@ -122,7 +122,7 @@ def complete(walk: Iterable[Requests]) -> None:
 
 
 def wait(requests: Requests) -> None:
-    """Wait for what a walk has yielded."""
+    """Wait for the requests that a walk has yielded."""
     if requests:
         requests[0].Waitall(requests)
 
@@ -140,7 +140,7 @@ class Sizes:
         return len(set(self.rows)) == 1
 
     def output_shape(self, verb: str, x: Tensor, out: Tensor | None, writers: Sequence[int]) -> torch.Size:
-        """The shape of the result. A ValueError on every rank if ``out`` does not have it on one of the ``writers``."""
+        """Return the shape of the result. ValueError on every rank if ``out`` does not fit on a writer."""
         shape = torch.Size((sum(self.rows), *x.shape[1:]))
         wrong = [rank for rank in writers if self.outs[rank] not in (0, _code(shape))]
         if wrong:
@@ -153,21 +153,21 @@ class Sizes:
 
     @classmethod
     def equal(cls, x: Tensor, size: int) -> Sizes:
-        """The sizes where each of ``size`` ranks brings as much as ``x``."""
+        """Return the sizes if each of ``size`` ranks brings as much as ``x``."""
         return cls([x.shape[0]] * size, [x.nbytes] * size, [0] * size)
 
     def of(self, ranks: Sequence[int]) -> Sizes:
-        """The sizes of some ranks, in the order given."""
+        """Return the sizes of some ranks, in the order of ``ranks``."""
         return Sizes(*([column[rank] for rank in ranks] for column in (self.rows, self.num_bytes, self.outs)))
 
     def summed(self, groups: Sequence[Sequence[int]]) -> Sizes:
-        """The sizes of groups of ranks: for each group the sum over its ranks."""
+        """Return the sizes of groups of ranks: for each group the sum over its ranks."""
         columns = self.rows, self.num_bytes
         rows, num_bytes = ([sum(column[rank] for rank in group) for group in groups] for column in columns)
         return Sizes(rows, num_bytes, [0] * len(rows))
 
     def split(self, out: Tensor) -> tuple[Tensor, ...]:
-        """Views of the result ``out``: the rows of each rank."""
+        """Return views of the result ``out``: the rows of each rank."""
         return torch.split(out, self.rows)
 
 
@@ -179,7 +179,7 @@ class Gathering(Carrier):
         self.choose = choose
 
     def allgather(self, channel: Channel, x: Tensor, out: Tensor | None) -> Tensor:
-        """All ``x`` along dim 0, in ``out`` or a new tensor."""
+        """Return all ``x`` along dim 0, in ``out`` or a new tensor."""
         sizes = exchange_sizes(channel.mpi, x, out)
         shape = sizes.output_shape("allgather", x, out, writers=range(channel.size))
         result = x.new_empty(shape) if out is None else out
@@ -188,7 +188,7 @@ class Gathering(Carrier):
         return result
 
     def gather(self, channel: Channel, x: Tensor, out: Tensor | None, root: int) -> Tensor | None:
-        """As ``allgather`` on root; None elsewhere."""
+        """Return all ``x`` along dim 0 on root, as ``allgather`` does; None elsewhere."""
         sizes = exchange_sizes(channel.mpi, x, out)
         shape = sizes.output_shape("gather", x, out, writers=(root,))
         result = None if channel.rank != root else x.new_empty(shape) if out is None else out
@@ -219,5 +219,5 @@ def exchange_sizes(comm: MPI.Comm, x: Tensor, out: Tensor | None) -> Sizes:
 
 
 def _code(*parts: object) -> int:
-    """A number, never 0, that stands for a shape or dtype in the exchange."""
+    """Return a number, never 0, that stands for a shape or dtype in the exchange."""
     return zlib.crc32(repr(parts).encode()) + 1

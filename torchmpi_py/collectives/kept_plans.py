@@ -1,8 +1,8 @@
-"""The plans that a communicator keeps for the calls of a training loop, which come again and again.
+"""The plans that a communicator keeps for calls that a training loop repeats.
 
-A plan is kept where the tensors of the call, ``x`` and ``out``, are themselves what the flavour reads and writes: flat
-CPU tensors without history. Calls that differ in what a plan depends on, and calls that must raise an error, find no
-plan, and are prepared in full.
+A plan is kept if the tensors of the call, ``x`` and ``out``, are themselves what the flavour reads and writes: flat CPU
+tensors without history. A call that differs in anything on which a plan depends, or that must raise an error, finds no
+plan and is prepared in full.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_KEPT = 512  # by a communicator
 
 
 def key_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
-    """What the plan of a call depends on, besides the communicator; None for a call that is always prepared."""
+    """Return what the plan of a call depends on, besides the communicator; None for a call that is always prepared."""
     x, out = args[0], kwargs.get("out") if kwargs else None
     for each in (x,) if out is None else (x, out):
         if (
@@ -72,14 +72,14 @@ def keep(comm: Communicator, key: Hashable, operation: Operation[Any], tensors: 
 
 
 def add(comm: Communicator, key: Hashable, plan: Plan) -> None:
-    """Keep a plan, in place of the oldest one where there are many."""
+    """Keep a plan; it replaces the oldest one if the communicator has many."""
     if len(comm.plans) >= _MOST_KEPT:
         comm.plans.pop(next(iter(comm.plans)), None)
     comm.plans[key] = plan
 
 
 def allreduce(prepare: Callable[..., Operation[Any]], x: Tensor, comm: Communicator, op: str) -> Operation[Any]:
-    """The operation of an allreduce in place: a call of the kept plan, else what ``prepare`` makes."""
+    """Return the operation of an allreduce in place: a call of the kept plan, else what ``prepare`` makes."""
     key = key_of("allreduce", (x,), {"op": op})
     plan = None if key is None else comm.plans.get(key)
     if plan is not None:

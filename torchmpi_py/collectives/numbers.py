@@ -1,4 +1,4 @@
-"""Python numbers in verbs: a number travels with its type, so that a rank's 0 and another's 1.5 add up to 1.5.
+"""Python numbers in collectives: a number travels with its type, so that a rank's 0 and another's 1.5 add up to 1.5.
 
 A number becomes a record of three 64-bit words: kind, value, imaginary part. Reductions gather the records by MPI,
 whatever the flavour, and reduce in Python, in rank order, by Python's rules: sums of ints are exact, True counts as 1,
@@ -33,19 +33,19 @@ TOO_LARGE = len(_FORMATS)  # the kind of a number that does not fit
 
 
 class Records(Carrier):
-    """Stand-in for a flavour: exchanges numbers."""
+    """A stand-in for a flavour that exchanges numbers."""
 
     name = "mpi"
 
     def exchange(self, channel: Channel, record: bytes) -> list[Number]:
-        """The numbers of all ranks, in rank order. Collective: one allgather."""
+        """Return the numbers of all ranks, in rank order. Collective: one allgather."""
         records = bytearray(channel.size * RECORD_BYTES)
         channel.mpi.Allgather(record, records)
         return from_records(records)
 
 
 def to_record(x: Number) -> bytes:
-    """The record of a number, of RECORD_BYTES."""
+    """Return the record of a number, of RECORD_BYTES."""
     kind, value = (_KINDS[type(x)], x) if type(x) in _KINDS else _kind_and_value(x)
     words = (value.real, value.imag) if kind == 3 else (value, 0)
     try:
@@ -55,7 +55,7 @@ def to_record(x: Number) -> bytes:
 
 
 def from_records(records: bytes | bytearray) -> list[Number]:
-    """The numbers in records, in order."""
+    """Return the numbers in records, in order."""
     values = list[Number]()
     for begin in range(0, len(records), RECORD_BYTES):
         kind = records[begin]
@@ -67,7 +67,7 @@ def from_records(records: bytes | bytearray) -> list[Number]:
 
 
 def reduce_numbers(verb: str, op: str, values: Sequence[Number]) -> Number:
-    """Reduce in rank order; an op that the widest kind among the values does not have is a ValueError."""
+    """Reduce in rank order. ValueError if the widest kind among the values does not have the op."""
     widest = max(map(_KINDS.__getitem__, map(type, values)))
     if op != "avg" or widest > 1:  # whole numbers have an average in Python, not in a tensor
         check_op(verb, op, _DTYPES[max(widest, 1)])

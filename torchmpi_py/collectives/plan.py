@@ -44,7 +44,7 @@ _abandoned: list[object] = []  # launches that broke off: MPI may still write in
 
 
 def of_a_part(method: Callable[P, R]) -> Callable[P, R]:
-    """Mark what a flavour's method raises as errors of a part of the ranks: the others may wait for these."""
+    """Decorator: mark the errors of a flavour's method as raised by some ranks only: the others may wait for these."""
 
     @functools.wraps(method)
     def marked(*arguments: P.args, **named: P.kwargs) -> R:
@@ -156,7 +156,7 @@ class Plan:
         return work
 
     def _ended_by(self, error: BaseException, entry: Entry, is_done: bool) -> BaseException:
-        """The error to raise for one in ``run``; ``is_done``: the flavour had returned, as on the other ranks."""
+        """Return the error to raise in ``run``; ``is_done``: the flavour had returned, as on the other ranks."""
         if not is_done and not self.is_of_all(error):
             journal.break_off(entry)
         if isinstance(error, (RuntimeError, CommunicatorError, RanksDisagree)):
@@ -165,18 +165,18 @@ class Plan:
         return error
 
     def is_of_all(self, error: BaseException) -> bool:
-        """Whether all ranks raise it, so that later operations still meet each other. Pickle's errors are of one."""
+        """Return whether all ranks raise the error, so that later calls still match. One rank raises pickle's."""
         is_own = isinstance(error, _RAISED_BY_ALL) and not self.name.endswith("_object")
         return is_own and not getattr(error, "is_of_a_part", False)
 
     def _check_earlier(self, entry: Entry) -> None:
-        """CommunicatorError if one that was launched earlier broke off: this one would meet it on other ranks."""
+        """Raise CommunicatorError if an earlier operation broke off: other ranks would match it with this one."""
         if entry[5] is not None and entry[4] > entry[5].broken_from and not ulfm.has_lost_ranks():  # MPI says it then
             journal.fail(entry)
             raise sequences.refused(self.name, self.comm)
 
     def _refused(self, channel: Channel, me: int, entry: Entry | None) -> CommunicatorError:
-        """The error where another thread is in a collective of the channel, or a signal's handler calls one."""
+        """Return the error if another thread, or this one in a signal's handler, is in a collective of the channel."""
         if entry is not None:
             journal.fail(entry)
         if channel.user == me:
@@ -200,7 +200,7 @@ class Plan:
         return explained._of_call(self.name, self.comm) if isinstance(explained, TorchMPIError) else explained
 
     def _explained(self, error: Exception, entry: Entry | None) -> Exception:
-        """``error`` itself, or an error with what other ranks do, of which ``error`` is the cause."""
+        """Return ``error`` itself, or an error that says what other ranks do and has ``error`` as its cause."""
         sides, differ = "", False
         if entry is not None:
             journal.fail(entry)
@@ -281,7 +281,7 @@ class Operation(Work[R]):
             raise
 
     def finish(self) -> R:
-        """The result of an operation that was posted to MPI, once the transfer is complete."""
+        """Return the result of an operation that was posted to MPI, once the transfer is complete."""
         trace = tracing.current
         if trace is not None and self.launched:
             trace.end(self.plan, POSTED, self.launched, self.launched)
@@ -298,7 +298,7 @@ class Operation(Work[R]):
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """All tensors that the operation reads and writes."""
+        """Return all tensors that the operation reads and writes."""
         return (x for x in (*self.arguments, self.target) if isinstance(x, Tensor))
 
     @property
@@ -309,7 +309,7 @@ class Operation(Work[R]):
         self.arguments, self.target, self.conclude = (), None, None
 
     def late_ranks(self) -> str:
-        """A sentence with the ranks of this node that have not come to the operation, or that do something else."""
+        """Return a sentence with the ranks of this node that have not called the operation, or do something else."""
         if self.entry is None:
             return ""
         if self.plan.name not in MESSAGES:

@@ -1,8 +1,8 @@
 """From the call of a collective to its operation.
 
-``verbs.py`` has one function for each collective, which checks the arguments. The functions here do the rest: they find
-flat memory to read and to write (``resolve_output`` and its neighbours), find or make the plan (``Call``), and make the
-blocking and the asynchronous form of the collective (``blocking_and_async``).
+``verbs.py`` has one function for each collective, which checks the arguments. The functions here do the rest. They find
+flat memory to read and to write (``resolve_output`` and its neighbours), and find or make the plan (``Call``). The
+decorators ``blocking`` and ``asynchronous`` carry the operation out.
 """
 
 from __future__ import annotations
@@ -45,50 +45,29 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _CPU = torch.device("cpu")
 
-_OF_PARAMETERS = {
-    "op": "op: sum, avg, prod, min, max, band, bor, bxor, land or lor.",
-    "comm": "comm: the communicator whose ranks make this call, alike and in one order; default: the current level.",
-    "flavour": 'flavour: the way to carry the call out, as "mpi" or "shared"; default: what mpi.selector chooses.',
-}
-_OF_BLOCKING = "Returns when this rank's part is done; the other ranks may still be at work."
-_OF_ASYNC = """\
-Returns a Handle at once; handle.wait() returns the result, or raises what the operation has raised. Until the operation
-is complete its tensors must not be touched."""
-_OF_MESSAGES = """\
-comm: the communicator in which the other rank is counted; default: the current level. Only the ranks named call.
-flavour: the way to carry the call out; default: what mpi.selector chooses."""
-_OF_ERRORS = """\
-Raises TypeError or ValueError for a wrong argument, on every rank before anything is sent; NotStarted before mpi.start;
-FlavourError where no flavour can carry the call out; RanksDisagree where ranks of one node make different calls;
-CollectiveTimeout at the deadline, with Tuning.at_deadline="raise"; CommunicatorError if MPI fails."""
 
-_OF_MESSAGES_ERRORS = """\
-Raises TypeError or ValueError for a wrong argument, before anything is sent; NotStarted before mpi.start; FlavourError
-where no flavour can carry the call out; CollectiveTimeout at the deadline, with Tuning.at_deadline="raise";
-CommunicatorError if MPI fails; RanksDisagree, on the receiver, if the message has another dtype or size. A call without
-its counterpart waits until the deadline."""
+def blocking(prepare: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: carry out the operation that ``prepare`` makes of the arguments, and return its result.
 
-
-def blocking_and_async(prepare: Callable[P, Operation[R]]) -> tuple[Callable[P, R], Callable[P, Handle[R]]]:
-    """(blocking, asynchronous) form of the collective that ``prepare`` prepares.
-
-    An ``x`` may be an array, an ``obj`` is sent as it is. Tensors take the short way: every call passes here.
+    The decorated function is annotated with the type of the result, for its callers.
     """
-    name = prepare.__name__.lstrip("_")
-    blocking, asynchronous = _form(prepare, name, is_async=False), _form(prepare, name, is_async=True)
-    result = str(inspect.signature(prepare).return_annotation).removeprefix("Operation[").removesuffix("]")
-    compiling.leave_alone(blocking, asynchronous)
-    _present(blocking, prepare, name, result, _OF_BLOCKING)
-    _present(asynchronous, prepare, f"{name}_async", f"Handle[{result}]", _OF_ASYNC)
-    return blocking, asynchronous
+    return _form(prepare, prepare, is_async=False)
 
 
-def _form(prepare: Callable[P, Operation[R]], name: str, *, is_async: bool) -> Callable[P, Any]:
-    """A form of the collective ``name``. All in one function, because every call pays for every function."""
-    row, takes_tensors = COLLECTIVES[name], "x" in inspect.signature(prepare).parameters
-    keeps_plans, has_one_tensor = row.keeps_plans, row.writes is Writes.X
+def asynchronous(collective: Callable[P, R]) -> Callable[[Callable[P, Handle[R]]], Callable[P, Handle[R]]]:
+    """Decorator: launch the operation of a collective, and return its handle; the function's own body is never run."""
+    return functools.partial(_form, builder(collective), is_async=True)
 
-    @functools.wraps(prepare)
+
+def _form(prepare: Callable[P, Any], public: Callable[P, Any], *, is_async: bool) -> Callable[P, Any]:
+    """The function that users call as ``public``. All in one function, because every call pays for every function.
+
+    ``x`` may be an array, and ``obj`` is sent as it is. Tensors take the shortest path.
+    """
+    name, takes_tensors = prepare.__name__, "x" in inspect.signature(prepare).parameters
+    keeps_plans, has_one_tensor = COLLECTIVES[name].keeps_plans, COLLECTIVES[name].writes is Writes.X
+
+    @functools.wraps(public)
     def form(*args: P.args, **kwargs: P.kwargs) -> Any:
         arrays = key = operation = None
         try:
@@ -124,11 +103,18 @@ def _form(prepare: Callable[P, Operation[R]], name: str, *, is_async: bool) -> C
             raise
         return result if arrays is None else arrays.handle(result) if is_async else arrays.result(result)
 
+    return _published(form, prepare)
+
+
+def _published(form: Callable[P, Any], prepare: Callable[..., Any]) -> Callable[P, Any]:
+    """Let ``builder`` find ``prepare``, and torch.compile leave ``form`` alone."""
+    vars(form)["prepare"] = prepare
+    compiling.leave_alone(form)
     return form
 
 
 def _check_arguments(prepare: Callable[..., Any], call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """TypeError for arguments that the verb does not take, or that do not fit otherwise."""
+    """Raise TypeError for arguments that the collective does not take."""
     signature = inspect.signature(prepare)
     are = ", ".join(f"{x.name}=" if x.kind is x.KEYWORD_ONLY else x.name for x in signature.parameters.values())
     try:
@@ -137,23 +123,9 @@ def _check_arguments(prepare: Callable[..., Any], call: str, args: tuple[Any, ..
         raise TypeError(f"{call}: {error}; arguments are: {are}") from None
 
 
-def builder(verb: Callable[P, R]) -> Callable[P, Operation[R]]:
-    """The function that prepares the operation of a verb; torch_backend runs such operations in its own order."""
-    prepare: Callable[P, Operation[R]] = inspect.unwrap(verb)
-    return prepare
-
-
-def _present(form: Any, prepare: Callable[..., Any], name: str, result: str, promise: str) -> None:
-    """Give a form of a verb what ``help()`` shows: name, signature, and the whole contract."""
-    known = inspect.signature(prepare).parameters
-    parameters = "\n".join(text for parameter, text in _OF_PARAMETERS.items() if parameter in known)
-    errors = _OF_ERRORS
-    if known.keys() & {"source", "destination"}:
-        parameters, errors = _OF_MESSAGES, _OF_MESSAGES_ERRORS
-    form.__name__ = form.__qualname__ = name
-    form.__doc__ = "\n\n".join([inspect.cleandoc(prepare.__doc__ or ""), parameters, promise, errors])
-    form.__annotations__ = {**prepare.__annotations__, "return": result}
-    form.__signature__ = inspect.signature(prepare).replace(return_annotation=result)
+def builder(collective: Callable[P, R]) -> Callable[P, Operation[R]]:
+    """Return the function that prepares the operation of a collective, for callers that run operations themselves."""
+    return vars(collective)["prepare"]  # type: ignore[no-any-return]
 
 
 class Call:
@@ -163,15 +135,16 @@ class Call:
         self.name, self.comm, self.flavour = name, resolve(comm), flavour
 
     def rank(self, what: str, value: int) -> int:
-        """An argument as a rank of the communicator."""
+        """Check that an argument is a rank of the communicator, and return it."""
         return check_rank(self.name, what, value, self.comm.size)
 
     def of_tensors(
         self, x: Tensor, tensors: tuple[Tensor, ...], others: tuple[Any, ...], target: Tensor, copy_out: Finish | None
-    ) -> Operation[Any]:
-        """The operation whose result is ``target``, after ``copy_out``.
+    ) -> Any:
+        """Return the operation whose result is ``target``, after ``copy_out``.
 
-        Size, device and kind of memory are those of ``x``, the tensor that the user gave, which is equal on all ranks.
+        ``x`` is the tensor that the user passed, which is equal on all ranks: it determines size, device and kind of
+        memory.
         """
         device = _gpu(self.name, x) if x.is_cuda else None
         found = symmetric.find(x)
@@ -182,9 +155,9 @@ class Call:
     def _plan(
         self, x: Tensor, others: tuple[Any, ...], device: torch.device | None, *, symmetric: bool, kind: Any = None
     ) -> Plan:
-        """The plan for tensors like ``x``; ``kind``: what the ranks compare in place of size and dtype."""
+        """Return the plan for tensors like ``x``; ``kind`` is what the ranks compare instead of size and dtype."""
         name, comm, num_bytes = self.name, self.comm, x.nbytes
-        key = (name, self.flavour, selector.generation, x.dtype, num_bytes, device, others, symmetric, kind)
+        key = (name, self.flavour, selector.generation, x.dtype, num_bytes, x.device, others, symmetric, kind)
         if (plan := comm.plans.get(key)) is None:
             served = selector.flavour_for(name, comm, x.device, num_bytes, symmetric=symmetric, name=self.flavour)
             compared = (num_bytes, x.dtype, others) if kind is None else (kind, *others)
@@ -197,10 +170,11 @@ class Call:
 
     def of_rows(
         self, x: Tensor, buffer: Tensor | None, others: tuple[Any, ...], conclude: Callable[[Any], Any], out: Any
-    ) -> Operation[Any]:
-        """The (all)gather of tensors, whose flavour is chosen after the ranks exchange their sizes.
+    ) -> Any:
+        """Return the operation of a gather or allgather of tensors.
 
-        Whether ``x`` is symmetric does not count: a tensor of no rows, which one rank may bring, has no address.
+        Its flavour is chosen after the ranks exchange their sizes. It does not matter whether ``x`` is symmetric: a
+        tensor without rows, which one rank may bring, has no address.
         """
         name = self.name
         choices = selector.choices(name, self.comm, x.device, symmetric=False, name=self.flavour)  # equal on all ranks
@@ -211,8 +185,8 @@ class Call:
         )  # fmt: skip
         return Operation(plan, (x, buffer), out, conclude)
 
-    def of_number(self, x: Number, *others: int) -> Operation[Any]:
-        """The operation on the record of a number; ``others`` are the other arguments. The result is a number."""
+    def of_number(self, x: Number, *others: int) -> Any:
+        """Return the operation on the record of a number; ``others`` are the other arguments."""
         record = torch.frombuffer(bytearray(numbers.to_record(x)), dtype=torch.uint8)
         result = torch.empty_like(record) if self.name == "sendreceive" else record
         plan = self._plan(record, others, None, symmetric=False, kind="number")
@@ -221,8 +195,8 @@ class Call:
 
     def of_numbers(
         self, x: Number, out: object, others: tuple[Any, ...], conclude: Callable[[list[Number]], Any]
-    ) -> Operation[Any]:
-        """The exchange of numbers; ``conclude`` makes the result from the numbers of all ranks.
+    ) -> Any:
+        """Return the operation that exchanges numbers; ``conclude`` makes the result from the numbers of all ranks.
 
         ``others`` are the other arguments of the call, which are equal on all ranks.
         """
@@ -239,8 +213,11 @@ class Call:
             kept_plans.add(comm, key, plan)
         return Operation(plan, (numbers.to_record(x),), None, conclude)
 
-    def reduced(self, x: Number, out: object, op: str, root: int | None = None) -> Operation[Any]:
-        """(all)reduce of numbers: an allgather of records, reduced on each rank. With a root, the others keep ``x``."""
+    def reduced(self, x: Number, out: object, op: str, root: int | None = None) -> Any:
+        """Return the operation of a reduce or allreduce of numbers: an allgather of records, reduced on each rank.
+
+        With a root, the other ranks keep ``x``.
+        """
         if op not in OPS:  # a call less where all is well
             check_known_op(self.name, op)
 
@@ -250,8 +227,8 @@ class Call:
 
         return self.of_numbers(x, out, (op,) if root is None else (op, root), conclude)
 
-    def of_object(self, obj: object, *others: Any) -> Operation[Any]:
-        """The operation on a Python object, which travels by pickle."""
+    def of_object(self, obj: object, *others: Any) -> Any:
+        """Return the operation on a Python object, which travels by pickle."""
         name = self.name
         served = selector.flavour_for(name, self.comm, _CPU, 0, symmetric=False, name=self.flavour)
         plan = Plan(
@@ -294,14 +271,14 @@ def gathered(verb: str, given: object, out: object) -> tuple[Tensor, Tensor | No
 
 
 def _result(target: Tensor, copy_out: Finish | None, _: object) -> Tensor:
-    """``target``, after ``copy_out`` has filled it from the buffer that the flavour wrote."""
+    """Return ``target``, after ``copy_out`` has filled it from the buffer that the flavour wrote."""
     if copy_out is not None:
         copy_out()
     return target
 
 
 def _gpu(verb: str, x: Tensor) -> torch.device:
-    """The device of ``x``. RuntimeError while a CUDA graph is being captured."""
+    """Return the device of ``x``. RuntimeError while a CUDA graph is being captured."""
     if devices.of(x.device).is_capturing():
         raise RuntimeError(
             f"{verb}: a CUDA graph is being captured, and a collective cannot be part of one: the ranks meet on the "

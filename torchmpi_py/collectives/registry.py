@@ -1,4 +1,4 @@
-"""The list of all flavours, and what each can do here.
+"""The table of all flavours, and what each can do here.
 
 A new flavour takes a file in ``flavours/`` and a row in ``FLAVOURS``.
 """
@@ -6,6 +6,7 @@ A new flavour takes a file in ``flavours/`` and a row in ``FLAVOURS``.
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 
 from torchmpi_py.collectives.flavour import Flavour
 from torchmpi_py.collectives.flavours.cudaipc import CudaIpc
@@ -15,6 +16,7 @@ from torchmpi_py.collectives.flavours.ring import Ring
 from torchmpi_py.collectives.flavours.shared import Shared
 from torchmpi_py.collectives.flavours.staged import Staged
 from torchmpi_py.collectives.flavours.torch_group import Gloo, Nccl
+from torchmpi_py.core import text_tables
 from torchmpi_py.core.collective import COLLECTIVES
 from torchmpi_py.core.communicators import Communicator, resolve
 
@@ -39,7 +41,14 @@ DEVICES = ("cpu", "cuda")
 
 @dataclasses.dataclass(frozen=True)
 class AvailabilityRow:
-    """One flavour, verb and device type."""
+    """Whether one flavour can carry out one collective for tensors on one type of device.
+
+    Args:
+        verb (str): name of the collective.
+        device (str): "cpu" or "cuda".
+        flavour (str): name of the flavour.
+        status (str): "available", "unimplemented", or "unavailable: " and the reason.
+    """
 
     verb: str
     device: str
@@ -48,22 +57,49 @@ class AvailabilityRow:
 
 
 class Table(tuple[AvailabilityRow, ...]):
-    """The rows of ``availability``; its ``str`` is a table with a line for each."""
+    """The rows of ``availability``. Its ``str`` has a matrix of collectives and flavours for each type of device."""
 
     def __str__(self) -> str:
-        lines = [f"{'verb':17} {'device':7} {'flavour':13} status"]
-        return "\n".join(lines + [f"{row.verb:17} {row.device:7} {row.flavour:13} {row.status}" for row in self])
+        cells = {"available": "yes", "unimplemented": "-"}  # the cell of each status
+        for row in self:
+            cells.setdefault(row.status, f"no {len(cells) - 1}")
+        blocks = []
+        for device in DEVICES:
+            rows: dict[str, list[str]] = {}
+            for row in self:
+                if row.device == device:
+                    rows.setdefault(row.verb, [row.verb]).append(cells[row.status])
+            blocks.append(text_tables.table([f"on {device}", *BY_NAME], list(rows.values())))
+        legend = ["yes: available, -: unimplemented by the flavour, no: unavailable because"]
+        for status, cell in list(cells.items())[2:]:
+            legend += textwrap.wrap(f"{cell}: {status.removeprefix('unavailable: ')}", 100, subsequent_indent="      ")
+        return "\n\n".join([*blocks, "\n".join(legend)])
 
 
 def availability(comm: Communicator | None = None) -> Table:
-    """What every flavour can do on ``comm`` (default: the current level), with the reason for every "no".
+    """Return what each flavour can do on a communicator, with the reason for each "no".
 
-    A table to print, and a tuple of rows with ``verb``, ``device``, ``flavour`` and ``status``. No other rank needs to
-    call this. NotStarted before ``mpi.start()``.
+    No other rank needs to call this. ``print(mpi.availability())`` shows a matrix of collectives and flavours.
+
+    Args:
+        comm (Communicator): communicator to ask about; default None, the current level.
+
+    Returns:
+        A tuple of rows with the attributes ``verb``, ``device``, ``flavour`` and ``status``. A status is "available",
+            "unimplemented", or "unavailable: " and the reason.
+
+    Raises:
+        NotStarted: ``mpi.start()`` was not called.
+        CommunicatorError: ``comm`` was freed.
+
+    Examples:
+        >>> rows = mpi.availability()
+        >>> [row.status for row in rows if (row.verb, row.device, row.flavour) == ("allreduce", "cpu", "mpi")]
+        ['available']
     """
-    resolved = resolve(comm)
+    comm = resolve(comm)
     return Table(
-        AvailabilityRow(verb, device, flavour.name, status(flavour, verb, device, resolved))
+        AvailabilityRow(verb, device, flavour.name, status(flavour, verb, device, comm))
         for verb in COLLECTIVES
         for device in DEVICES
         for flavour in FLAVOURS
@@ -71,7 +107,7 @@ def availability(comm: Communicator | None = None) -> Table:
 
 
 def status(flavour: Flavour, verb: str, device: str, comm: Communicator) -> str:
-    """The text "available", "unimplemented", or "unavailable: " and the reason."""
+    """Return "available", "unimplemented", or "unavailable: " and the reason."""
     if not flavour.implements(verb):
         return "unimplemented"
     if device not in flavour.devices:

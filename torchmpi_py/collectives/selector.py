@@ -1,10 +1,11 @@
-"""The selector: which flavour carries out a call that forces none.
+"""The selector: which flavour carries out a call that names none.
 
-The selector is data: for a verb, a scope (``node``: all ranks on one node; ``nodes``: several), and whether the tensors
-are symmetric, it has an ordered list of choices: up to so many bytes, this flavour, for this reason. The table is
-filled from the defaults below, from what ``autotune`` measured on this machine, and by assignment. A look-up costs a
-dictionary access and a bisect, without communication, so the table, the size and the memory that a tensor lies in must
-be the same on all ranks.
+The selector is a table. A row belongs to a collective, a scope (``node``: all ranks on one node; ``nodes``: several),
+symmetric or other tensors, and a type of device. It has an ordered list of choices: up to a number of bytes, a flavour,
+and the reason. The rows come from the defaults below, from the measurements of ``autotune``, and from assignments.
+
+A look-up costs a dictionary access and a bisect, without communication. Therefore the table, the size, and the kind of
+memory of a tensor must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SCOPES = ("node", "nodes")
 
 
 class Choice(NamedTuple):
-    """The ``flavour`` for up to ``max_bytes`` (infinite in the last choice); ``why`` is for people."""
+    """The ``flavour`` for up to ``max_bytes`` (infinite in the last choice); ``why`` is a text for readers."""
 
     max_bytes: float
     flavour: str
@@ -37,7 +38,7 @@ class Choice(NamedTuple):
 
 
 class Key(NamedTuple):
-    """The calls that a list of choices holds for."""
+    """The calls to which a list of choices applies."""
 
     verb: str
     scope: str = "node"
@@ -53,13 +54,13 @@ _KEYS = tuple(Key(*parts) for parts in itertools.product(COLLECTIVES, SCOPES, (F
 
 
 class Choices(NamedTuple):
-    """The choices that one communicator has: flavours, each up to a limit in bytes."""
+    """The choices of one communicator: flavours, each up to a limit in bytes."""
 
     limits: list[float]
     flavours: list[Flavour]
 
     def flavour_for(self, num_bytes: int) -> Flavour:
-        """The choice for a size."""
+        """Return the flavour for a size."""
         return self.flavours[bisect.bisect_left(self.limits, num_bytes)]
 
 
@@ -78,14 +79,27 @@ OF_FEW_NODES = f"default up to {NODES_MEASURED} nodes, more with more: fewer mes
 
 
 class Selector:
-    """The table; print it to see what is chosen and why, assign to it to choose yourself (alike on every rank).
+    """The table from which the flavour of each call is chosen.
 
-    ``mpi.selector["allreduce"] = "ring"`` always takes ring; ``= [(65536, "mpi"), (math.inf, "ring")]`` by size, in
-    bytes of ``x``, for gathers of the result. ``mpi.selector["allreduce", "nodes"]`` is for communicators that spread
-    over several nodes alone, ``["allreduce", "node", True]`` for tensors from ``mpi.symmetric_empty`` alone (for
-    allreduce: an ``out`` from there), and ``["allreduce", "node", True, "cuda"]`` for such tensors on GPUs alone; what
-    a shorter key leaves out holds for all that one of the flavours serves. A flavour that cannot serve a call is passed
-    over, in favour of the next in the list, then of any other: ``print(mpi.availability())`` says why it cannot.
+    Print ``mpi.selector`` to see which flavour is chosen for which size, and why. Assign to it to choose yourself;
+    every rank must make the same assignments. A value is a flavour, or a list of (largest size in bytes, flavour) in
+    rising order that ends with ``math.inf``. The size is that of ``x``, for gathers that of the result. A key is a
+    collective, which may be followed by:
+
+    - ``"node"`` or ``"nodes"``: only for communicators on one node, or on several nodes;
+    - ``True`` or ``False``: only for tensors from ``mpi.symmetric_empty``, or only for other tensors;
+    - ``"cpu"`` or ``"cuda"``: only for tensors on this type of device.
+
+    A flavour that cannot carry out a call is skipped; the next one in the list is used, then any other that can.
+    ``print(mpi.availability())`` shows why a flavour cannot be used.
+
+    Examples:
+        >>> import math
+        >>> former = mpi.selector["allreduce", "node"]
+        >>> mpi.selector["allreduce", "node"] = [(65536, "mpi"), (math.inf, "ring")]
+        >>> [choice.flavour for choice in mpi.selector["allreduce", "node"]]
+        ['mpi', 'ring']
+        >>> mpi.selector["allreduce", "node"] = [(limit, flavour) for limit, flavour, why in former]
     """
 
     def __init__(self) -> None:
@@ -95,7 +109,7 @@ class Selector:
         self.source = "built-in defaults"
 
     def use_cores(self, num_cores: int) -> None:
-        """Take the node to have so many cores for its ranks."""
+        """Set the number of cores that the ranks of this node share."""
         self._num_cores = num_cores
         self.generation += 1
 
@@ -132,16 +146,17 @@ class Selector:
     def flavour_for(
         self, verb: str, comm: Communicator, device: torch.device, num_bytes: int, *, symmetric: bool, name: str | None
     ) -> Flavour:
-        """The flavour called ``name``, or the table's for ``num_bytes``; else an error that says why there is none.
+        """Return the flavour called ``name``, or the table's flavour for ``num_bytes``.
 
-        A name is an order: no other flavour takes its place.
+        Unavailable or Unimplemented, with the reasons, if no flavour can carry out the call. No other flavour replaces
+        one that was named.
         """
         return self.choices(verb, comm, device, symmetric=symmetric, name=name).flavour_for(num_bytes)
 
     def choices(
         self, verb: str, comm: Communicator, device: torch.device, *, symmetric: bool, name: str | None
     ) -> Choices:
-        """The choices of ``flavour_for``, for calls whose size is not known yet."""
+        """Return the choices for calls whose size is not known yet; the rest is as in ``flavour_for``."""
         key = (self.generation, verb, device, symmetric, name)
         choices: Choices | None = comm.choices.get(key)
         if choices is None:
@@ -149,12 +164,12 @@ class Selector:
         return choices
 
     def check_flavour(self, verb: str, name: str | None) -> None:
-        """ValueError unless ``name`` is a flavour, or None."""
+        """Raise ValueError unless ``name`` is a flavour, or None."""
         if name is not None and name not in BY_NAME:
             raise ValueError(f"{verb}: flavour {name!r} is unknown; known flavours: {', '.join(BY_NAME)}")
 
     def fitted(self, choice: Choice, comm: Communicator) -> Choice:
-        """A choice as it is for a communicator of so many ranks, nodes, and ranks to a core."""
+        """Return a choice adapted to the ranks, nodes, and ranks per core of a communicator."""
         least = _OF_INTEL_BYTES.get(choice.why, 0) if MPI.get_vendor()[0] == "Intel MPI" else 0
         if choice.why == OF_THREE_RANKS and comm.size == 2:
             choice = choice._replace(max_bytes=_OF_TWO_RANKS_BYTES, why=OF_OWN_CORES)
@@ -182,7 +197,10 @@ class Selector:
         if not usable:
             kind = Unimplemented if name is not None and statuses[name] == "unimplemented" else Unavailable
             reasons = "; ".join(f"{flavour}: {reason}" for flavour, reason in statuses.items())
-            raise kind(f"{verb} of a tensor on {device}: no flavour can do it ({reasons})")._of_call(verb, comm)
+            refused = "no flavour can" if name is None else f"flavour {name!r} cannot"
+            remedy = "" if name is None else "; omit flavour= to let mpi.selector choose"
+            message = f"{verb} of a tensor on {device}: {refused} carry it out ({reasons}){remedy}"
+            raise kind(message)._of_call(verb, comm)
         limits = [self.fitted(choice, comm).max_bytes for choice in usable]
         num_used = limits.index(math.inf) + 1  # the choices after the first one without limit are never reached
         return Choices(limits[:num_used], [BY_NAME[choice.flavour] for choice in usable[:num_used]])
@@ -193,8 +211,8 @@ def _checked_key(key: str | tuple[object, ...]) -> Key:
     wanted = Key(*parts) if 1 <= len(parts) <= 4 else None  # type: ignore[arg-type]
     if wanted is None or wanted not in _KEYS or not isinstance(wanted.symmetric, bool):
         raise KeyError(
-            f"selector[{key!r}]: the key is a verb ({', '.join(COLLECTIVES)}), then a scope ({' or '.join(SCOPES)}), "
-            "then whether the tensors are symmetric (True or False), then the type of their device (cpu or cuda)"
+            f"selector[{key!r}]: the key is a collective ({', '.join(COLLECTIVES)}), then a scope (node or nodes), "
+            "then True for symmetric tensors or False, then the type of their device (cpu or cuda)"
         )
     return wanted
 
@@ -215,7 +233,7 @@ def _checked_choices(choices: str | Sequence[tuple[float, str]]) -> list[Choice]
 
 
 def on_nodes(choice: Choice, num_nodes: int) -> Choice:
-    """A choice as it is for so many nodes. A ring of n nodes has n - 1 steps one way, where MPI has log2(n)."""
+    """Return a choice adapted to a number of nodes: a ring of n nodes has n - 1 steps, where MPI has log2(n)."""
     if choice.why != OF_FEW_NODES or num_nodes <= NODES_MEASURED:
         return choice
     limit = choice.max_bytes * (num_nodes - 1) / (NODES_MEASURED - 1)
@@ -223,17 +241,17 @@ def on_nodes(choice: Choice, num_nodes: int) -> Choice:
 
 
 def _cached_bytes(part: int, least: int) -> int:
-    """Where a verb on ordinary tensors leaves the cache: at a ``part`` of the last level, ``least`` to 16 MiB.
+    """Return the size from which ordinary tensors leave the cache: a ``part`` of the last level, ``least`` to 16 MiB.
 
-    Up to there the copies that MPI makes stay in the cache; beyond it what counts is how often each byte moves. The
-    bounds are those of caches of 32 and 480 MiB, where it was measured. All ranks of a node find the same.
+    Below this size the copies that MPI makes stay in the cache; above it, the number of times each byte moves counts.
+    The bounds come from measurements with caches of 32 and 480 MiB. All ranks of a node get the same size.
     """
     cache_bytes = caches.last_level_cache_bytes() or 0  # unknown: the lower bound
     return min(max(cache_bytes // part, least), 16 << 20)
 
 
 def _defaults() -> dict[Key, list[Choice]]:
-    """The table before ``autotune``: crossovers measured with 2 and 4 ranks, Open MPI 5, two cores."""
+    """Return the table before ``autotune``: crossovers measured with 2 and 4 ranks, Open MPI 5, two cores."""
     small, in_memory = "default: fewer meetings when small", "default: each byte moves once, through memory"
     cached = _cached_bytes(8, 4 << 20)
     rows = {}
@@ -263,7 +281,10 @@ def _defaults() -> dict[Key, list[Choice]]:
 
 
 def _gpu_defaults() -> dict[Key, list[Choice]]:
-    """On GPUs: the links between them, or their own memory, if all ranks reach each other by them; else the host."""
+    """Return the rows for GPUs.
+
+    Links between GPUs, or their own memory, are used if all ranks reach each other through them; otherwise the host.
+    """
     nccl = Choice(math.inf, "nccl", "default: made for links between GPUs")
     cudaipc = Choice(math.inf, "cudaipc", "default: through the GPUs' memory alone")
     staged = Choice(math.inf, "staged", "default: through the host")

@@ -1,34 +1,32 @@
-"""The verbs: what each accepts, returns, guarantees and raises, written once for all flavours.
+"""The collectives, and the messages between two ranks.
 
-Every verb comes in two forms with the same arguments: ``mpi.<verb>`` returns the result, ``mpi.<verb>_async`` returns
-at once a Handle whose ``wait()`` returns it. What holds for all:
+Each function has an asynchronous version with the same arguments: ``mpi.allreduce(x)`` returns the result,
+``mpi.allreduce_async(x)`` returns a handle at once, whose ``wait()`` returns the result.
 
-- Every rank of ``comm`` (default: the current level) makes the same calls in the same order, with equal dtypes and
-  shapes (but for dim 0 in ``allgather`` and ``gather``). Blocking and asynchronous forms are different calls (but send,
-  recv and their twins may meet), and asynchronous calls come in the same order across all communicators. RanksDisagree
-  where ranks of one node call different verbs, or with other sizes, dtypes, op or root: on the rank that comes later,
-  or on all when the operation is over.
-- Tensors may be of any dtype, strided, transposed, of size 0, or larger than 2^31 elements. 16-bit floats accumulate in
-  float32. All ranks get the same bits. No gradient goes through a verb: ``backward`` through what a verb has written is
-  a RuntimeError (``nn.functional`` has verbs with gradients).
-- ``x`` is overwritten, unless ``out=`` is given or the result has another shape. Until an asynchronous operation is
-  complete its tensors must not be touched.
-- ``x`` may be a numpy or cupy array, whose memory is used as it is; then the result is an array of that kind, and so is
-  ``out``. What holds for tensors holds for arrays; other ranks may pass tensors. A read-only array is an error where
-  the verb overwrites ``x`` on any rank.
-- ``x`` may be a number, but in ``reduce_scatter``, ``scatter`` and ``alltoall``: then the result is a number
-  (``allgather``, ``gather``: a list of them). Numbers follow Python's rules; an int and a float may meet.
-- ``op`` is one of sum, avg, prod, min, max, band, bor, bxor, land, lor. NaN wins in min and max. ``avg`` of integer
-  tensors, bitwise ops of floats and min or max of complex numbers are errors. On bool, sum and max mean "or", prod and
-  min "and".
-- ``flavour`` forces one; else ``mpi.selector`` chooses by verb, size and place. A tensor from ``symmetric_empty`` on
-  one rank meets one on every rank.
-- Python objects (``broadcast_object``, ``allgather_object``) travel by pickle and come from the other ranks of the job:
-  trust them as you trust your own program.
-- A wrong argument is a TypeError or ValueError on every rank before anything is sent; NotStarted before ``start``;
-  FlavourError where no flavour can carry the call out; CollectiveTimeout at the deadline, with ``at_deadline="raise"``;
-  CommunicatorError if MPI fails.
+- **Who calls.** Every rank of ``comm`` makes the same calls in the same order, with the same shapes and dtypes
+  (``allgather`` and ``gather`` allow another dim 0 on each rank). A blocking call never matches an asynchronous one
+  (``send`` and ``recv`` excepted). Asynchronous calls have one order across all communicators.
+- **Tensors.** Any dtype, any strides, any size: 0, or more than 2^31 elements. All ranks get the same bits. Sums of
+  16-bit floats accumulate in float32.
+- **Memory.** ``x`` is overwritten unless ``out=`` is given or the result has another shape. Do not touch the tensors
+  of an asynchronous operation before it is complete.
+- **Gradients** do not pass: ``backward`` through a tensor that a collective has written is a RuntimeError.
+  ``mpi.nn.functional`` has collectives with gradients.
+- **Arrays.** ``x`` and ``out`` may be numpy or cupy arrays, whose memory is used without a copy; then the result is an
+  array of the same library. Other ranks may pass tensors.
+- **Numbers.** ``x`` may be a Python or NumPy number, except in ``reduce_scatter``, ``scatter`` and ``alltoall``; then
+  the result is a number, or a list of numbers in gathers. Python's rules hold, and one rank may pass an int where
+  another passes a float.
+- **Ops.** NaN wins in "min" and "max". "avg" of integer tensors, bitwise ops of floats, and "min" or "max" of complex
+  numbers are errors. For bool tensors "sum" and "max" mean "or", "prod" and "min" mean "and".
+- **Flavours.** A flavour is an implementation of the collectives. ``mpi.selector`` chooses the flavour of each call by
+  collective, size and device, unless ``flavour=`` names one. Pass a tensor from ``mpi.symmetric_empty`` on every rank
+  or on no rank.
 """
+
+# mypy: disable-error-code="empty-body, no-any-return"
+# The body of a blocking collective checks the arguments and prepares the operation, which the decorator carries out. An
+# asynchronous version has no body: its decorator launches the operation that the blocking one prepares.
 
 from __future__ import annotations
 
@@ -38,9 +36,9 @@ from torch import Tensor
 
 from torchmpi_py.collectives import numbers
 from torchmpi_py.collectives.arrays import NumpyArray
-from torchmpi_py.collectives.plan import Operation
-from torchmpi_py.collectives.prepare import Call, blocking_and_async, gathered, resolve_output, slice_out
+from torchmpi_py.collectives.prepare import Call, asynchronous, blocking, gathered, resolve_output, slice_out
 from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.core.handles import Handle
 from torchmpi_py.core.tensors import (
     check_divisible,
     check_op,
@@ -53,12 +51,42 @@ from torchmpi_py.core.tensors import (
     output_buffer,
 )
 
-A = TypeVar("A", bound=Tensor | NumpyArray)
-T = TypeVar("T", bound=Tensor | NumpyArray | numbers.Number)
+Array = Tensor | NumpyArray
+A = TypeVar("A", bound=Array)
+T = TypeVar("T", bound=Array | numbers.Number)
 
 
-def _broadcast(x: T, root: int = 0, *, comm: Communicator | None = None, flavour: str | None = None) -> Operation[T]:
-    """Overwrite ``x`` on every rank by the ``x`` of ``root``. Returns ``x`` (or root's number)."""
+@blocking
+def broadcast(x: T, root: int = 0, *, comm: Communicator | None = None, flavour: str | None = None) -> T:
+    """Overwrite ``x`` on every rank with the ``x`` of ``root``.
+
+    Every rank of ``comm`` must make this call. **Overwrites** ``x``; a number is not changed but returned. The call
+    returns when this rank's part is done. Other ranks may still be at work.
+
+    Args:
+        x (Tensor, numpy or cupy array, or number): value to send on ``root``, and memory to overwrite elsewhere; the
+            same shape and dtype on every rank.
+        root (int): rank in ``comm`` whose ``x`` is sent; default 0, the same on every rank.
+        comm (Communicator): communicator whose ranks make this call; default None, the current level.
+        flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
+
+    Returns:
+        ``x`` itself, or the number of ``root``.
+
+    Raises:
+        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
+        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        NotStarted: ``mpi.start()`` was not called.
+        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        RanksDisagree: ranks of one node make different calls, or pass other sizes, dtypes or ``root``.
+        CollectiveTimeout: ``Tuning.deadline_seconds`` passed, with ``Tuning.at_deadline="raise"``.
+        CommunicatorError: MPI failed, or another thread is in a collective of the same communicator.
+
+    Examples:
+        >>> x = torch.full((2,), float(mpi.rank()))
+        >>> mpi.broadcast(x, root=0)
+        tensor([0., 0.])
+    """
     call = Call("broadcast", comm, flavour)
     root = call.rank("root", root)
     if not isinstance(x, Tensor) and isinstance(x, numbers.NUMBERS):
@@ -68,17 +96,79 @@ def _broadcast(x: T, root: int = 0, *, comm: Communicator | None = None, flavour
     return call.of_tensors(tensor, (buffer,), (root,), tensor, copy_out)
 
 
-def _allreduce(
-    x: T,
-    *,
-    out: Tensor | NumpyArray | None = None,
-    op: str = "sum",
-    comm: Communicator | None = None,
-    flavour: str | None = None,
-) -> Operation[T]:
-    """Reduce the ``x`` of all ranks with ``op``; every rank gets the result, in ``out`` if given, else in ``x``.
+@asynchronous(broadcast)
+def broadcast_async(x: T, root: int = 0, *, comm: Communicator | None = None, flavour: str | None = None) -> Handle[T]:
+    """Start to overwrite ``x`` on every rank with the ``x`` of ``root``.
 
-    Returns ``out``, or ``x``; for a number, the number.
+    Asynchronous version of ``broadcast``: every rank of ``comm`` must make this call, which returns at once.
+    **Overwrites** ``x``. Do not read or write ``x`` before the handle is complete. All asynchronous calls must be in
+    the same order on every rank, across communicators.
+
+    Args:
+        x (Tensor, numpy or cupy array, or number): value to send on ``root``, and memory to overwrite elsewhere; the
+            same shape and dtype on every rank.
+        root (int): rank in ``comm`` whose ``x`` is sent; default 0, the same on every rank.
+        comm (Communicator): communicator whose ranks make this call; default None, the current level.
+        flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
+
+    Returns:
+        A handle whose ``wait()`` returns ``x`` itself, or the number of ``root``.
+
+    Raises:
+        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
+        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        NotStarted: ``mpi.start()`` was not called.
+        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        RanksDisagree: ranks of one node make different calls, or pass other sizes, dtypes or ``root``; raised here or
+            by ``wait()``.
+        CollectiveTimeout: a timeout passed; raised by ``wait()``, after which the operation is still pending.
+        CommunicatorError: MPI failed; raised here or by ``wait()``.
+
+    Examples:
+        >>> x = torch.full((2,), float(mpi.rank()))
+        >>> handle = mpi.broadcast_async(x, root=0)
+        >>> handle.wait()
+        tensor([0., 0.])
+    """
+
+
+@blocking
+def allreduce(
+    x: T, *, out: Array | None = None, op: str = "sum", comm: Communicator | None = None, flavour: str | None = None
+) -> T:
+    """Reduce the ``x`` of all ranks with ``op`` and give every rank the result.
+
+    Every rank of ``comm`` must make this call. **Overwrites** ``x`` with the result, unless ``out`` is given; a number
+    is not changed but returned. The call returns when this rank's part is done. Other ranks may still be at work.
+
+    All ranks get the same bits. Sums of 16-bit floats accumulate in float32.
+
+    Args:
+        x (Tensor, numpy or cupy array, or number): values to reduce, of the same shape and dtype on every rank.
+        out (Tensor or array): memory for the result, of the shape and dtype of ``x``; default None, ``x`` itself.
+        op (str): "sum" (default), "avg", "prod", "min", "max", "band", "bor", "bxor", "land" or "lor".
+        comm (Communicator): communicator whose ranks make this call; default None, the current level.
+        flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
+
+    Returns:
+        ``out`` if given, else ``x`` itself; for a number, the reduced number.
+
+    Raises:
+        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
+        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        NotStarted: ``mpi.start()`` was not called.
+        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        RanksDisagree: ranks of one node make different calls, or pass other sizes, dtypes or ``op``.
+        CollectiveTimeout: ``Tuning.deadline_seconds`` passed, with ``Tuning.at_deadline="raise"``.
+        CommunicatorError: MPI failed, or another thread is in a collective of the same communicator.
+
+    Examples:
+        >>> x = torch.ones(3)
+        >>> total = mpi.allreduce(x)
+        >>> total is x, total.eq(mpi.size()).all().item()
+        (True, True)
+        >>> mpi.allreduce(2.5, op="avg")
+        2.5
     """
     call = Call("allreduce", comm, flavour)
     if not isinstance(x, Tensor) and isinstance(x, numbers.NUMBERS):
@@ -89,18 +179,84 @@ def _allreduce(
     return call.of_tensors(target, (source, buffer), (op,), target, copy_out)
 
 
-def _reduce(
-    x: T,
-    root: int = 0,
-    *,
-    out: Tensor | NumpyArray | None = None,
-    op: str = "sum",
-    comm: Communicator | None = None,
-    flavour: str | None = None,
-) -> Operation[T]:
-    """Reduce the ``x`` of all ranks with ``op``; ``root`` gets the result, in ``out`` if given, else in ``x``.
+@asynchronous(allreduce)
+def allreduce_async(
+    x: T, *, out: Array | None = None, op: str = "sum", comm: Communicator | None = None, flavour: str | None = None
+) -> Handle[T]:
+    """Start to reduce the ``x`` of all ranks with ``op``; every rank gets the result.
 
-    On the other ranks nothing is written, and the result is ``out``, or ``x``, as it was.
+    Asynchronous version of ``allreduce``: every rank of ``comm`` must make this call, which returns at once.
+    **Overwrites** ``x``, unless ``out`` is given. Do not read or write ``x`` or ``out`` before the handle is complete.
+    All asynchronous calls must be in the same order on every rank, across communicators.
+
+    All ranks get the same bits. Sums of 16-bit floats accumulate in float32.
+
+    Args:
+        x (Tensor, numpy or cupy array, or number): values to reduce, of the same shape and dtype on every rank.
+        out (Tensor or array): memory for the result, of the shape and dtype of ``x``; default None, ``x`` itself.
+        op (str): "sum" (default), "avg", "prod", "min", "max", "band", "bor", "bxor", "land" or "lor".
+        comm (Communicator): communicator whose ranks make this call; default None, the current level.
+        flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
+
+    Returns:
+        A handle whose ``wait()`` returns ``out`` if given, else ``x`` itself; for a number, the reduced number.
+
+    Raises:
+        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
+        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        NotStarted: ``mpi.start()`` was not called.
+        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        RanksDisagree: ranks of one node make different calls, or pass other sizes, dtypes or ``op``; raised here or by
+            ``wait()``.
+        CollectiveTimeout: a timeout passed; raised by ``wait()``, after which the operation is still pending.
+        CommunicatorError: MPI failed; raised here or by ``wait()``.
+
+    Examples:
+        >>> x = torch.ones(3)
+        >>> handle = mpi.allreduce_async(x)
+        >>> y = torch.ones(5).sum()  # compute something else meanwhile
+        >>> total = handle.wait()
+        >>> total is x, total.eq(mpi.size()).all().item()
+        (True, True)
+    """
+
+
+@blocking
+def reduce(
+    x: T, root: int = 0, *, out: Array | None = None, op: str = "sum",
+    comm: Communicator | None = None, flavour: str | None = None,
+) -> T:  # fmt: skip
+    """Reduce the ``x`` of all ranks with ``op`` and give ``root`` the result.
+
+    Every rank of ``comm`` must make this call. **Overwrites** ``x`` on ``root``, unless ``out`` is given; on the other
+    ranks nothing is written. The call returns when this rank's part is done. Other ranks may still be at work.
+
+    Args:
+        x (Tensor, numpy or cupy array, or number): values to reduce, of the same shape and dtype on every rank.
+        root (int): rank in ``comm`` that gets the result; default 0, the same on every rank.
+        out (Tensor or array): memory for the result, of the shape and dtype of ``x``, written on ``root`` only; default
+            None, ``x`` itself.
+        op (str): "sum" (default), "avg", "prod", "min", "max", "band", "bor", "bxor", "land" or "lor".
+        comm (Communicator): communicator whose ranks make this call; default None, the current level.
+        flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
+
+    Returns:
+        ``out`` if given, else ``x`` itself, with the result on ``root`` and unchanged on other ranks; for a number, the
+            reduced number on ``root`` and ``x`` on other ranks.
+
+    Raises:
+        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
+        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        NotStarted: ``mpi.start()`` was not called.
+        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        RanksDisagree: ranks of one node make different calls, or pass other sizes, dtypes, ``op`` or ``root``.
+        CollectiveTimeout: ``Tuning.deadline_seconds`` passed, with ``Tuning.at_deadline="raise"``.
+        CommunicatorError: MPI failed, or another thread is in a collective of the same communicator.
+
+    Examples:
+        >>> x = mpi.reduce(torch.ones(2), root=0)
+        >>> x[0].item() == (mpi.size() if mpi.rank() == 0 else 1)
+        True
     """
     call = Call("reduce", comm, flavour)
     root = call.rank("root", root)
@@ -119,13 +275,82 @@ def _reduce(
     return call.of_tensors(tensor, (source, buffer), (op, root), target, copy_out)
 
 
-def _allgather(
-    x: T, *, out: Tensor | NumpyArray | None = None, comm: Communicator | None = None, flavour: str | None = None
-) -> Operation[Any]:
-    """Concatenate the ``x`` of all ranks along dim 0, in rank order; dim-0 sizes may differ, 0 included.
+@asynchronous(reduce)
+def reduce_async(
+    x: T, root: int = 0, *, out: Array | None = None, op: str = "sum",
+    comm: Communicator | None = None, flavour: str | None = None,
+) -> Handle[T]:  # fmt: skip
+    """Start to reduce the ``x`` of all ranks with ``op``; ``root`` gets the result.
 
-    Returns ``out``, which must have the shape of the result, or a new tensor. A tensor without dimensions counts as one
-    row; a number gives the list of all numbers. RanksDisagree if dtypes or other dimensions differ.
+    Asynchronous version of ``reduce``: every rank of ``comm`` must make this call, which returns at once.
+    **Overwrites** ``x`` on ``root``, unless ``out`` is given; on the other ranks nothing is written. Do not read or
+    write ``x`` or ``out`` before the handle is complete. All asynchronous calls must be in the same order on every
+    rank, across communicators.
+
+    Args:
+        x (Tensor, numpy or cupy array, or number): values to reduce, of the same shape and dtype on every rank.
+        root (int): rank in ``comm`` that gets the result; default 0, the same on every rank.
+        out (Tensor or array): memory for the result, of the shape and dtype of ``x``, written on ``root`` only; default
+            None, ``x`` itself.
+        op (str): "sum" (default), "avg", "prod", "min", "max", "band", "bor", "bxor", "land" or "lor".
+        comm (Communicator): communicator whose ranks make this call; default None, the current level.
+        flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
+
+    Returns:
+        A handle whose ``wait()`` returns ``out`` if given, else ``x`` itself, with the result on ``root`` and unchanged
+            on other ranks. For a number it returns the reduced number on ``root`` and ``x`` on other ranks.
+
+    Raises:
+        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
+        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        NotStarted: ``mpi.start()`` was not called.
+        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        RanksDisagree: ranks of one node make different calls, or pass other sizes, dtypes, ``op`` or ``root``; raised
+            here or by ``wait()``.
+        CollectiveTimeout: a timeout passed; raised by ``wait()``, after which the operation is still pending.
+        CommunicatorError: MPI failed; raised here or by ``wait()``.
+
+    Examples:
+        >>> handle = mpi.reduce_async(torch.ones(2), root=0)
+        >>> x = handle.wait()
+        >>> x[0].item() == (mpi.size() if mpi.rank() == 0 else 1)
+        True
+    """
+
+
+@blocking
+def allgather(x: T, *, out: Array | None = None, comm: Communicator | None = None, flavour: str | None = None) -> Any:
+    """Concatenate the ``x`` of all ranks along dim 0, in rank order.
+
+    Every rank of ``comm`` must make this call. ``x`` is not changed. The call returns when this rank's part is done;
+    other ranks may still be at work.
+
+    Args:
+        x (Tensor, numpy or cupy array, or number): this rank's rows; dim 0 may differ between ranks and may be 0, the
+            other dims and the dtype are the same. A tensor without dimensions counts as one row.
+        out (Tensor or array): memory for the result, of the shape of the result; default None, a new tensor.
+        comm (Communicator): communicator whose ranks make this call; default None, the current level.
+        flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
+
+    Returns:
+        ``out`` if given, else a new tensor (for an array, a new array of its kind); for a number, the list of all
+            ranks' numbers.
+
+    Raises:
+        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
+        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        NotStarted: ``mpi.start()`` was not called.
+        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        RanksDisagree: ranks of one node make different calls, or pass other dtypes or dims other than dim 0.
+        CollectiveTimeout: ``Tuning.deadline_seconds`` passed, with ``Tuning.at_deadline="raise"``.
+        CommunicatorError: MPI failed, or another thread is in a collective of the same communicator.
+
+    Examples:
+        >>> rows = mpi.allgather(torch.full((1, 2), mpi.rank()))
+        >>> rows[:, 0].tolist() == list(range(mpi.size()))
+        True
+        >>> mpi.allgather(mpi.rank()) == list(range(mpi.size()))
+        True
     """
     call = Call("allgather", comm, flavour)
     if not isinstance(x, Tensor) and isinstance(x, numbers.NUMBERS):
@@ -134,19 +359,80 @@ def _allgather(
     return call.of_rows(source, buffer, (), conclude, out)
 
 
-def _gather(
-    x: T,
-    root: int = 0,
-    *,
-    out: Tensor | NumpyArray | None = None,
-    comm: Communicator | None = None,
-    flavour: str | None = None,
-) -> Operation[Any]:
-    """Concatenate the ``x`` of all ranks along dim 0, in rank order, on ``root``; dim-0 sizes may differ, 0 included.
+@asynchronous(allgather)
+def allgather_async(
+    x: T, *, out: Array | None = None, comm: Communicator | None = None, flavour: str | None = None
+) -> Handle[Any]:
+    """Start to concatenate the ``x`` of all ranks along dim 0, in rank order.
 
-    Root's result is ``out``, which must have the shape of the result, or a new tensor; a number gives the list of all
-    numbers. The other ranks get None, and their ``out`` is not written. RanksDisagree if dtypes or other dimensions
-    differ.
+    Asynchronous version of ``allgather``: every rank of ``comm`` must make this call, which returns at once. ``x`` is
+    not changed. Do not read or write ``x`` or ``out`` before the handle is complete. All asynchronous calls must be in
+    the same order on every rank, across communicators.
+
+    Args:
+        x (Tensor, numpy or cupy array, or number): this rank's rows; dim 0 may differ between ranks and may be 0, the
+            other dims and the dtype are the same. A tensor without dimensions counts as one row.
+        out (Tensor or array): memory for the result, of the shape of the result; default None, a new tensor.
+        comm (Communicator): communicator whose ranks make this call; default None, the current level.
+        flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
+
+    Returns:
+        A handle whose ``wait()`` returns ``out`` if given, else a new tensor (for an array, a new array of its kind).
+            For a number it returns the list of all ranks' numbers.
+
+    Raises:
+        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
+        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        NotStarted: ``mpi.start()`` was not called.
+        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        RanksDisagree: ranks of one node make different calls, or pass other dtypes or dims other than dim 0; raised
+            here or by ``wait()``.
+        CollectiveTimeout: a timeout passed; raised by ``wait()``, after which the operation is still pending.
+        CommunicatorError: MPI failed; raised here or by ``wait()``.
+
+    Examples:
+        >>> handle = mpi.allgather_async(torch.full((1, 2), mpi.rank()))
+        >>> rows = handle.wait()
+        >>> rows[:, 0].tolist() == list(range(mpi.size()))
+        True
+    """
+
+
+@blocking
+def gather(
+    x: T, root: int = 0, *, out: Array | None = None, comm: Communicator | None = None, flavour: str | None = None
+) -> Any:
+    """Concatenate the ``x`` of all ranks along dim 0, in rank order, on ``root``.
+
+    Every rank of ``comm`` must make this call. ``x`` is not changed. The call returns when this rank's part is done;
+    other ranks may still be at work.
+
+    Args:
+        x (Tensor, numpy or cupy array, or number): this rank's rows; dim 0 may differ between ranks and may be 0, the
+            other dims and the dtype are the same. A tensor without dimensions counts as one row.
+        root (int): rank in ``comm`` that gets the result; default 0, the same on every rank.
+        out (Tensor or array): memory for the result, of the shape of the result, on ``root``; default None, a new
+            tensor. Other ranks ignore it.
+        comm (Communicator): communicator whose ranks make this call; default None, the current level.
+        flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
+
+    Returns:
+        On ``root``, ``out`` if given, else a new tensor (for an array, a new array of its kind), or the list of all
+            ranks' numbers; on other ranks, None.
+
+    Raises:
+        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
+        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        NotStarted: ``mpi.start()`` was not called.
+        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        RanksDisagree: ranks of one node make different calls, or pass other dtypes, dims other than dim 0, or ``root``.
+        CollectiveTimeout: ``Tuning.deadline_seconds`` passed, with ``Tuning.at_deadline="raise"``.
+        CommunicatorError: MPI failed, or another thread is in a collective of the same communicator.
+
+    Examples:
+        >>> ranks = mpi.gather(mpi.rank(), root=0)
+        >>> ranks == (list(range(mpi.size())) if mpi.rank() == 0 else None)
+        True
     """
     call = Call("gather", comm, flavour)
     root = call.rank("root", root)
@@ -158,17 +444,79 @@ def _gather(
     return call.of_rows(source, buffer, (root,), conclude, out)
 
 
-def _reduce_scatter(
-    x: A,
-    *,
-    out: Tensor | NumpyArray | None = None,
-    op: str = "sum",
-    comm: Communicator | None = None,
-    flavour: str | None = None,
-) -> Operation[A]:
-    """Reduce the ``x`` of all ranks with ``op``; rank r gets slice r, of ``size`` equal slices along dim 0.
+@asynchronous(gather)
+def gather_async(
+    x: T, root: int = 0, *, out: Array | None = None, comm: Communicator | None = None, flavour: str | None = None
+) -> Handle[Any]:
+    """Start to concatenate the ``x`` of all ranks along dim 0, in rank order, on ``root``.
 
-    Returns ``out``, of shape (x.shape[0] / size, ...), or a new tensor.
+    Asynchronous version of ``gather``: every rank of ``comm`` must make this call, which returns at once. ``x`` is not
+    changed. Do not read or write ``x`` or ``out`` before the handle is complete. All asynchronous calls must be in the
+    same order on every rank, across communicators.
+
+    Args:
+        x (Tensor, numpy or cupy array, or number): this rank's rows; dim 0 may differ between ranks and may be 0, the
+            other dims and the dtype are the same. A tensor without dimensions counts as one row.
+        root (int): rank in ``comm`` that gets the result; default 0, the same on every rank.
+        out (Tensor or array): memory for the result, of the shape of the result, on ``root``; default None, a new
+            tensor. Other ranks ignore it.
+        comm (Communicator): communicator whose ranks make this call; default None, the current level.
+        flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
+
+    Returns:
+        A handle whose ``wait()`` returns, on ``root``, ``out`` if given, else a new tensor or array of the kind of
+            ``x``. For numbers it returns their list on ``root``. On other ranks it returns None.
+
+    Raises:
+        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
+        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        NotStarted: ``mpi.start()`` was not called.
+        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        RanksDisagree: ranks of one node make different calls, or pass other dtypes, dims other than dim 0, or ``root``;
+            raised here or by ``wait()``.
+        CollectiveTimeout: a timeout passed; raised by ``wait()``, after which the operation is still pending.
+        CommunicatorError: MPI failed; raised here or by ``wait()``.
+
+    Examples:
+        >>> handle = mpi.gather_async(mpi.rank(), root=0)
+        >>> handle.wait() == (list(range(mpi.size())) if mpi.rank() == 0 else None)
+        True
+    """
+
+
+@blocking
+def reduce_scatter(
+    x: A, *, out: Array | None = None, op: str = "sum", comm: Communicator | None = None, flavour: str | None = None
+) -> A:
+    """Reduce the ``x`` of all ranks with ``op`` and give rank r slice r of the result.
+
+    Every rank of ``comm`` must make this call. The result is cut into as many equal slices along dim 0 as ``comm`` has
+    ranks. ``x`` is not changed. The call returns when this rank's part is done. Other ranks may still be at work.
+
+    Args:
+        x (Tensor, numpy or cupy array): values to reduce, of the same shape and dtype on every rank; the size of dim 0
+            is a multiple of the number of ranks.
+        out (Tensor or array): memory for the result, of shape ``(x.shape[0] / size, ...)``; default None, a new tensor.
+        op (str): "sum" (default), "avg", "prod", "min", "max", "band", "bor", "bxor", "land" or "lor".
+        comm (Communicator): communicator whose ranks make this call; default None, the current level.
+        flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
+
+    Returns:
+        This rank's slice, in ``out`` if given, else in a new tensor (for an array, a new array of its kind).
+
+    Raises:
+        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
+        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        NotStarted: ``mpi.start()`` was not called.
+        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        RanksDisagree: ranks of one node make different calls, or pass other sizes, dtypes or ``op``.
+        CollectiveTimeout: ``Tuning.deadline_seconds`` passed, with ``Tuning.at_deadline="raise"``.
+        CommunicatorError: MPI failed, or another thread is in a collective of the same communicator.
+
+    Examples:
+        >>> x = torch.arange(2.0).repeat(mpi.size())
+        >>> mpi.reduce_scatter(x, op="avg")
+        tensor([0., 1.])
     """
     call = Call("reduce_scatter", comm, flavour)
     tensor = check_tensor("reduce_scatter", "x", x)
@@ -177,18 +525,80 @@ def _reduce_scatter(
     return call.of_tensors(tensor, (source, buffer), (op,), target, copy_out)
 
 
-def _scatter(
-    x: A,
-    root: int = 0,
-    *,
-    out: Tensor | NumpyArray | None = None,
-    comm: Communicator | None = None,
-    flavour: str | None = None,
-) -> Operation[A]:
-    """Rank r gets slice r, of ``size`` equal slices along dim 0, of root's ``x``.
+@asynchronous(reduce_scatter)
+def reduce_scatter_async(
+    x: A, *, out: Array | None = None, op: str = "sum", comm: Communicator | None = None, flavour: str | None = None
+) -> Handle[A]:
+    """Start to reduce the ``x`` of all ranks with ``op``; rank r gets slice r of the result.
 
-    The other ranks pass an ``x`` of the same shape and dtype, whose values do not matter. Returns ``out``, of shape
-    (x.shape[0] / size, ...), or a new tensor.
+    Asynchronous version of ``reduce_scatter``: every rank of ``comm`` must make this call, which returns at once. The
+    result is cut into as many equal slices along dim 0 as ``comm`` has ranks. ``x`` is not changed. Do not read or
+    write ``x`` or ``out`` before the handle is complete. All asynchronous calls must be in the same order on every
+    rank, across communicators.
+
+    Args:
+        x (Tensor, numpy or cupy array): values to reduce, of the same shape and dtype on every rank; the size of dim 0
+            is a multiple of the number of ranks.
+        out (Tensor or array): memory for the result, of shape ``(x.shape[0] / size, ...)``; default None, a new tensor.
+        op (str): "sum" (default), "avg", "prod", "min", "max", "band", "bor", "bxor", "land" or "lor".
+        comm (Communicator): communicator whose ranks make this call; default None, the current level.
+        flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
+
+    Returns:
+        A handle whose ``wait()`` returns this rank's slice, in ``out`` if given, else in a new tensor (for an array, a
+            new array of its kind).
+
+    Raises:
+        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
+        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        NotStarted: ``mpi.start()`` was not called.
+        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        RanksDisagree: ranks of one node make different calls, or pass other sizes, dtypes or ``op``; raised here or by
+            ``wait()``.
+        CollectiveTimeout: a timeout passed; raised by ``wait()``, after which the operation is still pending.
+        CommunicatorError: MPI failed; raised here or by ``wait()``.
+
+    Examples:
+        >>> x = torch.arange(2.0).repeat(mpi.size())
+        >>> handle = mpi.reduce_scatter_async(x, op="avg")
+        >>> handle.wait()
+        tensor([0., 1.])
+    """
+
+
+@blocking
+def scatter(
+    x: A, root: int = 0, *, out: Array | None = None, comm: Communicator | None = None, flavour: str | None = None
+) -> A:
+    """Give rank r slice r of the ``x`` of ``root``.
+
+    Every rank of ``comm`` must make this call. ``x`` is cut into as many equal slices along dim 0 as ``comm`` has
+    ranks, and is not changed. The call returns when this rank's part is done. Other ranks may still be at work.
+
+    Args:
+        x (Tensor, numpy or cupy array): on ``root``, the values to distribute; on other ranks, a tensor of the same
+            shape and dtype, whose values do not matter. The size of dim 0 is a multiple of the number of ranks.
+        root (int): rank in ``comm`` whose ``x`` is distributed; default 0, the same on every rank.
+        out (Tensor or array): memory for the result, of shape ``(x.shape[0] / size, ...)``; default None, a new tensor.
+        comm (Communicator): communicator whose ranks make this call; default None, the current level.
+        flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
+
+    Returns:
+        This rank's slice, in ``out`` if given, else in a new tensor (for an array, a new array of its kind).
+
+    Raises:
+        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
+        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        NotStarted: ``mpi.start()`` was not called.
+        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        RanksDisagree: ranks of one node make different calls, or pass other sizes, dtypes or ``root``.
+        CollectiveTimeout: ``Tuning.deadline_seconds`` passed, with ``Tuning.at_deadline="raise"``.
+        CommunicatorError: MPI failed, or another thread is in a collective of the same communicator.
+
+    Examples:
+        >>> x = torch.arange(2 * mpi.size())
+        >>> mpi.scatter(x, root=0).tolist() == [2 * mpi.rank(), 2 * mpi.rank() + 1]
+        True
     """
     call = Call("scatter", comm, flavour)
     root = call.rank("root", root)
@@ -197,12 +607,78 @@ def _scatter(
     return call.of_tensors(tensor, (source, buffer), (root,), target, copy_out)
 
 
-def _alltoall(
-    x: A, *, out: Tensor | NumpyArray | None = None, comm: Communicator | None = None, flavour: str | None = None
-) -> Operation[A]:
-    """Slice s of the result is this rank's slice of rank s's ``x``, of ``size`` equal slices along dim 0.
+@asynchronous(scatter)
+def scatter_async(
+    x: A, root: int = 0, *, out: Array | None = None, comm: Communicator | None = None, flavour: str | None = None
+) -> Handle[A]:
+    """Start to give rank r slice r of the ``x`` of ``root``.
 
-    Returns ``out``, of the shape of ``x``, or ``x`` itself, which is overwritten then.
+    Asynchronous version of ``scatter``: every rank of ``comm`` must make this call, which returns at once. ``x`` is cut
+    into as many equal slices along dim 0 as ``comm`` has ranks, and is not changed. Do not read or write ``x`` or
+    ``out`` before the handle is complete. All asynchronous calls must be in the same order on every rank, across
+    communicators.
+
+    Args:
+        x (Tensor, numpy or cupy array): on ``root``, the values to distribute; on other ranks, a tensor of the same
+            shape and dtype, whose values do not matter. The size of dim 0 is a multiple of the number of ranks.
+        root (int): rank in ``comm`` whose ``x`` is distributed; default 0, the same on every rank.
+        out (Tensor or array): memory for the result, of shape ``(x.shape[0] / size, ...)``; default None, a new tensor.
+        comm (Communicator): communicator whose ranks make this call; default None, the current level.
+        flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
+
+    Returns:
+        A handle whose ``wait()`` returns this rank's slice, in ``out`` if given, else in a new tensor (for an array, a
+            new array of its kind).
+
+    Raises:
+        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
+        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        NotStarted: ``mpi.start()`` was not called.
+        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        RanksDisagree: ranks of one node make different calls, or pass other sizes, dtypes or ``root``; raised here or
+            by ``wait()``.
+        CollectiveTimeout: a timeout passed; raised by ``wait()``, after which the operation is still pending.
+        CommunicatorError: MPI failed; raised here or by ``wait()``.
+
+    Examples:
+        >>> x = torch.arange(2 * mpi.size())
+        >>> handle = mpi.scatter_async(x, root=0)
+        >>> handle.wait().tolist() == [2 * mpi.rank(), 2 * mpi.rank() + 1]
+        True
+    """
+
+
+@blocking
+def alltoall(x: A, *, out: Array | None = None, comm: Communicator | None = None, flavour: str | None = None) -> A:
+    """Send slice s of ``x`` to rank s, and receive a slice of each rank's ``x``.
+
+    Every rank of ``comm`` must make this call. ``x`` is cut into as many equal slices along dim 0 as ``comm`` has
+    ranks; slice s of the result is from rank s. **Overwrites** ``x`` with the result, unless ``out`` is given. The call
+    returns when this rank's part is done. Other ranks may still be at work.
+
+    Args:
+        x (Tensor, numpy or cupy array): slices to send, of the same shape and dtype on every rank; the size of dim 0 is
+            a multiple of the number of ranks.
+        out (Tensor or array): memory for the result, of the shape and dtype of ``x``; default None, ``x`` itself.
+        comm (Communicator): communicator whose ranks make this call; default None, the current level.
+        flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
+
+    Returns:
+        ``out`` if given, else ``x`` itself.
+
+    Raises:
+        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
+        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        NotStarted: ``mpi.start()`` was not called.
+        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        RanksDisagree: ranks of one node make different calls, or pass other sizes or dtypes.
+        CollectiveTimeout: ``Tuning.deadline_seconds`` passed, with ``Tuning.at_deadline="raise"``.
+        CommunicatorError: MPI failed, or another thread is in a collective of the same communicator.
+
+    Examples:
+        >>> x = torch.full((mpi.size(),), mpi.rank())
+        >>> mpi.alltoall(x).tolist() == list(range(mpi.size()))
+        True
     """
     call = Call("alltoall", comm, flavour)
     tensor = check_tensor("alltoall", "x", x)
@@ -213,12 +689,77 @@ def _alltoall(
     return call.of_tensors(tensor, (source, buffer), (), target, copy_out)
 
 
-def _sendreceive(
-    x: T, source: int, destination: int, *, comm: Communicator | None = None, flavour: str | None = None
-) -> Operation[T]:
-    """Send ``x`` to ``destination`` and replace it by what ``source`` sends.
+@asynchronous(alltoall)
+def alltoall_async(
+    x: A, *, out: Array | None = None, comm: Communicator | None = None, flavour: str | None = None
+) -> Handle[A]:
+    """Start to send slice s of ``x`` to rank s, and to receive a slice of each rank's ``x``.
 
-    Every rank that another rank names makes the call too; a ring shift is ``sendreceive(x, rank-1, rank+1)``.
+    Asynchronous version of ``alltoall``: every rank of ``comm`` must make this call, which returns at once. ``x`` is
+    cut into as many equal slices along dim 0 as ``comm`` has ranks; slice s of the result is from rank s.
+    **Overwrites** ``x``, unless ``out`` is given. Do not read or write ``x`` or ``out`` before the handle is complete.
+    All asynchronous calls must be in the same order on every rank, across communicators.
+
+    Args:
+        x (Tensor, numpy or cupy array): slices to send, of the same shape and dtype on every rank; the size of dim 0 is
+            a multiple of the number of ranks.
+        out (Tensor or array): memory for the result, of the shape and dtype of ``x``; default None, ``x`` itself.
+        comm (Communicator): communicator whose ranks make this call; default None, the current level.
+        flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
+
+    Returns:
+        A handle whose ``wait()`` returns ``out`` if given, else ``x`` itself.
+
+    Raises:
+        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
+        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        NotStarted: ``mpi.start()`` was not called.
+        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        RanksDisagree: ranks of one node make different calls, or pass other sizes or dtypes; raised here or by
+            ``wait()``.
+        CollectiveTimeout: a timeout passed; raised by ``wait()``, after which the operation is still pending.
+        CommunicatorError: MPI failed; raised here or by ``wait()``.
+
+    Examples:
+        >>> x = torch.full((mpi.size(),), mpi.rank())
+        >>> handle = mpi.alltoall_async(x)
+        >>> handle.wait().tolist() == list(range(mpi.size()))
+        True
+    """
+
+
+@blocking
+def sendreceive(
+    x: T, source: int, destination: int, *, comm: Communicator | None = None, flavour: str | None = None
+) -> T:
+    """Send ``x`` to ``destination`` and replace it with what ``source`` sends.
+
+    Every rank that is a source or a destination must make this call. **Overwrites** ``x``; a number is not changed but
+    returned. The call returns when this rank's part is done. Other ranks may still be at work.
+
+    Args:
+        x (Tensor, numpy or cupy array, or number): value to send, of the shape and dtype of the value to receive.
+        source (int): rank in ``comm`` from which to receive.
+        destination (int): rank in ``comm`` to which to send.
+        comm (Communicator): communicator in which ranks are counted; default None, the current level.
+        flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
+
+    Returns:
+        ``x`` itself, with what ``source`` sent; for a number, the number of ``source``.
+
+    Raises:
+        TypeError: an argument has a wrong type or name.
+        ValueError: an argument has a wrong value, such as a rank that ``comm`` does not have.
+        NotStarted: ``mpi.start()`` was not called.
+        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        RanksDisagree: the message has another dtype or size than ``x``; raised on the receiver.
+        CollectiveTimeout: ``Tuning.deadline_seconds`` passed, with ``Tuning.at_deadline="raise"``.
+        CommunicatorError: MPI failed.
+
+    Examples:
+        >>> left, right = (mpi.rank() - 1) % mpi.size(), (mpi.rank() + 1) % mpi.size()
+        >>> mpi.sendreceive(mpi.rank(), source=left, destination=right) == left
+        True
     """
     call = Call("sendreceive", comm, flavour)
     source, destination = call.rank("source", source), call.rank("destination", destination)
@@ -230,11 +771,75 @@ def _sendreceive(
     return call.of_tensors(sent, (sent, buffer), (source, destination), tensor, copy_out)
 
 
-def _send(x: T, destination: int, *, comm: Communicator | None = None, flavour: str | None = None) -> Operation[T]:
-    """Send ``x`` to ``destination``, which receives it with ``recv``. Returns ``x``.
+@asynchronous(sendreceive)
+def sendreceive_async(
+    x: T, source: int, destination: int, *, comm: Communicator | None = None, flavour: str | None = None
+) -> Handle[T]:
+    """Start to send ``x`` to ``destination`` and to replace it with what ``source`` sends.
 
-    Messages between two ranks arrive in the order of the calls, and must have the same dtype and size on both sides
-    (RanksDisagree, on the receiver). A large blocking send waits for its receiver.
+    Asynchronous version of ``sendreceive``: every rank that is a source or a destination must make this call, which
+    returns at once. **Overwrites** ``x``. Do not read or write ``x`` before the handle is complete.
+
+    Args:
+        x (Tensor, numpy or cupy array, or number): value to send, of the shape and dtype of the value to receive.
+        source (int): rank in ``comm`` from which to receive.
+        destination (int): rank in ``comm`` to which to send.
+        comm (Communicator): communicator in which ranks are counted; default None, the current level.
+        flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
+
+    Returns:
+        A handle whose ``wait()`` returns ``x`` itself, with what ``source`` sent; for a number, the number of
+            ``source``.
+
+    Raises:
+        TypeError: an argument has a wrong type or name.
+        ValueError: an argument has a wrong value, such as a rank that ``comm`` does not have.
+        NotStarted: ``mpi.start()`` was not called.
+        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        RanksDisagree: the message has another dtype or size than ``x``; raised on the receiver, by ``wait()``.
+        CollectiveTimeout: a timeout passed; raised by ``wait()``, after which the operation is still pending.
+        CommunicatorError: MPI failed; raised here or by ``wait()``.
+
+    Examples:
+        >>> left, right = (mpi.rank() - 1) % mpi.size(), (mpi.rank() + 1) % mpi.size()
+        >>> handle = mpi.sendreceive_async(mpi.rank(), source=left, destination=right)
+        >>> handle.wait() == left
+        True
+    """
+
+
+@blocking
+def send(x: T, destination: int, *, comm: Communicator | None = None, flavour: str | None = None) -> T:
+    """Send ``x`` to ``destination``, which receives it with ``recv``.
+
+    Only the sender makes this call, and only ``destination`` the matching ``recv`` or ``recv_async``. ``x`` is not
+    changed. Messages between two ranks arrive in the order of the calls. A call with a large ``x`` returns only after
+    ``destination`` has begun to receive.
+
+    Args:
+        x (Tensor, numpy or cupy array, or number): value to send.
+        destination (int): rank in ``comm`` to which to send.
+        comm (Communicator): communicator in which ranks are counted; default None, the current level.
+        flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
+
+    Returns:
+        ``x`` itself.
+
+    Raises:
+        TypeError: an argument has a wrong type or name.
+        ValueError: an argument has a wrong value, such as a rank that ``comm`` does not have.
+        NotStarted: ``mpi.start()`` was not called.
+        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        CollectiveTimeout: ``Tuning.deadline_seconds`` passed, with ``Tuning.at_deadline="raise"``.
+        CommunicatorError: MPI failed.
+
+    Examples:
+        >>> left, right = (mpi.rank() - 1) % mpi.size(), (mpi.rank() + 1) % mpi.size()
+        >>> handle = mpi.recv_async(torch.zeros(2), source=left)
+        >>> mpi.send(torch.ones(2), destination=right)
+        tensor([1., 1.])
+        >>> handle.wait()
+        tensor([1., 1.])
     """
     call = Call("send", comm, flavour)
     destination = call.rank("destination", destination)
@@ -245,8 +850,74 @@ def _send(x: T, destination: int, *, comm: Communicator | None = None, flavour: 
     return call.of_tensors(buffer, (buffer,), (destination,), tensor, None)
 
 
-def _recv(x: T, source: int, *, comm: Communicator | None = None, flavour: str | None = None) -> Operation[T]:
-    """Overwrite ``x`` by what ``source`` sends with ``send``: a tensor of the same dtype and shape, or a number."""
+@asynchronous(send)
+def send_async(x: T, destination: int, *, comm: Communicator | None = None, flavour: str | None = None) -> Handle[T]:
+    """Start to send ``x`` to ``destination``, which receives it with ``recv`` or ``recv_async``.
+
+    Asynchronous version of ``send``: only the sender makes this call, which returns at once. ``x`` is not changed.
+    Messages between two ranks arrive in the order of the calls. Do not write ``x`` before the handle is complete.
+
+    Args:
+        x (Tensor, numpy or cupy array, or number): value to send.
+        destination (int): rank in ``comm`` to which to send.
+        comm (Communicator): communicator in which ranks are counted; default None, the current level.
+        flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
+
+    Returns:
+        A handle whose ``wait()`` returns ``x`` itself, when ``x`` may be written again.
+
+    Raises:
+        TypeError: an argument has a wrong type or name.
+        ValueError: an argument has a wrong value, such as a rank that ``comm`` does not have.
+        NotStarted: ``mpi.start()`` was not called.
+        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        CollectiveTimeout: a timeout passed; raised by ``wait()``, after which the operation is still pending.
+        CommunicatorError: MPI failed; raised here or by ``wait()``.
+
+    Examples:
+        >>> left, right = (mpi.rank() - 1) % mpi.size(), (mpi.rank() + 1) % mpi.size()
+        >>> handle = mpi.send_async(torch.ones(2), destination=right)
+        >>> mpi.recv(torch.zeros(2), source=left)
+        tensor([1., 1.])
+        >>> handle.wait()
+        tensor([1., 1.])
+    """
+
+
+@blocking
+def recv(x: T, source: int, *, comm: Communicator | None = None, flavour: str | None = None) -> T:
+    """Overwrite ``x`` with what ``source`` sends with ``send``.
+
+    Only the receiver makes this call, and only ``source`` the matching ``send`` or ``send_async``. **Overwrites**
+    ``x``; a number is not changed but returned. A call without a matching ``send`` waits until the timeout.
+
+    Args:
+        x (Tensor, numpy or cupy array, or number): memory to overwrite, of the dtype and shape of the message; any
+            number to receive a number.
+        source (int): rank in ``comm`` from which to receive.
+        comm (Communicator): communicator in which ranks are counted; default None, the current level.
+        flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
+
+    Returns:
+        ``x`` itself, or the number that ``source`` sent.
+
+    Raises:
+        TypeError: an argument has a wrong type or name.
+        ValueError: an argument has a wrong value, such as a rank that ``comm`` does not have.
+        NotStarted: ``mpi.start()`` was not called.
+        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        RanksDisagree: the message has another dtype or size than ``x``; raised on the receiver.
+        CollectiveTimeout: ``Tuning.deadline_seconds`` passed, with ``Tuning.at_deadline="raise"``.
+        CommunicatorError: MPI failed.
+
+    Examples:
+        >>> left, right = (mpi.rank() - 1) % mpi.size(), (mpi.rank() + 1) % mpi.size()
+        >>> handle = mpi.send_async(torch.ones(2), destination=right)
+        >>> mpi.recv(torch.zeros(2), source=left)
+        tensor([1., 1.])
+        >>> handle.wait()
+        tensor([1., 1.])
+    """
     call = Call("recv", comm, flavour)
     source = call.rank("source", source)
     if not isinstance(x, Tensor) and isinstance(x, numbers.NUMBERS):
@@ -256,33 +927,174 @@ def _recv(x: T, source: int, *, comm: Communicator | None = None, flavour: str |
     return call.of_tensors(buffer, (buffer,), (source,), tensor, copy_out)
 
 
-broadcast, broadcast_async = blocking_and_async(_broadcast)
-reduce, reduce_async = blocking_and_async(_reduce)
-allreduce, allreduce_async = blocking_and_async(_allreduce)
-allgather, allgather_async = blocking_and_async(_allgather)
-gather, gather_async = blocking_and_async(_gather)
-reduce_scatter, reduce_scatter_async = blocking_and_async(_reduce_scatter)
-scatter, scatter_async = blocking_and_async(_scatter)
-alltoall, alltoall_async = blocking_and_async(_alltoall)
-sendreceive, sendreceive_async = blocking_and_async(_sendreceive)
-send, send_async = blocking_and_async(_send)
-recv, recv_async = blocking_and_async(_recv)
+@asynchronous(recv)
+def recv_async(x: T, source: int, *, comm: Communicator | None = None, flavour: str | None = None) -> Handle[T]:
+    """Start to overwrite ``x`` with what ``source`` sends with ``send`` or ``send_async``.
+
+    Asynchronous version of ``recv``: only the receiver makes this call, which returns at once. **Overwrites** ``x``. Do
+    not read or write ``x`` before the handle is complete.
+
+    Args:
+        x (Tensor, numpy or cupy array, or number): memory to overwrite, of the dtype and shape of the message; any
+            number to receive a number.
+        source (int): rank in ``comm`` from which to receive.
+        comm (Communicator): communicator in which ranks are counted; default None, the current level.
+        flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
+
+    Returns:
+        A handle whose ``wait()`` returns ``x`` itself, or the number that ``source`` sent.
+
+    Raises:
+        TypeError: an argument has a wrong type or name.
+        ValueError: an argument has a wrong value, such as a rank that ``comm`` does not have.
+        NotStarted: ``mpi.start()`` was not called.
+        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        RanksDisagree: the message has another dtype or size than ``x``; raised on the receiver, by ``wait()``.
+        CollectiveTimeout: a timeout passed; raised by ``wait()``, after which the operation is still pending.
+        CommunicatorError: MPI failed; raised here or by ``wait()``.
+
+    Examples:
+        >>> left, right = (mpi.rank() - 1) % mpi.size(), (mpi.rank() + 1) % mpi.size()
+        >>> handle = mpi.recv_async(torch.zeros(2), source=left)
+        >>> mpi.send(torch.ones(2), destination=right)
+        tensor([1., 1.])
+        >>> handle.wait()
+        tensor([1., 1.])
+    """
 
 
-def _broadcast_object(
+@blocking
+def broadcast_object(
     obj: object, root: int = 0, *, comm: Communicator | None = None, flavour: str | None = None
-) -> Operation[Any]:
-    """Return root's object; the other ranks pass anything. Objects travel by pickle."""
+) -> Any:
+    """Return the object of ``root`` on every rank.
+
+    Every rank of ``comm`` must make this call. Objects travel by pickle, which can run code on arrival: use it among
+    ranks that you trust. The call returns when this rank's part is done. Other ranks may still be at work.
+
+    Args:
+        obj (object): object to send on ``root``; anything on other ranks.
+        root (int): rank in ``comm`` whose object is sent; default 0, the same on every rank.
+        comm (Communicator): communicator whose ranks make this call; default None, the current level.
+        flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
+
+    Returns:
+        ``obj`` itself on ``root``, a copy of it on other ranks.
+
+    Raises:
+        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
+        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        NotStarted: ``mpi.start()`` was not called.
+        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        RanksDisagree: ranks of one node make different calls, or pass other values of ``root``.
+        CollectiveTimeout: ``Tuning.deadline_seconds`` passed, with ``Tuning.at_deadline="raise"``.
+        CommunicatorError: MPI failed, or another thread is in a collective of the same communicator.
+
+    Examples:
+        >>> mpi.broadcast_object({"lr": 0.1} if mpi.rank() == 0 else None)
+        {'lr': 0.1}
+    """
     call = Call("broadcast_object", comm, flavour)
     return call.of_object(obj, call.rank("root", root))
 
 
-def _allgather_object(
-    obj: object, *, comm: Communicator | None = None, flavour: str | None = None
-) -> Operation[list[Any]]:
-    """Return the list of all ranks' objects, in rank order. Objects travel by pickle."""
+@asynchronous(broadcast_object)
+def broadcast_object_async(
+    obj: object, root: int = 0, *, comm: Communicator | None = None, flavour: str | None = None
+) -> Handle[Any]:
+    """Start to send the object of ``root`` to every rank.
+
+    Asynchronous version of ``broadcast_object``: every rank of ``comm`` must make this call, which returns at once.
+    Objects travel by pickle, which can run code on arrival: use it among ranks that you trust.  All asynchronous calls
+    must be in the same order on every rank, across communicators.
+
+    Args:
+        obj (object): object to send on ``root``; anything on other ranks.
+        root (int): rank in ``comm`` whose object is sent; default 0, the same on every rank.
+        comm (Communicator): communicator whose ranks make this call; default None, the current level.
+        flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
+
+    Returns:
+        A handle whose ``wait()`` returns the object of ``root``.
+
+    Raises:
+        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
+        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        NotStarted: ``mpi.start()`` was not called.
+        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        RanksDisagree: ranks of one node make different calls, or pass other values of ``root``; raised here or by
+            ``wait()``.
+        CollectiveTimeout: a timeout passed; raised by ``wait()``, after which the operation is still pending.
+        CommunicatorError: MPI failed; raised here or by ``wait()``.
+
+    Examples:
+        >>> handle = mpi.broadcast_object_async({"lr": 0.1} if mpi.rank() == 0 else None)
+        >>> handle.wait()
+        {'lr': 0.1}
+    """
+
+
+@blocking
+def allgather_object(obj: object, *, comm: Communicator | None = None, flavour: str | None = None) -> list[Any]:
+    """Return the objects of all ranks as a list, in rank order.
+
+    Every rank of ``comm`` must make this call. Objects travel by pickle, which can run code on arrival: use it among
+    ranks that you trust. The call returns when this rank's part is done. Other ranks may still be at work.
+
+    Args:
+        obj (object): this rank's object.
+        comm (Communicator): communicator whose ranks make this call; default None, the current level.
+        flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
+
+    Returns:
+        The list of the objects of all ranks.
+
+    Raises:
+        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
+        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        NotStarted: ``mpi.start()`` was not called.
+        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        RanksDisagree: ranks of one node make different calls, or pass other flavours.
+        CollectiveTimeout: ``Tuning.deadline_seconds`` passed, with ``Tuning.at_deadline="raise"``.
+        CommunicatorError: MPI failed, or another thread is in a collective of the same communicator.
+
+    Examples:
+        >>> names = mpi.allgather_object(f"rank {mpi.rank()}")
+        >>> names == [f"rank {rank}" for rank in range(mpi.size())]
+        True
+    """
     return Call("allgather_object", comm, flavour).of_object(obj)
 
 
-broadcast_object, broadcast_object_async = blocking_and_async(_broadcast_object)
-allgather_object, allgather_object_async = blocking_and_async(_allgather_object)
+@asynchronous(allgather_object)
+def allgather_object_async(
+    obj: object, *, comm: Communicator | None = None, flavour: str | None = None
+) -> Handle[list[Any]]:
+    """Start to collect the objects of all ranks into a list, in rank order.
+
+    Asynchronous version of ``allgather_object``: every rank of ``comm`` must make this call, which returns at once.
+    Objects travel by pickle, which can run code on arrival: use it among ranks that you trust.  All asynchronous calls
+    must be in the same order on every rank, across communicators.
+
+    Args:
+        obj (object): this rank's object.
+        comm (Communicator): communicator whose ranks make this call; default None, the current level.
+        flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
+
+    Returns:
+        A handle whose ``wait()`` returns the list of the objects of all ranks.
+
+    Raises:
+        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
+        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        NotStarted: ``mpi.start()`` was not called.
+        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        RanksDisagree: ranks of one node make different calls, or pass other flavours; raised here or by ``wait()``.
+        CollectiveTimeout: a timeout passed; raised by ``wait()``, after which the operation is still pending.
+        CommunicatorError: MPI failed; raised here or by ``wait()``.
+
+    Examples:
+        >>> handle = mpi.allgather_object_async(f"rank {mpi.rank()}")
+        >>> handle.wait() == [f"rank {rank}" for rank in range(mpi.size())]
+        True
+    """

@@ -34,10 +34,24 @@ from torchmpi_py.errors import CommunicatorError, NotStarted
 
 
 class Communicator:
-    """A group of ranks to pass as ``comm=``: ``rank`` and ``size`` in it, ``num_nodes`` it spreads over, its ``key``.
+    """A group of ranks, to pass as ``comm=``.
 
-    A level also has ``inner``, ``outer`` and ``is_cartesian``; a communicator from ``split`` is its own inner and has
-    no outer. Made by ``push_communicator`` and ``split``, freed by ``stop`` or, earlier and collectively, ``free``.
+    ``mpi.split`` and ``mpi.push_communicator`` make communicators, ``mpi.communicator`` returns one. ``mpi.stop()``
+    frees them; ``free`` does so earlier, and so does the end of a ``with`` block.
+
+    Attributes:
+        rank (int): rank of this process in the group, 0 to ``size - 1``.
+        size (int): number of ranks in the group.
+        num_nodes (int): number of nodes on which the group has ranks.
+        key (str): name of the group in messages.
+        inner (Communicator): group of this rank on the level; for a communicator from ``split``, itself.
+        outer (Communicator): this rank and its counterparts in the other groups of the level; None without level.
+        is_cartesian (bool): whether all groups of the level are equal in size, and every rank has counterparts.
+
+    Examples:
+        >>> with mpi.split(mpi.rank() % 2) as half:
+        ...     mpi.allreduce(1, comm=half) == half.size
+        True
     """
 
     def __init__(self, group: MPI.Comm, place: Place, key: str) -> None:
@@ -66,14 +80,18 @@ class Communicator:
 
     @property
     def is_broken(self) -> bool:
-        """Whether a call has failed here that other ranks may have carried out; later ones are refused."""
+        """Whether a call has failed that other ranks may have carried out; later calls are refused."""
         return any(sequence.is_broken for sequence in self.sequences)
 
     def free(self) -> None:
-        """Wait for the operations under way, and free the communicator's resources. Collective over the group.
+        """Wait for the operations under way, and free the communicator's resources.
 
-        After a call that differed between ranks nothing is waited for, and MPI keeps its part. CommunicatorError for a
-        level: ``stop`` alone frees levels.
+        Every rank of the communicator must make this call. After a call that differed between ranks nothing is waited
+        for, and MPI keeps its part of the resources.
+
+        Raises:
+            CommunicatorError: the communicator is a level, which only ``mpi.stop()`` frees, or a thread uses it.
+            NotStarted: this process was forked from a started one.
         """
         if self.outer is not None:
             raise CommunicatorError(f"{self!r} is a level; levels live until mpi.stop()")
@@ -174,7 +192,11 @@ def stack() -> Stack:
 
 
 def is_started() -> bool:
-    """Whether this process is between ``start`` and ``stop``."""
+    """Return whether this process is between ``mpi.start()`` and ``mpi.stop()``.
+
+    Returns:
+        True or False.
+    """
     return current_stack is not None
 
 
@@ -212,10 +234,26 @@ def resolve(comm: Communicator | None) -> Communicator:
 
 
 def push_communicator(key: str | int) -> int:
-    """Add a level below the current one, grouping ranks that give the same ``key``; return its index.
+    """Add a level below the current one, with a group for each ``key``.
 
-    Collective over the current level, which stays the current one: ``set_communicator`` and ``at`` move. TypeError for
-    another key.
+    Every rank of the current level must make this call. The current level stays current; ``mpi.set_communicator`` and
+    ``mpi.at`` select the new one.
+
+    Args:
+        key (str or int): key of this rank; ranks with the same key are in one group.
+
+    Returns:
+        The index of the new level, the same on every rank.
+
+    Raises:
+        TypeError: ``key`` is neither a str nor an int.
+        NotStarted: ``mpi.start()`` was not called.
+
+    Examples:
+        >>> level = mpi.push_communicator(mpi.rank() // 2)  # groups of two ranks
+        >>> with mpi.at(level):
+        ...     mpi.size() <= 2
+        True
     """
     if not isinstance(key, (str, int)):
         raise TypeError(f"push_communicator: key must be a str or an int, not {key!r}")
@@ -224,19 +262,44 @@ def push_communicator(key: str | int) -> int:
 
 
 def set_communicator(level: int) -> None:
-    """Make ``level`` the current one: what ``rank``, ``size`` and every verb without ``comm=`` refer to.
+    """Make a level the current one, to which ``mpi.rank()``, ``mpi.size()`` and calls without ``comm=`` refer.
 
-    Not collective, but every rank must call this: ranks at different levels cannot exchange messages. ValueError for a
-    level that does not exist.
+    Every rank must make this call, because ranks at different levels cannot exchange messages. The ranks do not wait
+    for each other.
+
+    Args:
+        level (int): index of the level; 0 is the whole world.
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: the level does not exist.
+        NotStarted: ``mpi.start()`` was not called.
     """
     stack().current = stack().level(level)
 
 
 @contextlib.contextmanager
 def at(level: int) -> Iterator[Communicator]:
-    """``with mpi.at(level):`` make ``level`` the current one inside the block, and the former one after the block.
+    """Make a level the current one inside a ``with`` block, and restore the former one at its end.
 
-    Every rank enters the block. ValueError for a level that does not exist.
+    Every rank must enter the block.
+
+    Args:
+        level (int): index of the level; 0 is the whole world.
+
+    Returns:
+        A context manager that gives the level's communicator.
+
+    Raises:
+        ValueError: the level does not exist.
+        NotStarted: ``mpi.start()`` was not called.
+
+    Examples:
+        >>> with mpi.at(0) as world:
+        ...     mpi.rank() == world.rank
+        True
     """
     used = stack()
     former = used.current
@@ -248,10 +311,22 @@ def at(level: int) -> Iterator[Communicator]:
 
 
 def set_collective_span(begin: int, end: int) -> None:
-    """Name the levels that hierarchical collectives combine: ``begin`` as a whole, by way of the groups of ``end``.
+    """Name the two levels that hierarchical collectives combine.
 
-    Every rank calls it alike, between the same calls; it waits for what this rank has launched. ValueError for a level
-    that does not exist, or where ``end`` is not below ``begin``.
+    Every rank must make this call with the same arguments, between the same calls. It waits for the operations that
+    this rank has launched.
+
+    Args:
+        begin (int): index of the level on which the collectives work as a whole.
+        end (int): index of a level below ``begin``, whose groups reduce among themselves first; or ``begin``, for no
+            span.
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: a level does not exist, or ``end`` is not below ``begin``.
+        NotStarted: ``mpi.start()`` was not called.
     """
     used = stack()
     whole, below = used.level(begin), used.level(end)
@@ -267,15 +342,45 @@ def set_collective_span(begin: int, end: int) -> None:
 
 
 def communicator(level: int | None = None) -> Communicator:
-    """The communicator of ``level``, or of the current level. ValueError for a level that does not exist."""
+    """Return the communicator of a level.
+
+    Args:
+        level (int): index of the level, 0 for the whole world; default None, the current level.
+
+    Returns:
+        The communicator.
+
+    Raises:
+        ValueError: the level does not exist.
+        NotStarted: ``mpi.start()`` was not called.
+
+    Examples:
+        >>> mpi.communicator(0).size == mpi.size()
+        True
+    """
     return stack().current if level is None else stack().level(level)
 
 
 def split(color: int | None, key: int = 0) -> Communicator:
-    """A communicator of the ranks that give the same ``color``, in the order of ``key`` (then of rank).
+    """Make a communicator of the ranks that pass the same ``color``.
 
-    Collective over the current level. Pass the result as ``comm=``. A rank with ``color=None`` takes part and stays
-    out: its result is false, and an error as ``comm=``. ValueError, on all ranks, for another color or key of one.
+    Every rank of the current level must make this call, also ranks that stay out.
+
+    Args:
+        color (int): number >= 0 of this rank's group; None to stay out.
+        key (int): position in the group: ranks are ordered by ``key``, then by rank; default 0.
+
+    Returns:
+        The communicator, to pass as ``comm=``. With ``color=None``, an object that is false and an error as ``comm=``.
+
+    Raises:
+        ValueError: a rank passes another kind of color or key; raised on every rank.
+        NotStarted: ``mpi.start()`` was not called.
+
+    Examples:
+        >>> with mpi.split(0, key=-mpi.rank()) as backwards:
+        ...     backwards.rank == mpi.size() - 1 - mpi.rank()
+        True
     """
     used = stack()
 
@@ -323,7 +428,14 @@ def beside(comm: Communicator, key: str) -> Communicator:
 
 
 def communicator_names() -> str:
-    """A readable description of all levels, one a line, as this rank sees them."""
+    """Return a description of all levels, one per line, as this rank sees them.
+
+    Returns:
+        The text, for people to read.
+
+    Raises:
+        NotStarted: ``mpi.start()`` was not called.
+    """
     return "\n".join(_describe(stack(), index, level) for index, level in enumerate(stack().levels))
 
 

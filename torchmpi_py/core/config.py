@@ -56,8 +56,9 @@ class Tuning:
     takes four times ``chunk_bytes`` for each communicator, once for blocking and once for asynchronous calls."""
 
     chunk_bytes: int = 1 << 20
-    """Largest chunk in which flavour shared stages ordinary tensors (in an allreduce of two ranks: half of one). The
-    ranks wait for each other once a chunk. Larger tensors are read where they lie if that is faster: decision 028."""
+    """Largest chunk in which flavour shared copies ordinary tensors through shared memory (in an allreduce of two
+    ranks: twice this size). The ranks wait for each other once per chunk. Larger tensors are read in place if
+    that is faster: decision 028."""
 
     cache_bytes: int = 1536 << 10
     """Size of the block that a reduction in shared memory works on, over all ranks' tensors: a share of a core's own

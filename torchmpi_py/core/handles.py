@@ -1,10 +1,10 @@
-"""Work, something under way; and wait handles, by which the program waits for it.
+"""Work, which is something under way, and the handles with which the program waits for it.
 
 A handle owns its work, and with the work every buffer, until the work is complete. The communication thread, or its
-table of posted requests, refers to the handle, so a program may drop the handle. Two kinds:
+table of posted requests, refers to the handle, so a program may drop the handle. Two kinds exist:
 
 ThreadHandle    the communication thread carries out the work, on duplicates of the communicators, in order of launch
-RequestHandle   the work was posted to MPI as nonblocking calls; MPI moves the transfer forward while a thread waits
+RequestHandle   the work was posted to MPI as nonblocking calls; MPI advances the transfer while a thread waits
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Work(Generic[R]):
 
     @property
     def label(self) -> object:
-        """An object whose ``str`` names the work, also after ``release``. Handles outlive their work and keep it."""
+        """Return an object whose ``str`` names the work, also after ``release``; the handle keeps it."""
         raise NotImplementedError
 
     def run(self, in_background: bool = False) -> R:
@@ -54,29 +54,34 @@ class Work(Generic[R]):
         raise NotImplementedError
 
     def finish(self) -> R:
-        """The steps after the transfer of posted work (conversions, copies out); return the result."""
+        """Run the steps after the transfer of posted work (conversions, copies out), and return the result."""
         raise NotImplementedError
 
     def explain(self, error: Exception) -> Exception:
-        """The error to raise for ``error``, which MPI raised in posted work."""
+        """Return the error to raise for ``error``, which MPI raised in posted work."""
         return error
 
     def late_ranks(self) -> str:
-        """A sentence with the ranks that have not come to the work; empty if nothing is known."""
+        """Return a sentence with the ranks that have not called the operation; empty if nothing is known."""
         return ""
 
     def on_done(self) -> None:
-        """Called once by the communication thread, after threads that wait for the work can see its result."""
+        """Run what follows the work; called once by the communication thread, after waiters can see the result."""
 
     def release(self) -> None:
         """Give up all buffers: the work is complete, or has failed."""
 
 
 class Handle(ABC, Generic[R]):
-    """One operation under way. ``wait()`` returns its result, ``done()`` asks, ``synchronize()`` blocks the host.
+    """An operation under way, which an asynchronous call has started.
 
-    Any number of waits give the same result, or raise the same error. For CPU tensors ``wait`` and ``synchronize`` both
-    block until the result is there.
+    ``wait()`` returns the result, ``done()`` asks without blocking. Any number of calls of ``wait`` return the same
+    result or raise the same error. A handle keeps the tensors of its operation alive, so a program may drop the handle.
+
+    Examples:
+        >>> handle = mpi.allreduce_async(torch.ones(2))
+        >>> handle.wait().eq(mpi.size()).all().item(), handle.done()
+        (True, True)
     """
 
     to_array: Callable[[Any], R] | None = None  # makes an array of the result, in the first thread that waits
@@ -96,14 +101,35 @@ class Handle(ABC, Generic[R]):
         """Wait until the operation is complete (None: without limit; 0: only look). Return whether it is complete."""
 
     def done(self) -> bool:
-        """Whether the operation is complete, with a result or an error; never blocks. NotStarted in a forked child."""
+        """Return whether the operation is complete, with a result or an error; never block.
+
+        Returns:
+            True or False.
+
+        Raises:
+            NotStarted: this process was forked from the one that started the operation.
+        """
         return self._complete(0)
 
     def wait(self, timeout_seconds: float | None = None) -> R:
-        """Block until the operation is complete and return its result (the output tensor, or the number).
+        """Block until the operation is complete, and return its result.
 
-        Raises what the operation raised, or CollectiveTimeout after ``timeout_seconds`` (default: no limit, or with
-        ``Tuning.at_deadline="raise"`` the deadline); the operation is still pending then: wait for it again.
+        For GPU tensors the current stream waits, and the host only until the operation is queued; ``synchronize``
+        blocks the host until the GPU has finished.
+
+        Args:
+            timeout_seconds (float): limit of the wait in seconds; default None, no limit, or
+                ``Tuning.deadline_seconds`` with ``Tuning.at_deadline="raise"``.
+
+        Returns:
+            The result of the collective: a tensor, array, number, or object.
+
+        Raises:
+            CollectiveTimeout: the limit passed. The operation is still pending: call ``wait`` again, do not repeat the
+                call.
+            RanksDisagree: the ranks made different calls.
+            CommunicatorError: MPI failed.
+            NotStarted: this process was forked from the one that started the operation.
         """
         if timeout_seconds is None and config.can_raise:
             timeout_seconds = config.current.deadline_seconds
@@ -125,18 +151,19 @@ class Handle(ABC, Generic[R]):
         """Let this thread's further work on the result come after the operation."""
 
     def is_settled(self) -> bool:
-        """Whether the host has no more to do for the operation; a GPU may still work. As ``done`` for CPU tensors."""
+        """Return whether the host has no more to do for the operation; a GPU may still be at work."""
         return self._complete(0)
 
     def who_is_late(self) -> str:
-        """A sentence with the ranks that have not come to the operation, or a question."""
+        """Return a sentence with the ranks that have not called the operation, or a question."""
         work = self._work
         return (work.late_ranks() if work is not None else "") or "Has every rank launched it?"
 
     def expect(self, limit_seconds: float | None = None) -> None:
-        """Count the operation as waited for until it is complete or given up, for a wait that the package cannot see.
+        """Count the operation as waited for until it is complete or given up.
 
-        C++ waits for a future in such a way. ``limit_seconds``: as in ``wait``, for that wait.
+        This is for waits inside torch's C++ code, which we cannot see. ``limit_seconds``: the limit of that wait, as in
+        ``wait``.
         """
         work = self._work
         if work is not None and work.entry is not None and not self._error_was_seen:
@@ -147,20 +174,24 @@ class Handle(ABC, Generic[R]):
                 self._end_wait()
 
     def give_up(self) -> None:
-        """The program no longer waits for the operation: it is not late, and its error is not logged."""
+        """Stop counting the operation as waited for: it is no longer late, and its error is not logged."""
         self._error_was_seen = True
         self._end_wait()
 
     def on_its_stream(self) -> AbstractContextManager[object]:
-        """A block in which this thread's work goes to the stream of the operation, where it has one."""
+        """Return a context in which this thread's GPU work goes to the operation's stream, if it has one."""
         return contextlib.nullcontext()
 
     def synchronize(self) -> None:
-        """Block the host until the operation is complete."""
+        """Block the host until the operation is complete, on a GPU too.
+
+        Raises:
+            Exception: the errors of ``wait``.
+        """
         self.wait()
 
     def _check_process(self) -> None:
-        """NotStarted in a forked child, unless the operation was complete before the fork."""
+        """Raise NotStarted in a forked child, unless the operation was complete before the fork."""
         if self._work is not None and mpi_api.is_forked():
             raise NotStarted(
                 f"{self._label} was launched by the process from which this one was forked; only there can it be "
@@ -169,7 +200,7 @@ class Handle(ABC, Generic[R]):
 
     @contextlib.contextmanager
     def _waited_for(self) -> Iterator[None]:
-        """A block in which a thread waits for the operation, and reports may name the operation as late."""
+        """Mark, in a block, that a thread waits for the operation, so that reports may call it late."""
         self._check_process()
         work, wait = self._work, object()
         if work is not None and work.entry is not None:
@@ -180,7 +211,7 @@ class Handle(ABC, Generic[R]):
             backoff.active.pop(wait, None)
 
     def _complete_within(self, seconds: float) -> bool:
-        """``_complete`` within the limit of a program: the operation is not late before."""
+        """Return what ``_complete`` does within a program's limit, before which the operation is not late."""
         work, wait = self._work, object()
         if work is not None and work.entry is not None:
             backoff.limited[wait] = work.entry[0], seconds
@@ -257,20 +288,35 @@ class ThreadHandle(Handle[R]):
 
 
 def _call_of(label: object) -> tuple[str | None, Any]:
-    """(verb, communicator) of the operation that is its own label; of other works nothing is known."""
+    """Return (collective, communicator) of an operation that is its own label; (None, None) for other work."""
     return getattr(label, "name", None), getattr(label, "comm", None)
 
 
 def lock_timeout(seconds: float | None) -> float:
-    """``seconds`` (None: without limit) as the timeout of a lock."""
+    """Return ``seconds`` (None: without limit) as the timeout of a lock."""
     return -1 if seconds is None else min(max(0.0, seconds), threading.TIMEOUT_MAX)
 
 
 def wait_all(handles: Iterable[Handle[Any]]) -> list[Any]:
-    """Wait for every handle, in order, and return their results; then raise the first error, if there was one.
+    """Wait for every handle, in order, and return their results.
 
-    Results are not returned then; a note says how many more operations failed. Errors are those of ``Handle.wait``. The
-    other ranks need not wait together, nor in this order.
+    All handles are waited for, also after an error; then the first error is raised, with a note that says how many more
+    operations failed. Other ranks need not wait together or in this order.
+
+    Args:
+        handles (iterable of Handle): handles to wait for.
+
+    Returns:
+        The list of results, in the order of ``handles``.
+
+    Raises:
+        TorchMPIError: an operation failed; the errors of ``Handle.wait``.
+
+    Examples:
+        >>> tensors = [torch.ones(2), torch.ones(3)]
+        >>> results = mpi.wait_all([mpi.allreduce_async(x) for x in tensors])
+        >>> results[1] is tensors[1]
+        True
     """
     results, errors = [], []
     for handle in handles:
@@ -317,7 +363,7 @@ class RequestHandle(Handle[R]):
 
     @property
     def comm(self) -> Any:
-        """The communicator of the operation; None if that is not known."""
+        """Return the communicator of the operation; None if it is not known."""
         return _call_of(self._label)[1]
 
     def stay_in(self, table: dict[int, RequestHandle[Any]]) -> None:
@@ -333,7 +379,7 @@ class RequestHandle(Handle[R]):
             return self._advance_until(timeout_seconds)
 
     def _advance_until(self, timeout_seconds: float | None) -> bool:
-        """Move the transfer forward, one thread at a time; whether it is complete within ``timeout_seconds``."""
+        """Advance the transfer, one thread at a time; return whether it is complete within ``timeout_seconds``."""
         deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
         # The main thread may block in MPI. Another one may still be here when the main thread ends MPI.
         blocks = timeout_seconds is None and threading.current_thread() is threading.main_thread()
@@ -355,7 +401,7 @@ class RequestHandle(Handle[R]):
             self._lock.release()
 
     def _advance(self, work: Work[R], *, wait: bool) -> None:
-        """Let MPI move the transfer forward; end the operation when all requests are complete or have failed."""
+        """Let MPI advance the transfer; end the operation when all requests are complete or have failed."""
         while self._requests:
             try:
                 if wait:
@@ -384,9 +430,9 @@ class RequestHandle(Handle[R]):
         self._advance_until(None)
 
     def cancel(self) -> None:
-        """Take back receives without a message: threads that wait for them raise CommunicatorError.
+        """Cancel receives that have no message yet: threads that wait for them raise CommunicatorError.
 
-        No effect on those for which the main thread waits.
+        Receives for which the main thread waits are not cancelled.
         """
         self._is_cancelled = True
         self._advance_until(_CANCEL_SECONDS)

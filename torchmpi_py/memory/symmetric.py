@@ -155,17 +155,36 @@ def symmetric_empty(
     device: torch.device | str | None = None,
     comm: Communicator | None = None,
 ) -> Tensor:
-    """A new tensor, not initialised, that the other ranks of ``comm`` on this node can read and write. Collective.
+    """Return a new, uninitialized tensor that the other ranks on this node can read and write.
 
-    Every rank passes the same size, dtype (default: torch's default dtype) and type of ``device`` (default: the CPU;
-    "cuda" is the GPU of this rank), and gets a tensor of its own to use as any other. Reductions, broadcast and scatter
-    of such tensors on all ranks, and alltoall with ``out=``, work in place, without a copy. Contiguous parts of them
-    (``x[10:20]``) are as good as whole tensors. The memory lives until its last view is dropped; until then a tensor
-    takes a file descriptor (before Python 3.13), or a mapping of every peer's GPU memory: make one and cut it up,
-    rather than hundreds.
+    Every rank of ``comm`` must make this call with the same arguments; each gets a tensor of its own, which can be used
+    as any other. Reductions, broadcast and scatter of these tensors on all ranks, and alltoall with ``out=``, work in
+    place, without a copy. Contiguous parts (``x[10:20]``) are as good as whole tensors.
 
-    Raises ValueError for a bad size or device, RanksDisagree if the ranks ask for different things, Unavailable if the
-    memory cannot be had.
+    The memory lives until its last view is dropped. Until then each tensor takes a file descriptor (before Python
+    3.13), or a mapping of every peer's GPU memory. Make one large tensor and cut it up, rather than hundreds of small
+    ones.
+
+    Args:
+        size (int): sizes of the dims, as numbers or as one sequence.
+        dtype (torch.dtype): dtype of the tensor; default None, torch's default dtype.
+        device (torch.device or str): the CPU, or "cuda" for the GPU of this rank; default None, the CPU.
+        comm (Communicator): communicator whose ranks make this call; default None, the current level.
+
+    Returns:
+        The tensor.
+
+    Raises:
+        TypeError: ``dtype`` is not a torch dtype.
+        ValueError: a size or the device is wrong.
+        RanksDisagree: the ranks ask for different tensors.
+        Unavailable: the memory cannot be shared or is too large.
+        NotStarted: ``mpi.start()`` was not called.
+
+    Examples:
+        >>> x = mpi.symmetric_empty(2, 3).fill_(1)
+        >>> mpi.allreduce(x).eq(mpi.size()).all().item()
+        True
     """
     comm = resolve(comm)
     shape = _shape(size)

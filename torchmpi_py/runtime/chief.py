@@ -1,4 +1,4 @@
-"""The chief: the one rank that writes what must be written once (distributed TensorFlow's word)."""
+"""Tell which rank writes what must be written once. The name ``is_chief`` is TensorFlow's."""
 
 from __future__ import annotations
 
@@ -11,25 +11,47 @@ from torchmpi_py.runtime import process
 
 
 def is_in_experiment() -> bool:
-    """Whether this process is in an experiment of a sweep, where its group is the world."""
+    """Return whether this process is in an experiment of a sweep, where its group is the world."""
     return communicators.stack().outer is not None
 
 
 def is_chief() -> bool:
-    """Whether this rank is the one that writes logs, summaries and files: rank 0 of the current level.
+    """Return whether this rank is the one that writes logs, summaries and files: rank 0 of the current level.
 
     In an experiment (``mpi.experiments``) that is rank 0 of the group. Outside of experiments, under ``torchmpirun
-    --groups``, only the first group has a chief. NotStarted before ``mpi.start()``.
+    --groups``, only rank 0 of the first group counts. No other rank needs to call this.
+
+    Returns:
+        True or False.
+
+    Raises:
+        NotStarted: ``mpi.start()`` was not called.
+
+    Examples:
+        >>> if mpi.is_chief():
+        ...     path = "model.pt"  # torch.save(model.state_dict(), path)
+        >>> mpi.is_chief() == (mpi.rank() == 0)
+        True
     """
     group = group_of_ranks.group_in(os.environ)
     return process.rank() == 0 and (is_in_experiment() or group is None or group.index == 0)
 
 
 def summary_writer(log_dir: str | None = None, **options: Any) -> Any:
-    """TensorBoard's writer on the chief, and on other ranks an object whose methods do nothing. No communication.
+    """Return TensorBoard's writer on rank 0, and on other ranks an object whose methods do nothing.
 
-    ``log_dir`` and ``options`` are those of ``torch.utils.tensorboard.SummaryWriter``. ImportError on every rank if
-    TensorBoard is not installed; NotStarted before ``mpi.start()``.
+    No other rank needs to call this.
+
+    Args:
+        log_dir (str): folder of the summaries; default None, TensorBoard's default.
+        options (Any): further arguments of ``torch.utils.tensorboard.SummaryWriter``.
+
+    Returns:
+        A ``SummaryWriter``, or an object that accepts the same calls.
+
+    Raises:
+        ImportError: TensorBoard is not installed; raised on every rank.
+        NotStarted: ``mpi.start()`` was not called.
     """
     from torch.utils.tensorboard import SummaryWriter
 

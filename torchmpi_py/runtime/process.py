@@ -1,8 +1,8 @@
 """The public functions of a started process: start and stop, its rank and its node, the barrier.
 
-``start`` initialises MPI (the import of the package does not), opens the session, and marks the environment, so that
-child processes get an error instead of their parent's rank. ``stop`` closes the session, and leaves MPI itself running
-until the interpreter exits, so that a process can start again.
+``start`` initializes MPI (the import of the package does not), opens the session, and marks the environment, so that
+child processes get an error instead of their parent's rank. ``stop`` closes the session. MPI itself runs until the
+interpreter exits, so that a process can start again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from torchmpi_py.core import backoff, communicators, config, journal, mpi_api
-from torchmpi_py.core.communicators import Communicator
+from torchmpi_py.core.communicators import Communicator, is_started as is_started
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import CollectiveTimeout, NotStarted, TorchMPIError
 from torchmpi_py.launch import exit_marks, mpirun
@@ -38,18 +38,39 @@ def start(
     collective_communicator: Callable[[], int | None] | None = None,
     tuning: config.Tuning | None = None,
 ) -> None:
-    """Start this process as a rank of the job it was launched in, or as a world of one. Collective.
+    """Start this process as a rank of the job it was launched in, or as the only rank of a job of its own.
 
-    with_cuda: pin this rank to a GPU, round robin by local rank. with_ipc_groups: let ranks whose GPUs reach each other
-    map each other's GPU memory (flavour cudaipc); the default level then has a group per set of such ranks, not node.
-    custom_communicator_init: pushes levels of your own; returns the index of the deepest one, which becomes current.
-    with_cartesian_communicator: link every rank, not only roots, with its counterparts where groups are equal.
-    collective_communicator: pushes the levels for hierarchical collectives instead of the default, a level with a group
-    per node; returns the index of the level that ends the span (None: no span below the current level).
-    tuning: sizes and deadlines; default from the environment (TORCHMPI_*). The same on every rank.
+    Every rank of the job must make this call, which initializes MPI and waits for the other ranks. A process can start
+    again after ``mpi.stop()``.
 
-    Raises NotStarted in a child process of a started one, TorchMPIError when it is started already, ValueError for
-    ``with_cuda`` without a GPU, RanksDisagree if tunings differ, TypeError if a function for levels returns no index.
+    Args:
+        with_cuda (bool): whether to give this rank a GPU, round robin by local rank; default False.
+        with_ipc_groups (bool): whether ranks whose GPUs reach each other map each other's GPU memory (flavour cudaipc).
+            The default level then has a group for each set of these ranks instead of each node. Default True.
+        custom_communicator_init (callable): function without arguments that pushes levels of your own. It returns
+            the index of the deepest one, which becomes current. Default None.
+        with_cartesian_communicator (bool): whether every rank of a level is linked with its counterparts in the other
+            groups, where groups are equal in size. Default False: only the first rank of each group is linked.
+        collective_communicator (callable): function without arguments that pushes the levels for hierarchical
+            collectives. It returns the index of the level that ends the span, or None for no span below the current
+            level. Default None, a level with a group for each node.
+        tuning (Tuning): sizes and timeouts, the same on every rank; default None, from the environment (TORCHMPI_*).
+
+    Returns:
+        None.
+
+    Raises:
+        NotStarted: this process is a child of a started one.
+        TorchMPIError: this process is started already, or no MPI library can be loaded.
+        ValueError: ``with_cuda`` is True and there is no GPU, or a variable TORCHMPI_* has a wrong value.
+        RanksDisagree: the ranks have different tunings.
+        TypeError: a function for levels does not return an index.
+
+    Examples:
+        >>> if not mpi.is_started():
+        ...     mpi.start()
+        >>> mpi.rank() < mpi.size()
+        True
     """
     _check_startable()
     tuning = tuning or config.from_environment()
@@ -61,10 +82,10 @@ def start(
 
 
 def start_for_group(tuning: config.Tuning, timeout_seconds: float) -> None:
-    """Start for ``init_process_group``: as ``start``, with a GPU if there is one. Collective.
+    """Start for ``init_process_group``, with a GPU if there is one. Every rank must make this call.
 
-    The job ends if not all ranks have called it after ``timeout_seconds`` (0: never), or the limit of ``start`` if that
-    is shorter.
+    The job ends if not all ranks have called it after ``timeout_seconds`` (0: never), or after the limit of ``start``
+    if that is shorter.
     """
     _check_startable()
     device = placement.cuda_device() if torch.cuda.is_available() else torch.device("cpu")
@@ -89,10 +110,16 @@ def _start(options: sessions.StartOptions, wait: arrival.Wait) -> None:
 
 
 def stop() -> None:
-    """Drain outstanding operations, and free communicators, staging memory and threads. Collective; idempotent.
+    """Wait for outstanding operations, and free communicators, shared memory and threads.
 
-    A normal exit of the interpreter calls ``stop``. ``start`` may be called again. TorchMPIError in an experiment
-    (``mpi.experiments``), whose ranks go on with the next one.
+    Every rank of the job must make this call. A normal exit of the interpreter makes it too. A second call does
+    nothing.
+
+    Returns:
+        None.
+
+    Raises:
+        TorchMPIError: the call is inside an experiment (``mpi.experiments``), whose ranks continue with the next one.
     """
     if not communicators.is_started():
         return
@@ -104,10 +131,21 @@ def stop() -> None:
 
 @contextlib.contextmanager
 def session(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """``with mpi.session():`` start, and stop at the end; the arguments are those of ``start``.
+    """Start in a ``with`` block, and stop at its end.
 
-    Where the block raises, the error goes on, and ends the job unless it is caught: other ranks may be waiting for this
-    one, so this rank alone cannot stop.
+    Every rank of the job must enter the block. An error in the block passes through and ends the job unless it is
+    caught:
+    other ranks may be waiting for this one, so this rank cannot stop alone.
+
+    Args:
+        args (Any): the arguments of ``mpi.start``.
+        kwargs (Any): the arguments of ``mpi.start``.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        TorchMPIError: this process is started already; the other errors are those of ``mpi.start``.
     """
     start(*args, **kwargs)
     try:
@@ -119,25 +157,53 @@ def session(*args: Any, **kwargs: Any) -> Iterator[None]:
     stop()
 
 
-def is_started() -> bool:
-    """Whether this process is between ``start`` and ``stop``."""
-    return communicators.is_started()
-
-
 def rank() -> int:
-    """This process's rank in the current level: 0 to ``size() - 1``. NotStarted before ``start``."""
+    """Return the rank of this process in the current level, which is the whole job unless levels are used.
+
+    Returns:
+        A number from 0 to ``mpi.size() - 1``.
+
+    Raises:
+        NotStarted: ``mpi.start()`` was not called.
+
+    Examples:
+        >>> mpi.rank() in range(mpi.size())
+        True
+    """
     return communicators.resolve(None).rank
 
 
 def size() -> int:
-    """The number of ranks in the current level. NotStarted before ``start``."""
+    """Return the number of ranks in the current level, which is the whole job unless levels are used.
+
+    Returns:
+        A number, 1 or more.
+
+    Raises:
+        NotStarted: ``mpi.start()`` was not called.
+
+    Examples:
+        >>> mpi.allreduce(1) == mpi.size()
+        True
+    """
     return communicators.resolve(None).size
 
 
 def barrier(comm: Communicator | None = None) -> None:
-    """Wait until every rank of ``comm`` (default: the current level) has called ``barrier``.
+    """Wait until every rank of a communicator has made this call.
 
-    NotStarted before ``start``; CollectiveTimeout after the deadline if ``at_deadline`` of the tuning is "raise".
+    Args:
+        comm (Communicator): communicator whose ranks make this call; default None, the current level.
+
+    Returns:
+        None.
+
+    Raises:
+        NotStarted: ``mpi.start()`` was not called.
+        CollectiveTimeout: ``Tuning.deadline_seconds`` passed, with ``Tuning.at_deadline="raise"``.
+
+    Examples:
+        >>> mpi.barrier()
     """
     comm, limit = communicators.resolve(comm), config.current.deadline_seconds
     entry = journal.record_plain("barrier", comm)
@@ -154,30 +220,68 @@ def barrier(comm: Communicator | None = None) -> None:
 
 
 def local_rank() -> int:
-    """This process's rank among those of its node. NotStarted before ``start``."""
+    """Return the rank of this process among the ranks of its node.
+
+    Returns:
+        A number from 0 to ``mpi.local_size() - 1``.
+
+    Raises:
+        NotStarted: ``mpi.start()`` was not called.
+
+    Examples:
+        >>> mpi.local_rank() in range(mpi.local_size())
+        True
+    """
     return sessions.current().location().rank
 
 
 def local_size() -> int:
-    """The number of ranks on this node. NotStarted before ``start``."""
+    """Return the number of ranks on this node.
+
+    Returns:
+        A number, 1 or more.
+
+    Raises:
+        NotStarted: ``mpi.start()`` was not called.
+    """
     return sessions.current().location().size
 
 
 def num_nodes() -> int:
-    """The number of nodes that the current level spreads over. NotStarted before ``start``."""
+    """Return the number of nodes on which the current level has ranks.
+
+    Returns:
+        A number, 1 or more.
+
+    Raises:
+        NotStarted: ``mpi.start()`` was not called.
+    """
     return communicators.resolve(None).num_nodes
 
 
 def device() -> torch.device:
-    """The device on which this rank computes: its GPU after ``start(with_cuda=True)``, else the CPU.
+    """Return the device on which this rank computes: its GPU after ``mpi.start(with_cuda=True)``, else the CPU.
 
-    NotStarted before ``start``.
+    Returns:
+        A ``torch.device``.
+
+    Raises:
+        NotStarted: ``mpi.start()`` was not called.
+
+    Examples:
+        >>> x = torch.ones(2, device=mpi.device())
     """
     return sessions.current().device
 
 
 def host_name() -> str:
-    """The name of this host. Ranks with equal names may still be on different nodes."""
+    """Return the name of this host.
+
+    Ranks with equal names may still be on different nodes.
+
+    Returns:
+        The name, as ``socket.gethostname()`` returns it.
+    """
     return socket.gethostname()
 
 
@@ -201,7 +305,7 @@ def _initialise_mpi() -> MPI.Comm:
 
 
 def _load_mpi() -> None:
-    """Load the MPI library. TorchMPIError where there is none, with the remedy."""
+    """Load the MPI library. TorchMPIError, with the remedy, if there is none."""
     try:
         MPI.Get_library_version()
     except (ImportError, RuntimeError) as error:
@@ -210,7 +314,7 @@ def _load_mpi() -> None:
 
 
 def _log_from(rank: int, level: str | None) -> None:
-    """Let the package's log be seen from this level on, where the program has not set up logging of its own."""
+    """Show the package's log from this level on, unless the program has set up logging."""
     if level is None:
         return
     logger.setLevel(level)

@@ -30,13 +30,15 @@ _MOST_VAIN_RECOVERIES = 3  # one after another, without a death: Open MPI has ag
 
 
 class _Denied(RankDied):
-    """The ranks have agreed that not all are well: they recover without another agreement."""
+    """The ranks have agreed that a rank died or failed: they recover without another agreement."""
 
 
 class Attempt:
-    """The outcome of a block: whether a death ended it, and the ranks have recovered (``has_recovered``).
+    """The outcome of a block of ``mpi.elastic()``.
 
-    ``deaths`` are the ranks that died in the block, by their former numbers.
+    Attributes:
+        has_recovered (bool): whether a death ended the block, and the ranks have recovered.
+        deaths (tuple of int): the ranks that died in the block, by their former numbers.
     """
 
     def __init__(self) -> None:
@@ -44,22 +46,22 @@ class Attempt:
         self.deaths: tuple[int, ...] = ()
 
     def confirm(self) -> None:
-        """Raise RankDied on all ranks if one has died, before results of other ranks are used for good. Collective.
+        """Raise RankDied on all ranks if one has died, before results of other ranks are used for good.
 
-        When a rank dies an operation can end on another rank with incomplete results (seen with Open MPI between
-        nodes). Call this between the reduction of gradients and ``optimizer.step()``.
+        Every rank must make this call. When a rank dies, an operation can end on another rank with incomplete results
+        (seen with Open MPI between nodes). Call this between the reduction of gradients and ``optimizer.step()``.
         """
         confirm()
 
 
 def confirm() -> None:
-    """Do as ``Attempt.confirm``; nothing in a job that is not elastic."""
+    """Confirm as ``Attempt.confirm`` does; do nothing in a job that is not elastic."""
     if ulfm.is_elastic() and not _agree(True):
         raise _Denied("a rank died; with mpi.elastic() the others can go on")
 
 
 def _agree(is_well: bool) -> bool:
-    """Whether all ranks of the world live and are well. Collective."""
+    """Return whether all ranks of the world are alive and well. Collective."""
     world = communicators.stack().levels[0]
     return journal.run_alone("mpi.elastic", world, lambda: ulfm.agree(world.direct.mpi, is_well))
 
@@ -76,20 +78,35 @@ _blocks = _Blocks()
 
 @contextlib.contextmanager
 def elastic() -> Iterator[Attempt]:
-    """``with mpi.elastic() as attempt:`` a rank that dies in the block does not end the job.
+    """Let the job continue if a rank dies in a ``with`` block.
 
-    Where a rank dies, the others leave the block at once, or at their next call of another rank, and build the world
-    again without the dead: rank and size change, and what belonged to the former world (communicators from ``split``,
-    parameter servers) is free; symmetric tensors remain, as ordinary ones; ``attempt.has_recovered`` is True, and
-    ``attempt.deaths`` names the dead. The levels are those that ``start`` makes. The program then goes on behind the
-    block, and makes the ranks equal again (``catch_up``). A block costs an agreement of all ranks at its end, and one
-    at each ``attempt.confirm()``: all ranks of the world enter the block, confirm, and leave the block alike. Of nested
-    blocks only the outermost recovers. Other errors pass.
+    Every rank of the world must enter the block, confirm, and leave it. If a rank dies, the others leave the block, at
+    once or at their next call that needs another rank. Then the world is built again without the dead ranks: rank and
+    size change, and communicators from ``mpi.split`` and parameter servers are gone. Symmetric tensors remain as
+    ordinary ones. The program continues after the block, where ``mpi.catch_up`` gives all ranks the same state. Other
+    errors pass through the block. Of nested blocks only the outermost recovers.
 
-    In a job that was not started with ``torchmpirun --elastic`` (or ``mpirun --with-ft ulfm``) a block does nothing: a
-    death ends the job.
+    A block costs an agreement of all ranks at its end, and one for each ``attempt.confirm()``. In a job that was not
+    started with ``torchmpirun --elastic`` (or ``mpirun --with-ft ulfm``) a block does nothing, and a death ends the
+    job.
 
     Source: Bland et al., see ``core/ulfm.py``; Horovod's elastic training has the same form around a function.
+
+    Returns:
+        A context manager that gives an attempt: after the block ``attempt.has_recovered`` is True if a rank died, and
+        ``attempt.deaths`` has the former ranks of the dead. ``attempt.confirm()`` raises RankDied on all ranks if one
+            has
+        died; call it between the reduction of gradients and ``optimizer.step()``.
+
+    Raises:
+        NotStarted: ``mpi.start()`` was not called when the block ended.
+        CommunicatorError: MPI failed several times in succession although no rank has died.
+
+    Examples:
+        >>> with mpi.elastic() as attempt:
+        ...     total = mpi.allreduce(1.0)
+        >>> attempt.has_recovered, attempt.deaths
+        (False, ())
     """
     attempt = Attempt()
     if not ulfm.is_elastic() or _blocks.depth > 0:
@@ -151,12 +168,26 @@ def _build(session: sessions.Session, world: MPI.Comm) -> bool:
 
 
 def catch_up(step: Any, *parts: Any) -> Any:
-    """Give all ranks the state of the rank that has come farthest; return the ``step`` of that rank. Collective.
+    """Give all ranks the state of the rank that is most steps ahead.
 
-    After a death ranks may be one step apart: some had completed the step, others not. ``step``: a number, or a tuple
-    of numbers. ``parts``: objects with ``state_dict`` and ``load_state_dict``, such as module and optimizer. Ranks with
-    the same step are taken to have the same state. All ranks give the same parts in the same order; states travel by
-    pickle. If another rank dies meanwhile, the others begin again. NotStarted before ``mpi.start()``.
+    Every rank must make this call, with the same parts in the same order. After a death some ranks may have completed a
+    step that others have not. Ranks with the same step are assumed to have the same state. States travel by pickle. If
+    another rank dies meanwhile, the others start again.
+
+    Args:
+        step (int or tuple of int): step of this rank; the largest one wins.
+        parts (Any): objects with ``state_dict`` and ``load_state_dict``, such as a module and its optimizer.
+
+    Returns:
+        The largest step.
+
+    Raises:
+        NotStarted: ``mpi.start()`` was not called.
+
+    Examples:
+        >>> network = torch.nn.Linear(2, 1)
+        >>> mpi.catch_up(mpi.rank(), network) == mpi.size() - 1
+        True
     """
     while True:
         with elastic() as attempt:

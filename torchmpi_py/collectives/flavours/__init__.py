@@ -1,1 +1,1 @@
-"""The ways to carry a verb out, one file each, and what only they use."""
+"""The implementations of the collectives, one file each, and what only they use."""

@@ -2,10 +2,10 @@
 
 Reductions and moves over peer views, as in flavour ``shared``, on the caller's stream (``two_shot.py``). allreduce is
 done in place where the result is symmetric: each rank reduces the slice that it owns and stores it into all peers. In
-the other verbs every rank reads what it needs from the ranks that have it. On S bytes a rank an allreduce reads S and
+the other collectives every rank reads what it needs from its owners. On S bytes a rank an allreduce reads S and
 writes S, and copies S in and out of scratch memory if its result is not symmetric.
 
-Every verb is an *exchange*, in which every rank shows the others a tensor of equal size and form: ``rows`` rows, of
+Every collective is an *exchange*, in which every rank shows the others a tensor of equal shape: ``rows`` rows, of
 which all or some *columns* at a time. The tensor is the caller's own where that is symmetric on all ranks (its *home*),
 and then all columns are shown at once. Else it is a piece of the channel's *scratch* memory, as large as the largest
 tensor so far, up to ``Tuning.gpu_scratch_bytes``; a larger tensor takes several pieces. The steps, for a piece:
@@ -145,7 +145,7 @@ def _reads(moves: Sequence[tuple[Tensor, int, int]]) -> Columns[Sequence[Tensor]
 
 
 def _showing(what: str, x: Tensor, work: Columns[Sequence[Tensor]], *, shows: bool = True) -> IpcExchange:
-    """The exchange of a verb whose ranks only read; with ``shows`` False this rank has nothing that others read."""
+    """Return the exchange of a collective whose ranks only read; without ``shows`` this rank's part is not read."""
 
     def fill(shown: Tensor, begin: int, end: int) -> None:
         if shows:
@@ -159,7 +159,7 @@ def _group(channel: Channel, x: Tensor) -> IpcGroup:
 
 
 def _nothing(shown: Tensor, begin: int, end: int) -> None:
-    """``fill`` or ``drain`` of a verb that has nothing to copy."""
+    """``fill`` or ``drain`` of a collective that has nothing to copy."""
 
 
 @dataclasses.dataclass

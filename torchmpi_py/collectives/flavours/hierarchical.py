@@ -48,7 +48,7 @@ PIECES_UNDER_WAY = 3  # between groups, while the next one is reduced inside
 class Members(NamedTuple):
     """The flavours to combine: ``inners`` and ``rooted`` inside groups, ``outer`` between them.
 
-    Verbs with a root are for the rooted ones. Of several the first that can serve the group is taken. The last one
+    Collectives with a root use the rooted ones. The first flavour that can serve the group is used. The last one
     serves any group, and carries messages between two ranks.
     """
 

@@ -1,6 +1,6 @@
 """Flavour ``mpi``: stock MPI through mpi4py; GPU tensors too where the MPI takes addresses of GPU memory.
 
-Each verb is written once, as the *steps* it takes (``mpi_steps.py``): names of blocking MPI calls with their arguments.
+Each collective is written once, as the *steps* it takes (``mpi_steps.py``): names and arguments of blocking MPI calls.
 The blocking form makes the steps one after the other. The asynchronous form of small collectives, which take a single
 step, and of send and recv posts the nonblocking call of the same name; the steps go on when that call is complete.
 
@@ -30,7 +30,7 @@ R = TypeVar("R")
 
 
 def _in_steps(steps: Callable[..., Steps]) -> Callable[..., None]:
-    """The blocking form of a verb: its ``steps``, one after the other, for tensors on the device of the first one."""
+    """Carry out the ``steps`` of a collective one after the other, on the device of its first tensor."""
 
     def carry_out(_: Flavour, channel: Channel, x: Tensor, *others: Any) -> None:
         for name, arguments in steps(channel.mpi, x, *others):

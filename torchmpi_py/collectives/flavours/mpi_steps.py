@@ -1,7 +1,7 @@
-"""The steps of each verb over stock MPI: which blocking MPI calls, with which buffers, in which order.
+"""The steps of each collective over stock MPI: which blocking MPI calls, with which buffers, in which order.
 
 Messages longer than ``Tuning.message_bytes`` travel in pieces. Where an MPI collective would count beyond 32 bits in
-total, the verb is composed of calls that do not: allgather of broadcasts, reduce_scatter of reduces, the others of
+total, the collective is composed of calls that do not: allgather of broadcasts, reduce_scatter of reduces, others of
 messages between pairs, by the plans of ``schedule.py``.
 
 The tag of a message holds its dtype, so that the bits of one dtype never arrive as values of another, at no byte more.
@@ -41,7 +41,7 @@ _DTYPES = [None, *sorted({x for x in vars(torch).values() if isinstance(x, torch
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 TAGS_PER_KIND = 64  # more than there are dtypes
 MESSAGE, EXCHANGE, INTERNAL = (kind * TAGS_PER_KIND for kind in range(3))
-"""The first tags of each kind: a receive that is under way must not catch a piece of another verb."""
+"""The first tags of each kind: a receive that is under way must not catch a piece of another collective."""
 _LOOK_SECONDS = 100e-6  # from one look for a message of another dtype to the next one; a look takes some microseconds
 _SEARCH_SECONDS = 0.05  # from one search for messages of other dtypes, behind messages of other tags, to the next one
 

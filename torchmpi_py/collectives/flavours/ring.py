@@ -1,6 +1,6 @@
 """Flavour ``ring``: collectives of messages between pairs of ranks, for CPU tensors, within a node and across nodes.
 
-The verbs follow the plans of ``schedule.py``, which defines slice, chunk, round and step. Here is the transfer. A rank
+Collectives follow the plans of ``schedule.py``, which defines slice, chunk, round, step. This is the transfer. A rank
 takes a few rounds by turns, so that while it adds what came for one, the messages of the others are under way. Of a
 tensor of S bytes (the larger of input and output) each of P ranks sends
 
@@ -20,7 +20,7 @@ first step around the ring, where each rank sends values of its own, nor with tw
 The total of an element is computed by one rank, in an order that the plan fixes, and passed on unchanged: all ranks get
 the same bits, and so do two runs. Beside the tensors a reduction takes 2 * ROUNDS_UNDER_WAY * CHUNK_BYTES of memory
 for received chunks, kept for the next reduction, and for a short time about as much again where values travel in
-another form than they are stored in; the other verbs take none.
+another form than they are stored in; the other collectives take none.
 
 The ring is that of Baidu's and Horovod's allreduce and of TorchMPI's p2p collectives. No allreduce can send less:
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).

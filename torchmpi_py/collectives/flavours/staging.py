@@ -1,6 +1,6 @@
 """Collectives within a node for tensors that are not symmetric: through the slots of a channel, chunk by chunk.
 
-Each verb is a pipeline (``schedule.pipeline``) of stages, between which all ranks meet:
+Each collective is a pipeline (``schedule.pipeline``) of stages, between which all ranks meet:
 
 1. copy in: each rank copies its chunk into its in slot, but for what it reads itself
 2. reduce, where there is something to reduce: of a chunk each rank reduces the slice that it owns into its out slot, as
