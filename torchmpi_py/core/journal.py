@@ -6,6 +6,7 @@ the call, and any rank can report what a stopped or dead rank did. The alternati
 each collective, as in PyTorch's ``TORCH_DISTRIBUTED_DEBUG=DETAIL``. It also covers ranks of other nodes, but it makes
 each call wait for the slowest rank twice, and a rank that hangs cannot answer. Across nodes ``watch/cross_check.py``
 compares the records instead, outside of calls.
+
 Every call pays for the journal. So ``record`` and ``end`` hold their steps inline, and the texts and the checksum of a
 call are cached by its place in the program. ``python benchmarks/watching.py`` measures the overhead.
 
@@ -253,6 +254,7 @@ def end_launched(entry: Entry) -> None:
             # The word for the end now belongs to another operation's record, but the comparison still has to follow.
             entry = entry[0], entry[1], board.scrap_word, *entry[3:]
         end(entry)
+
 
 def fail(entry: Entry) -> None:
     """Record the failure of an operation that has not ended."""

@@ -43,9 +43,9 @@ _NO_SLOT = BoardSlot(-1, 0)
 
 def offer() -> list[int]:
     """Return this rank's data for a new communicator: its rank in the world, and a slot for each thread role."""
-    if (used := status_board.current) is None:
+    if (board := status_board.current) is None:
         return [0, *_NO_SLOT, *_NO_SLOT]
-    return [used.get(WORLD_RANK), *(used.acquire_slot() or _NO_SLOT), *(used.acquire_slot() or _NO_SLOT)]
+    return [board.get(WORLD_RANK), *(board.acquire_slot() or _NO_SLOT), *(board.acquire_slot() or _NO_SLOT)]
 
 
 class CallSequence:
@@ -59,10 +59,10 @@ class CallSequence:
         self.is_broken, self.broken_from = False, 1 << 64
         self.slot = None if numbers[rank] < 0 else BoardSlot(int(numbers[rank]), int(generations[rank]))
         self.index = -1 if self.slot is None else self.slot.number
-        self._board = used = status_board.current
-        if used is None:
+        self._board = board = status_board.current
+        if board is None:
             return
-        self.blank = used.first_fingerprint(used.index, status_board.BLANK_SLOT)
+        self.blank = board.first_fingerprint(board.index, status_board.BLANK_SLOT)
 
         # 1. The largest generation is new to every rank, so no fingerprint that is left in one of the slots has it.
         generation = int(generations.max())
@@ -70,21 +70,21 @@ class CallSequence:
         if self.slot is None:
             if numbers.argmin() == rank:  # Only the first rank without a slot warns.
                 _warn_of_missing_slots()
-            self._count_from(used.first_fingerprint(used.index, status_board.SCRAP_SLOT), self.blank)
+            self._count_from(board.first_fingerprint(board.index, status_board.SCRAP_SLOT), self.blank)
             return
 
         # 2. Let reports find the communicator of a slot, and the slots of the other ranks of this node.
-        used.publish_slot(self.slot, generation, key, ranks_as_text(offers[:, 0].tolist(), strides=True))
+        board.publish_slot(self.slot, generation, key, ranks_as_text(offers[:, 0].tolist(), strides=True))
         here = np.flatnonzero((places.nodes == places.nodes[rank]) & (numbers >= 0))
         slots = dict(zip(places.locals[here].tolist(), numbers[here].tolist(), strict=True))
-        used.slots_of[self.slot.number] = slots
+        board.slots_of[self.slot.number] = slots
 
         # 3. The neighbour is the next rank of this node that has a slot too. Without a neighbour it is this rank.
         first = neighbours_first = board.first_fingerprint(board.index, self.slot.number)
         for other in [*here[here > rank].tolist(), *here[here < rank].tolist()]:
-            if (index := int(places.locals[other])) in used.indices:
+            if (index := int(places.locals[other])) in board.indices:
                 self.neighbour, self.neighbours_index = other, index
-                neighbours_first = used.first_fingerprint(index, slots[index])
+                neighbours_first = board.first_fingerprint(index, slots[index])
                 break
         self._count_from(first, neighbours_first)
 
@@ -133,39 +133,39 @@ class Side(NamedTuple):
     record: Record | None
 
 
-def sides(used: Board, mine: Record, *, only_different: bool = False) -> Iterator[Side]:
+def sides(board: Board, mine: Record, *, only_different: bool = False) -> Iterator[Side]:
     """Yield the other ranks that have reached this operation's sequence number, or only those that differ."""
-    others = used.slots_of.get(mine.slot, {}) if mine.sequence_number else {}
-    for index in sorted(others, key=lambda index: used.get(WORLD_RANK, index)):
-        if index == used.index or index not in used.indices:
+    others = board.slots_of.get(mine.slot, {}) if mine.sequence_number else {}
+    for index in sorted(others, key=lambda index: board.get(WORLD_RANK, index)):
+        if index == board.index or index not in board.indices:
             continue
-        first = used.first_fingerprint(index, others[index])
-        theirs = used.words[first + mine.sequence_number % FINGERPRINTS_PER_SLOT]
+        first = board.first_fingerprint(index, others[index])
+        theirs = board.words[first + mine.sequence_number % FINGERPRINTS_PER_SLOT]
         # With another generation or sequence number, the rank is behind or a round ahead, or its slot was reused.
         has_come, is_same = theirs >> CHECKSUM_BITS == mine.fingerprint >> CHECKSUM_BITS, theirs == mine.fingerprint
         if has_come and not (is_same and only_different):  # Reading a record is slow, and mostly no rank differs.
-            yield Side(index, is_same, used.counterpart(mine.slot, mine.fingerprint, index))
+            yield Side(index, is_same, board.counterpart(mine.slot, mine.fingerprint, index))
 
 
-def behind(used: Board, mine: Record) -> list[int]:
+def behind(board: Board, mine: Record) -> list[int]:
     """Return the local ranks of this node that have not reached the sequence number of this rank's operation."""
-    slots = used.slots_of.get(mine.slot, {}) if mine.sequence_number else {}
+    slots = board.slots_of.get(mine.slot, {}) if mine.sequence_number else {}
     # This needs no answer from the other ranks: the words of a stopped or dead rank stay readable.
-    place, seen = mine.fingerprint >> CHECKSUM_BITS, used.indices
-    return [index for index, slot in slots.items() if index in seen and last_place(used, index, slot) < place]
+    place, seen = mine.fingerprint >> CHECKSUM_BITS, board.indices
+    return [index for index, slot in slots.items() if index in seen and last_place(board, index, slot) < place]
 
 
-def last_place(used: Board, index: int, slot: int) -> int:
+def last_place(board: Board, index: int, slot: int) -> int:
     """Return the generation and sequence number, as one number, of the last operation in a rank's slot."""
     # Fingerprints grow with the sequence number, so the largest is the last; an empty slot holds 0.
-    first = used.first_fingerprint(index, slot)
-    return max(used.words[first : first + FINGERPRINTS_PER_SLOT]) >> CHECKSUM_BITS
+    first = board.first_fingerprint(index, slot)
+    return max(board.words[first : first + FINGERPRINTS_PER_SLOT]) >> CHECKSUM_BITS
 
 
-def last_places(used: Board, slots: Iterable[int]) -> dict[tuple[int, str], int]:
+def last_places(board: Board, slots: Iterable[int]) -> dict[tuple[int, str], int]:
     """Return the ``last_place`` of this rank's slots, by the generation and the ranks of each slot's communicator."""
-    groups = {slot: used.group(used.index, slot) for slot in slots}
-    return {(group.generation, group.ranks): last_place(used, used.index, slot) for slot, group in groups.items()}
+    groups = {slot: board.group(board.index, slot) for slot in slots}
+    return {(group.generation, group.ranks): last_place(board, board.index, slot) for slot, group in groups.items()}
 
 
 def is_numbered(mine: Record) -> bool:
@@ -173,7 +173,7 @@ def is_numbered(mine: Record) -> bool:
     return bool(mine.sequence_number) and mine.slot >= 0
 
 
-def is_freed(used: Board, mine: Record) -> bool:
+def is_freed(board: Board, mine: Record) -> bool:
     """Return whether the communicator of this rank's operation was freed.
 
     If so the operation is over, even without a recorded end: an exception from a signal handler may have skipped it.
@@ -182,31 +182,31 @@ def is_freed(used: Board, mine: Record) -> bool:
         return False
     # Another communicator may have the slot by now; then the slot is empty until that communicator's first operation.
     mines = mine.fingerprint >> CHECKSUM_BITS + status_board.SEQUENCE_NUMBER_BITS
-    ahead = (used.generation_of(used.index, mine.slot) - mines) % status_board.NUM_GENERATIONS
-    return mine.slot not in used.slots_of or 0 < ahead < status_board.NUM_GENERATIONS // 2
+    ahead = (board.generation_of(board.index, mine.slot) - mines) % status_board.NUM_GENERATIONS
+    return mine.slot not in board.slots_of or 0 < ahead < status_board.NUM_GENERATIONS // 2
 
 
-def is_passed(used: Board, mine: Record) -> bool:
+def is_passed(board: Board, mine: Record) -> bool:
     """Return whether a later operation of the sequence was recorded, or the communicator was freed.
 
     The operation may still hang if one call records several operations at once, or if several threads call.
     """
-    is_later = is_numbered(mine) and last_place(used, used.index, mine.slot) > mine.fingerprint >> CHECKSUM_BITS
-    return is_later or is_freed(used, mine)
+    is_later = is_numbered(mine) and last_place(board, board.index, mine.slot) > mine.fingerprint >> CHECKSUM_BITS
+    return is_later or is_freed(board, mine)
 
 
-def difference(used: Board, mine: Record) -> str:
+def difference(board: Board, mine: Record) -> str:
     """Describe how other ranks differ from this rank's operation; empty if no rank differs or none has called yet."""
-    different = list(sides(used, mine, only_different=True))
+    different = list(sides(board, mine, only_different=True))
     if not different:
         return ""
-    texts = describe_sides(used, mine, different)
+    texts = describe_sides(board, mine, different)
     return f"operation {mine.sequence_number} of this communicator is not the same on all ranks: {texts}"
 
 
-def describe_sides(used: Board, mine: Record, others: list[Side]) -> str:
+def describe_sides(board: Board, mine: Record, others: list[Side]) -> str:
     """Describe this rank's call and the calls of other ranks."""
-    theirs = [f"rank {used.get(WORLD_RANK, side.local)} {_describe(side.record)}" for side in others[:_MOST_NAMED]]
+    theirs = [f"rank {board.get(WORLD_RANK, side.local)} {_describe(side.record)}" for side in others[:_MOST_NAMED]]
     return "; ".join([f"this rank {_describe(mine)}", *theirs])
 
 

@@ -120,8 +120,8 @@ def _explain(error: Exception) -> str:
     if getattr(error, "errno", None) != errno.EMFILE:
         return str(getattr(error, "strerror", None) or error)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    remedy = "Raise it, or make fewer communicators and symmetric tensors (one tensor can be cut up)"
     remedy = "Raise the limit, or create fewer communicators and symmetric tensors (split one tensor instead)"
+    return f"too many open files; the limit is {limit} (ulimit -n). {remedy}"
 
 
 def _refuse(why: str) -> int:
