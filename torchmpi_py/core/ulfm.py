@@ -158,6 +158,6 @@ def died(what: str, comm: MPI.Comm, cause: Exception) -> RankDied:
     ranks = _free_after_translation(comm.Get_failed(), everyone)
     everyone.Free()
     who = f"rank {', '.join(map(str, ranks))}" if ranks else "a rank"
-    error = RankDied(f"{what}: {who} died; call the function through mpi.elastic() to go on with the other ranks")
+    error = RankDied(f"{what}: {who} died; wrap the calls in `with mpi.elastic():` to go on with the other ranks")
     error.__cause__ = cause
     return error
