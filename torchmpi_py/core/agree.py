@@ -1,7 +1,7 @@
 """Steps that succeed on all ranks or fail on all ranks, so that no rank waits for a rank that has given up.
 
-The ranks exchange the outcome of the step by ``allgather``: the method of an MPI communicator, or a function that takes
-one value and returns the values of all ranks in rank order.
+The ranks exchange the outcome of the step by ``allgather``. It is the method of an MPI communicator, or a function that
+takes one value and returns the values of all ranks in rank order.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ compares the records instead, outside of calls.
 Every call pays for the journal. So ``record`` and ``end`` hold their steps inline, and the texts and the checksum of a
 call are cached by its place in the program. ``python benchmarks/watching.py`` measures the overhead.
 
-An operation is *under way* while a call carries it out (it has begun, it has not ended, and its communicator is not
-freed), or while a thread waits for it (``backoff.active``; a future counts as a wait from its request on).
-``watch/watchdog.py`` looks at the oldest operation under way.
+An operation is *under way* while a call carries it out: it has begun, it has not ended, and its communicator is not
+freed. It is also under way while a thread waits for it (``backoff.active``). A future counts as a wait from its request
+on. ``watch/watchdog.py`` looks at the oldest operation under way.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NEXT = 1 << CHECKSUM_BITS  # Fingerprints whose XOR is less than this have equa
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _BENCH = os.path.join(_PACKAGE, "bench", "")  # The bench calls collectives as a user's program does.
 MOST_CALLS_KEPT = 4096
-_SIZE_INDEX = 2  # the index of the number of bytes in ``Recorded.fingerprint``, if all ranks need the same size
+_SIZE_INDEX = 2  # Index of the number of bytes in ``Recorded.fingerprint``, if all ranks need the same size.
 _AGREED = (TorchMPIError, ValueError, TypeError)  # Other errors come from MPI, from one rank, or from a signal handler.
 _NO_CALL = (None, ..., None, 0, 0)  # unequal to every call
 
@@ -324,9 +324,8 @@ def _open(board: Board) -> set[int]:
 def _save_open(board: Board) -> None:
     """Copy the records of open operations before other records overwrite them, except those that are passed.
 
-    Operations without a sequence number, such as messages, are not copied: if an exception had left such an operation
-    without an end, no later call would show that it is over. So a hang in one is no longer visible once its record is
-    overwritten.
+    Operations without a sequence number, such as messages, are not copied. If an exception had left one without an
+    end, no later call would show that it is over. So a hang in a message is invisible once its record is overwritten.
     """
     records = [*filter(None, map(board.record, _open(board))), *evicted_open.values()]
     evicted_open.clear()

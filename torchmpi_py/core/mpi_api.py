@@ -4,8 +4,8 @@
 ``MPI`` is read, which happens in ``start``.
 
 The process that starts the first session is the *owner* of MPI. A forked child (of a data loader, for example) inherits
-its parent's state, but neither the rank nor MPI: the child must not call MPI, wait for the parent's operations, or end
-the job.
+its parent's state, but neither the rank nor MPI. So the child must not call MPI, wait for the parent's operations, or
+end the job.
 """
 
 import os

@@ -119,8 +119,7 @@ def refused(name: str, comm: object) -> CommunicatorError:
 def _warn_of_missing_slots() -> None:
     """Warn once per process."""
     logger.warning(
-        "more than %d communicators are in use: calls on further ones are not compared between ranks; call free() on "
-        "communicators that are no longer needed",
+        "more than %d communicators: calls on further ones are not compared between ranks; free() unused communicators",
         status_board.NUM_SLOTS // 2,
     )
 

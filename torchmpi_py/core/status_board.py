@@ -1,19 +1,19 @@
 """The status board: what each rank of a node does and has done, in memory that all of them can read at any time.
 
-Each rank writes only its own part. Other ranks can read the part even if its writer is stopped or dead. A part holds,
-in this order:
+The idea: each rank writes only its own part, and other ranks can read the part even if its writer is stopped or dead.
+The alternative, messages between threads of the ranks, needs an answer from the rank that hangs. A part holds:
 
-header        numbers of the rank: process, rank in the world, and others
-fingerprints  a *slot* for each communicator and thread, with the fingerprints of its last operations
-generations   for each slot, the number of the communicator that has it now, counted over all its communicators
-records       the last operations of the rank, with times: the flight recorder; their texts are among the strings
-groups        for each slot, the key and the ranks of its communicator
-strings       the texts of the calls, and their places in the program
-text          stacks of the rank's threads, written when another rank requests them
+- header: numbers of the rank, such as its process and its rank in the world
+- fingerprints: a *slot* for each communicator and thread, with the fingerprints of its last operations
+- generations: for each slot, the number of the communicator that has it now, counted over all its communicators
+- records: the last operations of the rank with their times, which are the flight recorder
+- groups: for each slot, the key and the ranks of its communicator
+- strings: the texts of the calls, and their places in the program
+- text: stacks of the rank's threads, written when another rank requests them
 
-A fingerprint is one 64-bit word, so that it is written at once: the slot's generation, the operation's sequence number
-in the communicator, and a checksum of the values that must be equal on all ranks. So ranks compare calls without a
-message.
+A fingerprint is one 64-bit word, so that it is written at once. It contains the slot's generation, the operation's
+sequence number in the communicator, and a checksum of the values that must be equal on all ranks. So ranks compare
+calls without a message.
 """
 
 from __future__ import annotations
@@ -84,17 +84,17 @@ CLAIMED_LATE, CLAIMED_DEATH, CLAIMED_DIFFERENCE, CLAIMED_ASKED, LATE_NUMBER = ra
 WAITS_IN, WAITS_ALONE = 14, 15  # from the watchdog's last look (``watch/wait_cycles.py``)
 """CLAIMED_*: when this rank last claimed a report, by reason (``watch/watchdog.py``). LATE_NUMBER: the late record."""
 STOPPING, STOPPED, ENDING, DRAINING = 1, 2, 3, 4
-"""Values of HAS_LEFT: the rank waits for the others in ``mpi.stop()``; it has completed ``mpi.stop()``; it is about to
-end the job; it is in ``mpi.stop()`` but may still run operations that were launched before."""
+"""Values of HAS_LEFT. STOPPING: the rank waits for the others in ``mpi.stop()``. STOPPED: it no longer needs them.
+ENDING: it is about to end the job. DRAINING: it is in ``mpi.stop()``, but may still run operations launched before."""
 
 
 class Record(NamedTuple):
-    """An operation of a rank. Times are ns since the epoch, 0 before the event; ``ended`` < 0 means a failure."""
+    """An operation of a rank. Times are ns since the epoch, 0 before the event. ``ended`` < 0 means a failure."""
 
     number: int
     fingerprint: int
-    slot: int  # slot of the communicator and thread; -1 if no slot was free
-    sequence_number: int  # position among the slot's operations; 0 without counterparts to compare
+    slot: int  # slot of the communicator and thread, or -1 if no slot was free
+    sequence_number: int  # position among the slot's operations, or 0 without counterparts to compare
     launched: int
     begun: int
     ended: int

@@ -1,8 +1,8 @@
 """Reads of the memory of another process of this node: one copy, by the kernel.
 
-The kernel lets a process read another process's memory if it may debug that process: both belong to one user and one
-container, and no profile or security module forbids it. MPI libraries move large messages in this way. A trial read
-shows whether it works.
+The kernel lets a process read another process's memory if it may debug that process. Both must belong to one user and
+one container, and no profile or security module may forbid it. MPI libraries move large messages in this way. A trial
+read shows whether it works.
 """
 
 from __future__ import annotations
