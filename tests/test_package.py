@@ -72,6 +72,6 @@ def test_without_an_mpi(tmp_path, variables, remedy):
 def test_a_program_that_runs_alone_says_how_to_start_more_ranks():
     done = jobs.python("import torchmpi_py as mpi; mpi.start()", env={"TORCHMPI_LOG": "info"})
     assert "[rank 0] torchmpi_py INFO: world of 1" in done.stderr
-    assert "for several ranks start the program by torchmpirun -n 4 program.py" in done.stderr
+    assert "to use several ranks, run torchmpirun -n 4 program.py" in done.stderr
     done = jobs.python("import torchmpi_py as mpi; mpi.start()", env={"TORCHMPI_LOG": "loud"})
     assert "ValueError: TORCHMPI_LOG='loud': give one of debug, info, warning, error" in done.stderr

@@ -1,4 +1,4 @@
-"""What a job here would use: ``python -m torchmpi_py``; ``python -m torchmpi_py.doctor`` examines all of it."""
+"""The software of a job on this machine: ``python -m torchmpi_py``. ``python -m torchmpi_py.doctor`` examines it."""
 
 import torchmpi_py
 from torchmpi_py.doctor import software

@@ -138,7 +138,7 @@ def test_memory_that_one_rank_cannot_have_or_map(mpi, monkeypatch, step):
     declined = []
     monkeypatch.setattr(cuda_ipc, "_decline", declined.extend)
     channel = mpi.communicator().direct
-    with pytest.raises(Unavailable, match=r"no symmetric GPU memory of 100 bytes a rank: no (room|way)$"):
+    with pytest.raises(Unavailable, match=r"no symmetric GPU memory of 100 bytes per rank: no (room|way)$"):
         cuda_ipc.allocate(channel.mpi, channel.places, 100, torch.device("cpu"), print)
     assert len(declined) == mpi.size() - 1  # what nobody maps is not kept for them
 

@@ -64,7 +64,7 @@ def test_shapes_and_dtypes(mpi, dtype):
 @in_a_job
 def test_bad_sizes_and_devices(mpi):
     for size in ((-1,), (2.0,), (True,), ("3",), ([2], 3), (None,), (3, -2)):
-        with pytest.raises(ValueError, match="give whole numbers >= 0, as in symmetric_empty"):
+        with pytest.raises(ValueError, match="pass whole numbers >= 0, as in symmetric_empty"):
             mpi.symmetric_empty(*size)
     with pytest.raises(ValueError, match=r"device='cuda:0': this session computes on the CPU"):
         mpi.symmetric_empty(2, device="cuda:0")
@@ -85,9 +85,9 @@ def test_ranks_that_ask_for_different_tensors(mpi):
 
 @in_a_job
 def test_memory_that_cannot_be_had(mpi):
-    """2^59 bytes a rank: more than any address space."""
+    """2^59 bytes per rank: more than any address space."""
     before = segments_mapped()
-    with pytest.raises(Unavailable, match=r"no symmetric memory of 576460752303423488 bytes a rank: .*--shm-size"):
+    with pytest.raises(Unavailable, match=r"no symmetric memory of 576460752303423488 bytes per rank: .*--shm-size"):
         mpi.symmetric_empty(1 << 59, dtype=torch.int8)
     assert segments_mapped() == before
     assert mpi.symmetric_empty(2).numel() == 2

@@ -1,7 +1,7 @@
-"""Steps that succeed on all ranks or fail on all: no rank waits for one that has given up.
+"""Steps that succeed on all ranks or fail on all ranks, so that no rank waits for a rank that has given up.
 
-``allgather`` is the collective by which the ranks exchange how the step ended there: that of an MPI communicator, or a
-function of one value that returns the values of all ranks in rank order.
+The ranks exchange the outcome of the step by ``allgather``. It is the method of an MPI communicator, or a function that
+takes one value and returns the values of all ranks in rank order.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ def run_on_all_ranks(
     describe: Callable[[Exception], Text],
     failed: Callable[[Mapping[int, Text]], Exception],
 ) -> T:
-    """What ``step`` returns on this rank, once the step has succeeded on every rank. Collective.
+    """Run ``step`` on every rank, and return this rank's result once the step has succeeded on all ranks. Collective.
 
-    If the step raises one of ``caught`` on any rank, every rank raises ``failed(descriptions)``: what ``describe``
-    makes of each exception, by rank, the lowest first. Other exceptions stay with the rank where they are raised.
+    If the step raises one of ``caught`` on any rank, every rank raises ``failed(descriptions)``. The descriptions are
+    the results of ``describe`` for each exception, by rank, the lowest rank first. Any other exception leaves this
+    function only on the rank that raised it.
     """
-    results: list[T] = []  # not sent: the result may be memory or a connection
+    results: list[T] = []  # The result stays on its rank because it may be memory or a connection.
     gather_results(allgather, lambda: results.append(step()), caught, describe, failed)
     return results[0]
 
@@ -40,7 +41,7 @@ def gather_results(
     describe: Callable[[Exception], Text],
     failed: Callable[[Mapping[int, Text]], Exception],
 ) -> list[T]:
-    """Like ``run_on_all_ranks``, but returns the results of all ranks in rank order; each travels by pickle."""
+    """Run ``step`` as ``run_on_all_ranks`` does; return the results of all ranks in rank order, sent by pickle."""
     result, descriptions, cause = None, [], None
     try:
         result = step()
@@ -52,47 +53,48 @@ def gather_results(
         if failures:
             raise failed(failures) from cause
     finally:
-        del cause  # its traceback refers to this frame: a cycle, which would hold the memory that the step has used
+        # The traceback refers to this frame; that cycle would keep alive the memory that the step used.
+        del cause
     return [result for result, _ in outcomes]
 
 
 def first_line(error: Exception) -> str:
-    """The message of an error without the stack that torch appends."""
+    """Return the message of an error without the stack that torch appends."""
     return str(error).partition("\n")[0]
 
 
 def first_text(failures: Mapping[int, str]) -> str:
-    """The description from the lowest rank that failed."""
+    """Return the description from the lowest rank that failed."""
     return next(iter(failures.values()))
 
 
 def alone(mine: T) -> list[T]:
-    """The allgather of a rank that is alone."""
+    """Gather the values of a single rank: the allgather of a group of one."""
     return [mine]
 
 
 def first_difference(these: Sequence[T], those: Sequence[T], past_the_end: T) -> tuple[int, T, T]:
-    """The first index at which two lists differ, and what each has there; the lists are not equal."""
+    """Return the first index at which two unequal lists differ, and the element of each list at that index."""
     pairs = itertools.zip_longest(these, those, fillvalue=past_the_end)
     return next((index, this, that) for index, (this, that) in enumerate(pairs) if this != that)
 
 
 def first_as(kind: type[Exception], before: str = "") -> Callable[[Mapping[int, str]], Exception]:
-    """A ``failed`` that makes a ``kind`` of ``before`` and the description from the lowest rank that failed."""
+    """Return a ``failed`` that creates a ``kind`` from ``before`` and the description from the lowest failed rank."""
     return lambda failures: kind(before + first_text(failures))
 
 
 def kind_and_text(error: Exception) -> tuple[bool, str]:
-    """A ``describe`` for ``same_error``: whether it is a TypeError, else a ValueError, and its text."""
+    """Return, as the ``describe`` for ``same_error``, whether the error is a TypeError, and its text."""
     return isinstance(error, TypeError), str(error)
 
 
 def same_error(failures: Mapping[int, tuple[bool, str]]) -> Exception:
-    """A ``failed`` that makes a TypeError or ValueError as on the lowest rank that failed."""
+    """Return, as a ``failed``, the TypeError or ValueError of the lowest rank that failed."""
     rank, (is_type_error, text) = next(iter(failures.items()))
     return (TypeError if is_type_error else ValueError)(f"{text} (rank {rank})")
 
 
 def first_different(values: Sequence[object]) -> int | None:
-    """The lowest rank whose value differs from rank 0's; None if all values are equal."""
+    """Return the lowest rank whose value differs from rank 0's value; None if all values are equal."""
     return next((rank for rank, value in enumerate(values) if value != values[0]), None)

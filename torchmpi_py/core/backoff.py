@@ -1,8 +1,8 @@
-"""Waiting for other processes: pauses instead of a busy processor, and the order of memory accesses at a barrier.
+"""Waits for other processes: pauses instead of busy loops, and the order of memory accesses at a barrier.
 
-Memory that ranks share is written before a barrier, of MPI or of flags, and read after the barrier. A barrier orders
-processes, not their memory accesses. On x86 stores become visible in order and loads are carried out in order, so the
-barrier suffices. On other machines (ARM, POWER, RISC-V) a *fence* stands before the barrier and one after it. See
+Ranks write shared memory before a barrier (of MPI or of flags) and read it after the barrier. A barrier orders
+processes, but not their memory accesses. On x86 the barrier suffices, because stores become visible in order and loads
+run in order. On other machines (ARM, POWER, RISC-V) a *fence* precedes the barrier and another one follows it. See
 docs/decisions/016-memory-ordering.md.
 """
 
@@ -27,24 +27,24 @@ KEEPS_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
 """Whether this machine has total store order."""
 
 active: dict[object, int] = {}
-"""What threads of this process wait for now: for each wait, the number of the record of its operation (``journal.py``).
+"""The current waits of this process's threads: for each wait, the record number of its operation (``journal.py``).
 
-A future's wait happens in C++, out of sight: there the handle stands for the wait (``Handle.expect``)."""
+The wait on a future happens in C++, where Python cannot observe it. So the handle stands for it (``Handle.expect``)."""
 
 limited: dict[object, tuple[int, float]] = {}
-"""Waits that the program has given a time limit: the number of the record, and the seconds. Such an operation is not
-late before that, whatever the deadline."""
+"""Waits with a time limit from the program: the record number and the limit in seconds. Hang detection does not call
+such an operation late before its limit, whatever the timeout of the job is."""
 
 unhurried: dict[object, tuple[int, int]] = {}
-"""Waits for ranks that may come late while they work (``journal.run_while_others_work``): the number of the record, and
-the number of ranks."""
+"""Waits for ranks that may be late because they work (``journal.run_while_others_work``): the record number and the
+number of ranks."""
 
 
 class Nap:
-    """Pauses between one look and the next: a ``share`` of the time since ``begin``, at most ``longest_seconds``.
+    """Pauses between two looks at a condition: a ``share`` of the time since ``begin``, at most ``longest_seconds``.
 
-    So an early event is seen early, and a late one costs next to nothing. A sleep takes some 60 us at least, or 10 in a
-    thread that has called ``end_sleeps_in_time``.
+    So an early event is noticed early, and a long wait costs almost no processor time. A sleep lasts at least about
+    60 us, or 10 us in a thread that has called ``end_sleeps_in_time``.
     """
 
     def __init__(self, longest_seconds: float, share: float = 0.1) -> None:
@@ -52,32 +52,32 @@ class Nap:
         self.begin()
 
     def begin(self) -> None:
-        """Something happened: the next pauses are short again."""
+        """Start over after an event: the next pauses are short again."""
         self._since = time.monotonic()
 
     @property
     def seconds(self) -> float:
-        """The time since ``begin``."""
+        """Seconds since ``begin``."""
         return time.monotonic() - self._since
 
     def take(self, at_most_seconds: float | None = None) -> None:
-        """Pause; the first pauses are as short as can be."""
+        """Pause. The first pauses only yield the processor."""
         pause = min(at_most_seconds or self._longest_seconds, self.seconds * self._share)
         time.sleep(pause if pause > _WORTH_A_SLEEP_SECONDS else 0)
 
 
 def end_sleeps_in_time() -> None:
-    """Let the sleeps of this thread end when they are due; on Linux, where they otherwise last up to 50 us longer.
+    """Let the sleeps of this thread end when they are due. Without this call Linux adds up to 50 us.
 
-    For a thread on which others wait. To look without a pause, or to yield, is no substitute: on a busy machine such a
-    thread comes last, while one that sleeps is preferred when it wakes up.
+    Use it in a thread on which other threads wait. A busy loop or a yield is no substitute: on a busy machine the
+    scheduler runs such a thread last, but prefers a thread that wakes from a sleep.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
 
 
 def complete(request: MPI.Request, nap: Nap, timeout_seconds: float = math.inf) -> bool:
-    """Wait for a request of MPI, in naps, at most ``timeout_seconds``; whether the request is complete."""
+    """Wait in naps for an MPI request; return whether it is complete within ``timeout_seconds``."""
     while not request.Test():
         if nap.seconds > timeout_seconds:
             return False
@@ -86,12 +86,12 @@ def complete(request: MPI.Request, nap: Nap, timeout_seconds: float = math.inf) 
 
 
 def barrier(comm: MPI.Comm) -> None:
-    """An MPI barrier in which no rank spins; it orders accesses to memory that the ranks share."""
+    """Run an MPI barrier in which no rank spins; it also orders accesses to memory that the ranks share."""
     fenced(lambda: complete(comm.Ibarrier(), Nap(0.002)))()
 
 
 def fenced(wait: Callable[[], T]) -> Callable[[], T]:
-    """``wait``, a barrier of processes, which orders their memory accesses as well."""
+    """Return ``wait``, a barrier of processes, in a form that also orders their memory accesses."""
     if KEEPS_ORDER:
         return wait
 
@@ -105,10 +105,11 @@ def fenced(wait: Callable[[], T]) -> Callable[[], T]:
 
 
 def fence() -> None:
-    """All memory accesses of this thread before the call come before all that follow it.
+    """Complete all memory accesses of this thread before the call, before any access after the call.
 
-    Python has no fence. The first pair unlocks, a store-release; the second one locks, a load-acquire. Neither passes
-    the other, nothing before passes the former, and nothing after passes the latter.
+    Python has no fence, so two pairs of lock operations replace it. The unlock of the first pair is a store-release,
+    and the lock of the second pair is a load-acquire. The two cannot change places; no earlier access moves behind
+    the unlock, and no later access moves before the lock.
     """
     lock = threading.Lock()
     for _ in range(2):

@@ -1,8 +1,8 @@
 """Channels: a communicator as one thread of a process uses it.
 
-Every communicator has two: ``direct`` for calls made by the user's thread, ``background`` for the communication thread.
-Each has an MPI communicator of its own, so that the two threads can never match each other's messages, and its own
-share of what flavours keep between calls (staging memory, process groups, inner and outer groups).
+Every communicator has two channels: ``direct`` for calls of the user's thread, ``background`` for the communication
+thread. Each channel has its own MPI communicator, so the two threads never match each other's messages. Each channel
+also has its own copies of what flavours keep between calls (staging memory, process groups, inner and outer groups).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torchmpi_py.core.mpi_api import MPI
 
 DIRECT, BACKGROUND = 0, 1
 NOBODY, MISUSED = 0, -1
-"""``Channel.user`` without a thread in a collective; and after two threads were in one at the same time."""
+"""Values of ``Channel.user``: no thread is in a collective; two threads were in a collective at the same time."""
 
 
 class Place(NamedTuple):
-    """The place of a rank: its node (the lowest rank of the world there) and its local rank on that node."""
+    """The place of a rank: its node (named by the lowest world rank there) and its local rank on that node."""
 
     node: int
     local: int
 
 
 class Places(Sequence[Place]):
-    """The places of the ranks of a channel: a table of two numbers per rank, which channels of the same ranks share."""
+    """The places of a channel's ranks: a table of two numbers per rank. Channels with equal tables share its memory."""
 
     def __init__(self, places: Any) -> None:
         self.table = _shared(np.array(places, np.int32).tobytes()).reshape(-1, len(Place._fields))
@@ -40,8 +40,8 @@ class Places(Sequence[Place]):
         return len(self.nodes)
 
     def __getitem__(self, rank: Any) -> Any:
-        found = self.table[rank]
-        return Places(found) if found.ndim > 1 else Place(*found.tolist())
+        rows = self.table[rank]
+        return Places(rows) if rows.ndim > 1 else Place(*rows.tolist())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Places) and np.array_equal(self.table, other.table)
@@ -59,10 +59,10 @@ class Resource(Protocol):
 
 @runtime_checkable
 class Losable(Protocol):
-    """A resource that has steps of its own for the case that a rank died."""
+    """A resource with its own cleanup for the case that a rank died."""
 
     def abandon(self) -> None:
-        """Release what this rank holds; not collective."""
+        """Release this rank's part of the resource; not collective."""
 
 
 Kept = TypeVar("Kept", bound=Resource)
@@ -83,36 +83,37 @@ class Channel:
         ulfm.register(self)
 
     def keep(self, key: Hashable, make: Callable[[Channel], Kept]) -> Kept:
-        """The resource under ``key``, made on first use. ``make`` may be collective over the channel."""
+        """Return the resource under ``key``; the first use makes it. ``make`` may be collective over the channel."""
         if key not in self._kept:
-            with torch.inference_mode(False):  # tensors made there could not be used outside of it
+            # Outside inference mode, because tensors from within it cannot be used outside.
+            with torch.inference_mode(False):
                 self._kept[key] = make(self)
         return self._kept[key]  # type: ignore[return-value]
 
     def give_back(self, key: Hashable) -> None:
-        """Free the resource under ``key``, before the channel is freed. Collective; after an error it is there."""
+        """Free the resource under ``key`` before the channel is freed. Collective. The resource survives an error."""
         self._kept[key].free()
         del self._kept[key]
 
     def split(self, colours: Sequence[int]) -> Channel:
-        """The channel of the ranks with this rank's colour, in rank order. Collective, with equal ``colours``."""
+        """Return the channel of the ranks with this rank's colour, in rank order. Collective; ``colours`` are equal."""
         mine = colours[self.rank]
         places = Places(self.places.table[np.equal(colours, mine)])
         return Channel(self.mpi.Split(mine, self.rank), places, self.thread_role)
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a thread is in a collective."""
+        """Whether one thread is in a collective on this channel."""
         return self.user not in (NOBODY, MISUSED)
 
     def comms(self) -> list[MPI.Comm]:
-        """The communicators that MPI has to revoke when a rank dies."""
+        """Return the communicators that MPI has to revoke when a rank dies."""
         return [self.mpi]
 
     def free(self, *, is_lost: bool = False) -> None:
-        """Free the resources, the youngest first, and the MPI communicator. Collective.
+        """Free the resources, the newest first, and then the MPI communicator. Collective.
 
-        If the channel ``is_lost``, because one of its ranks has died, this rank abandons them without the others.
+        If the channel ``is_lost`` because one of its ranks died, this rank abandons the resources without the others.
         """
         while self._kept:
             resource = self._kept.popitem()[1]

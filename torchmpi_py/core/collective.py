@@ -1,8 +1,8 @@
-"""The collectives and messages of the package, a row each.
+"""The collectives and messages of the package, one row each.
 
-A new collective takes a row here, a method in ``collectives/flavour.py`` and in the flavours that can do it, and a
-function in ``collectives/verbs.py``; a function without a row is an error at import. The comparison between ranks, the
-keys of the selector, the wait cycles and the flight recorder read the rows.
+A new collective needs a row here, a method in ``collectives/flavour.py`` and in the flavours that support it, and a
+function in ``collectives/verbs.py``. A function without a row is an error at import. The comparison between ranks, the
+keys of the selector, the wait cycles and the flight recorder use these rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Writes(enum.Enum):
-    """Whether a collective writes its result into ``x``, on some rank."""
+    """Where a collective writes its result: into ``x`` (always, or only without ``out``), or into other memory."""
 
     X = enum.auto()
     X_WITHOUT_OUT = enum.auto()
@@ -20,7 +20,7 @@ class Writes(enum.Enum):
 
 
 class Collective(NamedTuple):
-    """What the package has to know of a collective, or of a message between ranks, besides its arguments."""
+    """The properties of a collective, or of a message between ranks, that do not depend on its arguments."""
 
     name: str
     writes: Writes
@@ -29,13 +29,13 @@ class Collective(NamedTuple):
     needs_all: bool = False
     """Whether no rank can complete the call before every rank has made it."""
     keeps_plans: bool = False
-    """Whether calls with flat tensors find their plan without any check: on every rank the flavour reads ``x`` and
-    writes ``out``, or ``x``, and what it writes is the tensor that ``Call.of_tensors`` gets first. The flavour gets one
-    tensor where the collective writes X, else two."""
+    """Whether calls with flat tensors find their plan without any check. This requires that on every rank the flavour
+    reads ``x`` and writes ``out`` or ``x``, and that it writes the tensor that ``Call.of_tensors`` gets first. The
+    flavour gets one tensor if the collective writes X, otherwise two."""
     is_tuned: bool = False
     """Whether ``autotune`` measures it by default."""
     torch_name: str | None = None
-    """Its name in PyTorch's flight recorder; None where PyTorch has no such collective."""
+    """The name in PyTorch's flight recorder; None if PyTorch has no such collective."""
 
 
 _X, _X_WITHOUT_OUT, _OTHER_MEMORY = Writes

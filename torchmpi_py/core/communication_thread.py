@@ -1,4 +1,4 @@
-"""The communication thread: it carries out asynchronous operations, and holds posted ones until they are complete."""
+"""The communication thread: it runs asynchronous operations, and holds posted operations until they are complete."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STUCK_SECONDS = 1.0
 
 
 class Companion(Protocol):
-    """An object with operations of its own under way, which end with those of a thread."""
+    """An object with operations of its own, which are drained and closed together with a thread."""
 
     def drain(self) -> None: ...
 
@@ -27,9 +27,10 @@ class Companion(Protocol):
 
 
 class CommunicationThread:
-    """A queue of operations, carried out one after the other in the order of launch, which is equal on all ranks.
+    """A queue of operations, which one thread runs in the order of launch; that order is equal on all ranks.
 
-    With ``inline`` (an MPI without MPI_THREAD_MULTIPLE) the launching thread does it, before the launch returns.
+    With ``inline`` (an MPI without MPI_THREAD_MULTIPLE) the launching thread runs each operation before the launch
+    returns.
     """
 
     def __init__(self, *, inline: bool, name: str = "communication") -> None:
@@ -37,12 +38,13 @@ class CommunicationThread:
         self._name = f"torchmpi_py-{name}"
         self._queue: queue.SimpleQueue[ThreadHandle[Any] | None] = queue.SimpleQueue()
         self._posted: dict[int, RequestHandle[Any]] = {}
-        self._to_look_at: Iterator[int] = iter(())  # of those posted: keys
+        self._to_look_at: Iterator[int] = iter(())  # keys of ``_posted``
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._companions: list[Companion] = []
-        self._last_entry: Entry | None = None  # of the operation that was queued last
-        self.is_stuck = False  # in an operation that no thread waits for any more: drain and close do not wait either
+        self._last_entry: Entry | None = None  # the entry of the newest operation in the queue
+        # Whether the thread hangs in an operation that no thread waits for any more. Then drain and close do not wait.
+        self.is_stuck = False
         self.streams: dict[Any, Any] = {}  # the stream of its operations, by device
 
     def submit(self, work: Work[R]) -> Handle[R]:
@@ -50,7 +52,7 @@ class CommunicationThread:
         return self.enqueue(ThreadHandle(work), work.entry)
 
     def enqueue(self, handle: ThreadHandle[R], entry: Entry | None) -> Handle[R]:
-        """Queue the operation of ``handle``, which has this ``entry``."""
+        """Queue the operation of ``handle``, whose journal entry is ``entry``."""
         self._last_entry = entry
         if self.inline:
             with handle._waited_for():
@@ -61,20 +63,20 @@ class CommunicationThread:
         return handle
 
     def keep(self, handle: RequestHandle[R]) -> Handle[R]:
-        """Hold a posted operation until it is complete, also when its handle is dropped."""
+        """Hold a posted operation until it is complete, even if the program drops its handle."""
         handle.stay_in(self._posted)
         with self._lock:
-            # A dropped handle is let go here, as no thread waits for it: two looks a launch keep the table short.
+            # No thread waits for a dropped handle, so it is released here. Two looks per launch keep the table short.
             keys = list(itertools.islice(self._to_look_at, 2))
             if not keys:
-                self._to_look_at = iter(list(self._posted))  # a copy: threads that wait take out what is complete
+                self._to_look_at = iter(list(self._posted))  # A copy, because waiting threads remove complete handles.
             for key in keys:
                 if (posted := self._posted.get(key)) is not None:
                     posted.done()
         return handle
 
     def beside(self, name: str) -> CommunicationThread:
-        """Another thread, for operations that must not wait for this one's; it is drained and closed with this one."""
+        """Return another thread for operations that must not wait for this one's; drain and close it with this one."""
         other = CommunicationThread(inline=self.inline, name=name)
         self.add_companion(other)
         return other
@@ -84,29 +86,29 @@ class CommunicationThread:
         self._companions.append(other)
 
     def remove_companion(self, other: Companion) -> None:
-        """Undo ``add_companion`` or ``beside``; no effect the second time."""
+        """Undo ``add_companion`` or ``beside``; a second call has no effect."""
         if other in self._companions:
             self._companions.remove(other)
 
     def carry_out_until(self, is_done: Callable[[], bool]) -> None:
-        """From within an operation in this thread: carry out the operations behind it, until ``is_done``."""
+        """Run, from within an operation in this thread, the operations behind it until ``is_done``."""
         while not is_done():
             if (handle := self._queue.get()) is None:
-                self._queue.put(None)  # the end, which is for the thread's loop
+                self._queue.put(None)  # This is the end mark, which the thread's loop has to find.
                 return
             handle.execute()
 
     def is_drained_within(self, seconds: float) -> bool:
-        """Wait at most ``seconds`` for the queue; whether all of it is complete."""
+        """Wait at most ``seconds`` for the queue; return whether all its operations are complete."""
         return self._thread is None or self._submit_end_mark()._complete_within(seconds)
 
     def _submit_end_mark(self) -> Handle[None]:
         return self.submit(_EndMark(self._last_entry))
 
     def drain(self, comms: Container[object] | None = None) -> None:
-        """Block until all launched operations are complete; warn when that takes long. Errors stay with handles.
+        """Block until all launched operations are complete; warn if that takes long. Errors stay in the handles.
 
-        With ``comms`` messages of other communicators may stay open: their counterparts may come later.
+        With ``comms``, messages of other communicators may stay open, because their counterparts may follow later.
         """
         if self.is_stuck:
             return
@@ -120,7 +122,7 @@ class CommunicationThread:
             _wait_audibly(self._submit_end_mark())
 
     def close(self) -> None:
-        """Drain, and end the thread."""
+        """Drain the queue and end the thread."""
         self.drain()
         while self._companions:
             self._companions.pop().close()
@@ -141,17 +143,17 @@ class CommunicationThread:
     def _loop(self) -> None:
         while (handle := self._queue.get()) is not None:
             handle.execute()
-            del handle  # or the last operation's buffers would live until the next one
+            del handle  # Otherwise the last operation's buffers would live until the next operation.
 
 
 def _wait_audibly(handle: Handle[Any]) -> None:
     if not handle._complete(DRAIN_WARNING_SECONDS):
-        logger.warning("waiting for %r; has every rank called its counterpart?", handle)
+        logger.warning("waiting for %r; check that every rank calls the matching operation", handle)
         handle._complete(None)
 
 
 class _EndMark(Work[None]):
-    """The operation behind the last one of the queue. A wait for this one is a wait for ``entry``, that of the last."""
+    """An operation at the end of the queue. A wait for it is shown as a wait for ``entry``, the last real operation."""
 
     label = "the operations in the communication thread"
 
@@ -166,18 +168,18 @@ _stuck: list[threading.Thread] = []  # threads that ``close`` did not wait for
 
 
 def are_over() -> bool:
-    """Whether no thread is in an operation any more. Gives each stuck thread a last second to end."""
+    """Return whether no thread is in an operation any more. Give each stuck thread one last second to end."""
     for thread in _stuck:
         thread.join(_STUCK_SECONDS)
     return not any(thread.is_alive() for thread in _stuck)
 
 
 current_thread: CommunicationThread | None = None
-"""The communication thread of the session; a session alone assigns it, and ``exits`` in a forked child."""
+"""The communication thread of the session. Only a session assigns it, and ``exits`` in a forked child."""
 
 
 def current() -> CommunicationThread:
-    """The communication thread of this process."""
+    """Return the communication thread of this process."""
     assert current_thread is not None, "operations are launched between start and stop"
     return current_thread
 

@@ -1,4 +1,4 @@
-"""torch.compile and this package: a compiled function breaks its graph at our calls, which run as they are."""
+"""Support for torch.compile: a compiled function breaks its graph at our calls, which run uncompiled."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 
 def leave_alone(*owners: Any) -> None:
-    """Keep the compiler out of functions, and of the plain methods of classes, and of what these call.
+    """Keep the compiler out of functions, out of the plain methods of classes, and out of what these call.
 
-    Tried on torch 2.13; some versions lack the names, and compile what is called.
+    Tested with torch 2.13. Versions that lack the private names below compile the inner calls.
     """
     members = [member for owner in owners for member in (vars(owner).values() if isinstance(owner, type) else [owner])]
     functions = [member for member in members if isinstance(member, FunctionType)]
     for function in functions:
-        vars(function)["_torchdynamo_disable"] = True  # it does not become part of its caller's graph
+        vars(function)["_torchdynamo_disable"] = True  # The function does not become part of its caller's graph.
     with contextlib.suppress(ImportError, AttributeError):
         from torch._C._dynamo import eval_frame
 

@@ -1,11 +1,18 @@
-"""The journal: each operation is recorded on the board of its node, compared with the neighbour's, and timed.
+"""The journal: it records each operation on the node's board, compares it with the neighbour's, and times it.
 
-Every call pays for the journal, so the steps of ``record`` and ``end`` stand in one piece: a record and a fingerprint
-on the board (``status_board.py``), and two looks at the neighbour's fingerprint (``sequences.py``). Texts and checksum
-of a call are kept by its place in the program. ``python benchmarks/watching.py`` measures the cost.
+The idea: each rank writes a record and a fingerprint of every call to memory that its node shares
+(``status_board.py``), and reads the fingerprint of one neighbour (``sequences.py``). So a mismatch raises an error in
+the call, and any rank can report what a stopped or dead rank did. The alternative is an exchange of messages before
+each collective, as in PyTorch's ``TORCH_DISTRIBUTED_DEBUG=DETAIL``. It also covers ranks of other nodes, but it makes
+each call wait for the slowest rank twice, and a rank that hangs cannot answer. Across nodes ``watch/cross_check.py``
+compares the records instead, outside of calls.
 
-An operation is *under way* while a call carries it out (begun, not ended, and its communicator not freed), or waits
-for it (``backoff.active``; a future counts as a wait from its request on). ``watch/watchdog.py`` looks at the oldest.
+Every call pays for the journal. So ``record`` and ``end`` hold their steps inline, and the texts and the checksum of a
+call are cached by its place in the program. ``python benchmarks/watching.py`` measures the overhead.
+
+An operation is *under way* while a call carries it out: it has begun, it has not ended, and its communicator is not
+freed. It is also under way while a thread waits for it (``backoff.active``). A future counts as a wait from its request
+on. ``watch/watchdog.py`` looks at the oldest operation under way.
 """
 
 from __future__ import annotations
@@ -26,21 +33,22 @@ from torchmpi_py.errors import RanksDisagree, TorchMPIError
 
 R = TypeVar("R")
 _HALF = status_board.NUM_RECORDS // 2 - 1
-_LATELY_NS = 1_000_000_000  # two looks of the watchdog
-_NEXT = 1 << CHECKSUM_BITS  # fingerprints that differ by less have the same generation and sequence number
+_LATELY_NS = 1_000_000_000  # the time between two looks of the watchdog
+_NEXT = 1 << CHECKSUM_BITS  # Fingerprints whose XOR is less than this have equal generations and sequence numbers.
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_BENCH = os.path.join(_PACKAGE, "bench", "")  # calls verbs as a program does
+_BENCH = os.path.join(_PACKAGE, "bench", "")  # The bench calls collectives as a user's program does.
 MOST_CALLS_KEPT = 4096
-_SIZE_INDEX = 2  # of the number of bytes in ``Recorded.fingerprint``, if it has to be the same
-_AGREED = (TorchMPIError, ValueError, TypeError)  # the rest is of MPI, of one rank alone, or of a signal's handler
-_NO_CALL = (None, ..., None, 0, 0)  # differs from every call
+_SIZE_INDEX = 2  # Index of the number of bytes in ``Recorded.fingerprint``, if all ranks need the same size.
+_AGREED = (TorchMPIError, ValueError, TypeError)  # Other errors come from MPI, from one rank, or from a signal handler.
+_NO_CALL = (None, ..., None, 0, 0)  # unequal to every call
 
 Entry = tuple[int, int, int, int, int, CallSequence | None]
 """A recorded operation: the record's number, the words where the record begins and ends, the word of the neighbour's
-fingerprint, this rank's fingerprint, and the sequence if there is one. A plain tuple: every call makes one."""
+fingerprint, this rank's fingerprint, and the sequence if there is one. It is a plain tuple, because every call creates
+one."""
 
 evicted_open: dict[int, Record] = {}
-"""Operations under way in one thread whose records those of other threads may have overwritten, by number."""
+"""Operations under way in one thread whose records other threads may have overwritten, by number."""
 
 
 class RecordedGroup(Protocol):
@@ -54,26 +62,26 @@ class RecordedGroup(Protocol):
 
     @property
     def sequences(self) -> Sequence[CallSequence]:
-        """The sequence of operations of each thread role."""
+        """Return the sequence of operations of each thread role."""
 
 
 class Method(Protocol):
-    """The way in which an operation is carried out: a flavour."""
+    """The implementation that carries out an operation: a flavour."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def exchanges_headers(self) -> bool:
-        """Whether the ranks compare their calls themselves, before any data moves."""
+        """Whether the ranks compare their calls by headers of their own, before any data moves."""
 
 
 class Recorded(Protocol):
-    """What the journal and the reports read of an operation: a collective's ``Plan``, or ``Plain``."""
+    """The interface through which the journal and the reports read an operation: a ``Plan``, or ``Plain``."""
 
     @property
     def name(self) -> str:
-        """The verb."""
+        """The name of the collective or message."""
 
     @property
     def flavour(self) -> Method: ...
@@ -86,19 +94,19 @@ class Recorded(Protocol):
 
     @property
     def dtype(self) -> object:
-        """Of the tensor; None for an object."""
+        """The tensor's dtype; None for an object."""
 
     @property
     def others(self) -> Sequence[Any]:
-        """Of a message: its source or destination."""
+        """The remaining arguments; the last one of a message is its source or destination."""
 
     @property
     def fingerprint(self) -> tuple[Any, ...] | None:
-        """What has to be equal on all ranks; None for an operation without counterparts to compare with."""
+        """The values that must be equal on all ranks; None for an operation that has no counterparts to compare."""
 
 
 class Plain:
-    """An operation that is no verb: a barrier, a file that all ranks write. ``fingerprint`` as in ``Recorded``."""
+    """An operation that is not a collective: a barrier, or a file that all ranks write, for example."""
 
     exchanges_headers = False
     num_bytes = 0
@@ -109,85 +117,88 @@ class Plain:
 
 
 def record(operation: Recorded, thread_role: int, form: int = 0, frame: FrameType | None = None) -> Entry:
-    """Record an operation that begins now, or is launched; ``frame``: the caller's, unless it is the verb's caller.
+    """Record an operation that begins now or is launched now; return its entry.
 
-    ``form``: IS_LAUNCH for a launched operation, with IS_ASYNCHRONOUS if its counterparts must be asynchronous, too.
+    ``frame`` is the frame to show as the call, by default the caller of the collective. ``form`` is IS_LAUNCH for a
+    launched operation, with IS_ASYNCHRONOUS if its counterparts on other ranks must be asynchronous too.
 
-    RanksDisagree if the neighbour calls another operation, unless the flavour's ranks find that out by their headers.
+    Raise RanksDisagree if the neighbour calls another operation, unless the flavour's headers find such a difference.
     """
-    used = status_board.current
-    assert used is not None, "operations are recorded between start and stop"
-    # 1. The call: texts, slot and checksum, kept from the last call at this place of the program.
-    frame = frame or _getframe(2).f_back or _getframe(2)  # below are this function, run or launch, and the verb
+    board = status_board.current
+    assert board is not None, "operations are recorded between start and stop"
+    # 1. The call: texts, slot and checksum, cached from the last call at this place in the program.
+    # The default skips our own frames: record(), run or launch, the collective.
+    frame = frame or _getframe(2).f_back or _getframe(2)
     code, parts, sequence = frame.f_code, operation.fingerprint, operation.comm.sequences[thread_role]
-    known_code, known_parts, known_sequence, names, checksum = used.calls.get(id(code) + frame.f_lasti, _NO_CALL)
+    known_code, known_parts, known_sequence, names, checksum = board.calls.get(id(code) + frame.f_lasti, _NO_CALL)
     if known_parts != parts or known_sequence is not sequence or known_code is not code:
-        names, checksum = _look_up(used, operation, sequence, frame)
-    # 2. The record. Twice a round through all records, those that are open are kept from being overwritten.
-    number, (begin_byte, word, end_word) = used.next_record()
+        names, checksum = _look_up(board, operation, sequence, frame)
+    # 2. The record. Twice per round through all records, save the open ones before they are overwritten.
+    number, (begin_byte, word, end_word) = board.next_record()
     now = monotonic_ns()
     if not number & _HALF:
-        _keep_open(used)
+        _save_open(board)
     if parts is None:
-        # Nothing to compare: the neighbour's word is one of the blank slot, which equals this fingerprint, 0.
-        pack(used.mapping, begin_byte, number, 0, now, operation.num_bytes, names | form)
+        # Nothing to compare: return a word of the blank slot as the neighbour's. It is 0, as this fingerprint is.
+        pack(board.mapping, begin_byte, number, 0, now, operation.num_bytes, names | form)
         return number, word, end_word, sequence.blank, 0, None
     if sequence.is_broken:
         raise sequences.refused(operation.name, operation.comm)
     try:
         fingerprint, (mine, neighbours) = sequence.next_fingerprint()
-        # The two versions of a function have fingerprints that differ in a bit.
+        # The fingerprints of the blocking and the asynchronous version differ in one bit.
         fingerprint |= checksum ^ form >> ASYNCHRONOUS_SHIFT
-        pack(used.mapping, begin_byte, number, fingerprint, now, operation.num_bytes, names | form)
-    except BaseException:  # from a signal's handler
+        pack(board.mapping, begin_byte, number, fingerprint, now, operation.num_bytes, names | form)
+    except BaseException:  # A signal handler may raise here.
         sequence.is_broken = not sequence.is_alone
         fail((number, word, end_word, 0, 0, None))
         raise
     entry = number, word, end_word, neighbours, fingerprint, sequence
-    # 3. The fingerprint, after its record: a reader of the fingerprint finds the record. Then the first look.
-    words = used.words
+    # 3. The fingerprint, written after its record so that a reader of the fingerprint finds the record. Then compare.
+    words = board.words
     words[mine] = fingerprint
     theirs = words[neighbours]
-    # A neighbour that is behind, or ahead, has another sequence number there: no difference.
+    # The word of a neighbour that is behind or ahead has another sequence number, which is not a difference.
     if theirs != fingerprint and theirs ^ fingerprint < _NEXT and not operation.flavour.exchanges_headers:
         fail(entry)
-        sequence.is_broken = True  # the neighbour is in an operation of this number, which this rank never enters
+        sequence.is_broken = True  # The neighbour is in its operation of this number, and this rank never enters it.
         raise RanksDisagree(_difference(number))._of_call(operation.name, operation.comm)
     return entry
 
 
 def record_plain(name: str, comm: RecordedGroup, thread_role: int = DIRECT) -> Entry:
-    """Record an operation that is no verb, and that all ranks call alike. ``end`` or ``fail`` it."""
+    """Record an operation that is not a collective but that all ranks call in the same way. ``end`` or ``fail`` it."""
     return record(Plain(name, comm, (name,)), thread_role)
 
 
 def record_own(name: str, comm: RecordedGroup) -> Entry:
-    """Record a launch of this rank alone, as a request to a parameter server. ``end`` or ``fail`` it."""
+    """Record a launch by this rank alone, such as a request to a parameter server. ``end`` or ``fail`` it."""
     return record(Plain(name, comm, None), DIRECT, IS_LAUNCH)
 
 
 def run_together(
     name: str, comm: RecordedGroup, step: Callable[[], R], *, is_patient: bool = False, frame: FrameType | None = None
 ) -> R:
-    """``step()``, recorded as an operation that all ranks call alike, and in which they wait for each other.
+    """Run ``step``, recorded as an operation that all ranks call, and in which they wait for each other.
 
-    An operation that ``is_patient`` has no deadline. ``frame``: as for ``record``.
+    Hang detection applies no timeout to an operation that ``is_patient``. ``frame``: as for ``record``.
     """
     return _until_over(record(Plain(name, comm, (name,)), DIRECT, IS_LAUNCH * is_patient, frame), step)
 
 
 def run_alone(name: str, comm: RecordedGroup, step: Callable[[], R], *, frame: FrameType | None = None) -> R:
-    """``step()``, recorded as a wait of this rank for other ranks of ``comm``, which need not call it alike."""
+    """Run ``step``, recorded as a wait of this rank for other ranks of ``comm``, which need not make the same call."""
     return _until_over(record(Plain(name, comm, None), DIRECT, frame=frame), step)
 
 
 def run_while_others_work(name: str, comm: RecordedGroup, step: Callable[[], R]) -> R:
-    """``step()``, as by ``run_together``, where ranks that train asynchronously wait for each other.
+    """Run ``step`` like ``run_together``, at a point where ranks that train asynchronously wait for each other.
 
-    The fastest rank may wait there for hours. So the deadline counts only while no missing rank of this node calls
-    anything, as a rank that trains does; never where ranks of other nodes, which cannot be seen, may be missing.
+    The fastest rank may wait there for hours. So the timeout counts only while every missing rank of this node is
+    silent; a rank that trains makes calls. The timeout never counts where ranks of other nodes may be missing,
+    because this rank cannot see their calls.
     """
-    # A launch does not age: the entry in ``unhurried`` decides whether this operation does.
+    # A launch is never late. The entry in ``unhurried`` decides whether this operation counts as late.
     entry = record(Plain(name, comm, (name,)), DIRECT, IS_LAUNCH)
     begin(entry)
     backoff.unhurried[wait := object()] = entry[0], comm.size
@@ -199,182 +210,184 @@ def run_while_others_work(name: str, comm: RecordedGroup, step: Callable[[], R])
 
 def _until_over(entry: Entry, step: Callable[[], R]) -> R:
     try:
-        returned = step()
+        result = step()
         end_launched(entry)
     except BaseException as error:
         if not isinstance(error, _AGREED):
             break_off(entry)
         fail(entry)
         raise
-    return returned
+    return result
 
 
 def begin(entry: Entry) -> None:
     """Record that a launched operation is carried out from now on."""
-    used = status_board.current
-    if used is not None and used.words[entry[1]] == entry[0]:  # the record may have been overwritten
-        used.words[entry[1] + status_board.BEGUN] = monotonic_ns()
+    board = status_board.current
+    if board is not None and board.words[entry[1]] == entry[0]:  # The record may have been overwritten.
+        board.words[entry[1] + status_board.BEGUN] = monotonic_ns()
 
 
 def end(entry: Entry) -> None:
-    """Record the end of an operation. RanksDisagree if the neighbour's at this sequence number is another one."""
+    """Record the end of an operation. Raise RanksDisagree if the neighbour's operation of this number differs."""
     number, word, end_word, neighbours, fingerprint, _ = entry
     words = status_board.current.words  # type: ignore[union-attr]
-    # Not where the record of an operation that was under way for long has been overwritten.
+    # Leave the end unwritten if the record of a long operation has been overwritten.
     if not evicted_open or evicted_open.pop(number, None) is None or words[word] == number:
         words[end_word] = monotonic_ns()
-    theirs = words[neighbours]  # the second look: the first one may have come before the neighbour
+    theirs = words[neighbours]  # Compare again, because the neighbour may not have called before the first comparison.
     if theirs != fingerprint and theirs ^ fingerprint < _NEXT:
         break_off(entry)
         raise RanksDisagree(_difference(number))
 
 
 def break_off(entry: Entry) -> None:
-    """Refuse all later operations of the sequence: the ranks may not have carried out this one alike."""
+    """Refuse all later operations of the sequence, because the ranks may not have carried out this one equally."""
     if entry[5] is not None and not entry[5].is_alone:
         entry[5].is_broken, entry[5].broken_from = True, min(entry[5].broken_from, entry[4])
 
 
 def end_launched(entry: Entry) -> None:
-    """Like ``end``, for a launched operation: its record may be overwritten, and ``stop`` may have taken the board."""
-    used = status_board.current
-    if used is not None:
-        if used.words[entry[1]] != entry[0]:
-            # The place of the end belongs to another operation's record now; the comparison is still due.
-            entry = entry[0], entry[1], used.scrap_word, *entry[3:]
+    """End a launched operation: its record may be overwritten by now, and ``stop`` may have removed the board."""
+    board = status_board.current
+    if board is not None:
+        if board.words[entry[1]] != entry[0]:
+            # The word for the end now belongs to another operation's record, but the comparison still has to follow.
+            entry = entry[0], entry[1], board.scrap_word, *entry[3:]
         end(entry)
 
 
 def fail(entry: Entry) -> None:
     """Record the failure of an operation that has not ended."""
     number, word, end_word = entry[:3]
-    if (used := status_board.current) is None:
+    if (board := status_board.current) is None:
         return
     evicted_open.pop(number, None)
-    # Not where the record is another's, nor where ``end`` has found a difference: that operation has ended.
-    if used.words[word] == number and used.words[end_word] < used.words[word + status_board.LAUNCHED]:
-        used.words[word + status_board.NAMES] |= status_board.HAS_FAILED
-        used.words[end_word] = monotonic_ns()
+    # Skip a record that belongs to another operation, and an operation that ``end`` has ended with a difference.
+    if board.words[word] == number and board.words[end_word] < board.words[word + status_board.LAUNCHED]:
+        board.words[word + status_board.NAMES] |= status_board.HAS_FAILED
+        board.words[end_word] = monotonic_ns()
 
 
 def _difference(number: int) -> str:
-    used = status_board.current
-    mine = None if used is None else find_record(used, number)
-    text = "" if used is None or mine is None else sequences.difference(used, mine)
+    board = status_board.current
+    mine = None if board is None else find_record(board, number)
+    text = "" if board is None or mine is None else sequences.difference(board, mine)
     return text or "the ranks call different operations"
 
 
-def find_record(used: Board, number: int) -> Record | None:
-    """A record of this rank that was not overwritten, or whose operation is under way."""
-    return used.record(number) or evicted_open.get(number)
+def find_record(board: Board, number: int) -> Record | None:
+    """Return a record of this rank; None if it was overwritten, unless its operation is under way."""
+    return board.record(number) or evicted_open.get(number)
 
 
-def under_way(used: Board) -> set[int]:
-    """The numbers of the operations that this process carries out, or waits for."""
-    return called(used).union(tuple(backoff.active.values()))
+def under_way(board: Board) -> set[int]:
+    """Return the numbers of the operations that this process carries out or waits for."""
+    return called(board).union(tuple(backoff.active.values()))
 
 
-def called(used: Board) -> set[int]:
-    """The numbers of the operations that the program's threads carry out."""
-    found = {each.number for each in map(used.record, _open(used)) if each and not sequences.is_freed(used, each)}
-    found.update(number for number, kept in tuple(evicted_open.items()) if not sequences.is_passed(used, kept))
-    late = (number for number, size in tuple(backoff.unhurried.values()) if not _may_come(used, number, size))
-    return found.union(late)
+def called(board: Board) -> set[int]:
+    """Return the numbers of the operations that the program's threads carry out."""
+    numbers = {each.number for each in map(board.record, _open(board)) if each and not sequences.is_freed(board, each)}
+    numbers.update(number for number, each in tuple(evicted_open.items()) if not sequences.is_passed(board, each))
+    late = (number for number, size in tuple(backoff.unhurried.values()) if not _may_arrive(board, number, size))
+    return numbers.union(late)
 
 
-def _may_come(used: Board, number: int, size: int) -> bool:
-    """Whether a missing rank is out of sight, or at work, and none that is missing has come to its end."""
-    mine = find_record(used, number)
+def _may_arrive(board: Board, number: int, size: int) -> bool:
+    """Return whether a missing rank is at work or out of sight, and no missing rank is already in ``stop``."""
+    mine = find_record(board, number)
     if mine is None:
         return True
-    missing = sequences.behind(used, mine)
+    missing = sequences.behind(board, mine)
     # A rank in ``stop`` calls no more operations.
-    if any(used.get(status_board.HAS_LEFT, index) == status_board.STOPPING for index in missing):
+    if any(board.get(status_board.HAS_LEFT, index) == status_board.STOPPING for index in missing):
         return False
-    is_in_sight = len(used.slots_of.get(mine.slot, ())) == size
-    return not is_in_sight or any(_has_called_lately(used, index) for index in missing)
+    is_in_sight = len(board.slots_of.get(mine.slot, ())) == size
+    return not is_in_sight or any(_has_called_lately(board, index) for index in missing)
 
 
-def _has_called_lately(used: Board, index: int) -> bool:
-    last = next(iter(used.records(index)), None)
-    return last is not None and used.now(index) - max(last.launched, abs(last.ended)) < _LATELY_NS
+def _has_called_lately(board: Board, index: int) -> bool:
+    last = next(iter(board.records(index)), None)
+    return last is not None and board.now(index) - max(last.launched, abs(last.ended)) < _LATELY_NS
 
 
-def _open(used: Board) -> set[int]:
-    # One look at all records at once, for this runs within a call: not ended, and not launched for another thread.
-    columns = used.columns
+def _open(board: Board) -> set[int]:
+    """Return the numbers of the records that have not ended and that were not launched for another thread."""
+    # Look at all records with numpy at once, because this runs within a call.
+    columns = board.columns
     is_open = (columns[status_board.ENDED] < columns[status_board.LAUNCHED]) & (
         columns[status_board.NAMES] & IS_LAUNCH == 0
     )
     return set(columns[0][is_open].tolist()) if is_open.any() else set()
 
 
-def _keep_open(used: Board) -> None:
-    """Keep the records of open operations, before others overwrite them; not those that are passed.
+def _save_open(board: Board) -> None:
+    """Copy the records of open operations before other records overwrite them, except those that are passed.
 
-    Of one that is not numbered, as a message, nobody would see that it was left without an end: once its record is
-    overwritten, nobody sees that it hangs.
+    Operations without a sequence number, such as messages, are not copied. If an exception had left one without an
+    end, no later call would show that it is over. So a hang in a message is invisible once its record is overwritten.
     """
-    kept = [*filter(None, map(used.record, _open(used))), *evicted_open.values()]
+    records = [*filter(None, map(board.record, _open(board))), *evicted_open.values()]
     evicted_open.clear()
     evicted_open.update(
-        {each.number: each for each in kept if sequences.is_numbered(each) and not sequences.is_passed(used, each)}
+        {each.number: each for each in records if sequences.is_numbered(each) and not sequences.is_passed(board, each)}
     )
 
 
-def _look_up(used: Board, operation: Recorded, sequence: CallSequence, frame: Any) -> tuple[int, int]:
-    """(NAMES of a call's record, its checksum); kept for frames of the program, not for the package's own."""
+def _look_up(board: Board, operation: Recorded, sequence: CallSequence, frame: Any) -> tuple[int, int]:
+    """Return (NAMES of a call's record, its checksum); cache both for frames of the program, not of the package."""
     code, parts = frame.f_code, operation.fingerprint
-    text, checksum = _text(used, _without_counterparts(operation) if parts is None else parts)
-    site = _site(used, frame)
-    # A call is kept only where the frame itself is the site: one line of the package serves many lines of programs.
+    text, checksum = _text(board, _without_counterparts(operation) if parts is None else parts)
+    site = _site(board, frame)
+    # Cache a call only if the frame itself is the site, because one line of the package serves many lines of programs.
     names = (sequence.index + 1) << 2 * STRING_BITS | text << STRING_BITS | site
-    if used.sites.get((id(code), frame.f_lasti), (0,))[0] == site and parts is not None:
-        if len(used.calls) > MOST_CALLS_KEPT:
-            used.calls.clear()
-        used.calls[id(code) + frame.f_lasti] = code, parts, sequence, names, checksum
+    if board.sites.get((id(code), frame.f_lasti), (0,))[0] == site and parts is not None:
+        if len(board.calls) > MOST_CALLS_KEPT:
+            board.calls.clear()
+        board.calls[id(code) + frame.f_lasti] = code, parts, sequence, names, checksum
     return names, checksum
 
 
 def _without_counterparts(operation: Recorded) -> tuple[Any, ...]:
-    """In place of a fingerprint, the text's parts; of a message also its source or destination."""
+    """Return the parts of the text for an operation without a fingerprint; a message has its source or destination."""
     if isinstance(operation, Plain):
         return (operation.name,)
     parts = operation.name, operation.flavour.name, 0, operation.dtype or "object"
-    way = {"send": "to", "recv": "from"}.get(operation.name)
-    return parts if way is None else (*parts, way, operation.others[-1])
+    preposition = {"send": "to", "recv": "from"}.get(operation.name)
+    return parts if preposition is None else (*parts, preposition, operation.others[-1])
 
 
-def _text(used: Board, parts: tuple[Any, ...]) -> tuple[int, int]:
-    """(string, checksum) of an operation; the size is in the record, and not in the string."""
-    if (found := used.texts.get(parts)) is not None:
-        return found
-    if len(used.texts) > MOST_CALLS_KEPT:
-        used.texts.clear()  # the strings stay on the board, and are found again
+def _text(board: Board, parts: tuple[Any, ...]) -> tuple[int, int]:
+    """Return (string, checksum) of an operation. The string omits the size, because the record holds the size."""
+    if (cached := board.texts.get(parts)) is not None:
+        return cached
+    if len(board.texts) > MOST_CALLS_KEPT:
+        board.texts.clear()  # The strings stay on the board, where ``keep_string`` finds them again.
     flat = [part for each in parts for part in (each if isinstance(each, tuple) else (each,))]
     shown = [part for index, part in enumerate(flat) if index != _SIZE_INDEX or not isinstance(part, int)]
-    text = used.keep_string(" ".join(str(part) for part in shown), str(parts[0]))
+    text = board.keep_string(" ".join(str(part) for part in shown), str(parts[0]))
     checksum = zlib.crc32(repr(parts).encode(errors="backslashreplace")) & (1 << CHECKSUM_BITS) - 1
-    used.texts[parts] = made = text, checksum
-    return made
+    board.texts[parts] = result = text, checksum
+    return result
 
 
-def _site(used: Board, frame: Any) -> int:
-    """The string with file and line of the nearest caller outside the package; of the last one, if all are inside."""
-    while (site := (used.sites.get((id(frame.f_code), frame.f_lasti)) or _name_frame(used, frame))[0]) < 0:
-        if frame.f_back is None:  # in a thread of torch's; elsewhere the same line has callers, so nothing is kept
-            return used.keep_string(f"{frame.f_code.co_filename}:{frame.f_lineno}", frame.f_code.co_filename)
+def _site(board: Board, frame: Any) -> int:
+    """Return the string of file and line of the nearest caller outside the package, or else of the outermost caller."""
+    while (site := (board.sites.get((id(frame.f_code), frame.f_lasti)) or _name_frame(board, frame))[0]) < 0:
+        # A thread of torch's has no caller outside. The result is not cached, because elsewhere the same line has one.
+        if frame.f_back is None:
+            return board.keep_string(f"{frame.f_code.co_filename}:{frame.f_lineno}", frame.f_code.co_filename)
         frame = frame.f_back
     return site
 
 
-def _name_frame(used: Board, frame: Any) -> tuple[int, CodeType]:
-    """The string of a frame; -1 for the package's own. The code is kept: its id may return."""
-    if len(used.sites) > MOST_CALLS_KEPT:
-        used.sites.clear()
-        used.calls.clear()
+def _name_frame(board: Board, frame: Any) -> tuple[int, CodeType]:
+    """Return a frame's string (-1 for the package's own frames) and its code, kept because ids of freed code recur."""
+    if len(board.sites) > MOST_CALLS_KEPT:
+        board.sites.clear()
+        board.calls.clear()
     code, name = frame.f_code, frame.f_code.co_filename
     is_own = name.startswith(_PACKAGE) and not name.startswith(_BENCH)
-    site = -1 if is_own else used.keep_string(f"{name}:{frame.f_lineno} in {code.co_name}", name)
-    used.sites[id(code), frame.f_lasti] = made = site, code
-    return made
+    site = -1 if is_own else board.keep_string(f"{name}:{frame.f_lineno} in {code.co_name}", name)
+    board.sites[id(code), frame.f_lasti] = result = site, code
+    return result

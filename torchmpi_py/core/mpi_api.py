@@ -1,11 +1,11 @@
-"""``mpi4py.MPI``, whose import initializes MPI, for the rooms above; and the process that MPI belongs to.
+"""``mpi4py.MPI`` for the rooms above, imported late because the import initializes MPI; and the owner process of MPI.
 
-``from torchmpi_py.core.mpi_api import MPI`` imports nothing yet: MPI is initialized when the first attribute of ``MPI``
-is read, which ``start`` does.
+``from torchmpi_py.core.mpi_api import MPI`` does not import mpi4py yet. MPI is initialized when the first attribute of
+``MPI`` is read, which happens in ``start``.
 
-The process that starts the first session is the *owner* of MPI. A forked child (of a data loader, say) inherits the
-state of its parent, but neither the rank nor MPI: the child must not call, wait for the parent's operations, or end the
-job.
+The process that starts the first session is the *owner* of MPI. A forked child (of a data loader, for example) inherits
+its parent's state, but neither the rank nor MPI. So the child must not call MPI, wait for the parent's operations, or
+end the job.
 """
 
 import os
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 else:
 
     class _LazyModule:
-        """Stand-in for ``mpi4py.MPI``; each attribute is looked up there once, and kept."""
+        """A stand-in for ``mpi4py.MPI`` that looks up each attribute once and keeps it."""
 
         def __getattr__(self, name: str) -> Any:
-            if name.startswith("__") and "mpi4py.MPI" not in sys.modules:  # a tool looks at names, and uses no MPI
+            # A tool that lists names does not use MPI, so it must not initialize MPI.
+            if name.startswith("__") and "mpi4py.MPI" not in sys.modules:
                 raise AttributeError(name)
             from mpi4py import MPI
 
@@ -35,7 +36,7 @@ _is_forked = False
 
 
 def claim_process() -> bool:
-    """Make this process the owner, as it starts its first session; whether there was no owner before."""
+    """Make this process the owner at its first session; return whether MPI had no owner before."""
     global _has_owner
     if _has_owner:
         return False
@@ -50,5 +51,5 @@ def _disown() -> None:
 
 
 def is_forked() -> bool:
-    """Whether this process is a fork of the owner."""
+    """Return whether this process is a fork of the owner."""
     return _is_forked

@@ -1,4 +1,4 @@
-"""The kernel's copy from the memory of one process into that of another (Linux: ``process_vm_readv``)."""
+"""Copies between the memories of two processes by the kernel (Linux: ``process_vm_readv``)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 
 class _Piece(ctypes.Structure):
-    """``struct iovec``."""
+    """The C type ``struct iovec``."""
 
     _fields_ = (("address", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
 
@@ -20,11 +20,11 @@ if hasattr(_libc, "process_vm_readv"):
 
 
 def read(pid: int, source: int, destination: int, num_bytes: int) -> None:
-    """Copy from an address of a process to one of this process.
+    """Copy from an address in another process to an address in this process.
 
-    OSError if the kernel refuses (ESRCH: the process has ended), AttributeError if it knows no such call.
+    Raise OSError if the kernel refuses (ESRCH: the process has ended), AttributeError if the kernel lacks the call.
     """
-    while num_bytes:  # the kernel takes about 2 GiB at a time
+    while num_bytes:  # The kernel copies about 2 GiB per call.
         here, there = _Piece(destination, num_bytes), _Piece(source, num_bytes)
         count = _libc.process_vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
         if count <= 0:

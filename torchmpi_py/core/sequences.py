@@ -1,16 +1,21 @@
-"""Sequences: the operations of a communicator, in one thread, one after another on every rank; and their comparison.
+"""Sequences: the operations of a communicator in one thread, in their order, and their comparison between ranks.
 
-The n-th operation must be the same on all ranks: the same verb, with sizes, dtype, op and root that fit. Each rank
-writes the fingerprint of its n-th operation to the board, and compares with the next rank of its node, as the operation
-begins and again before it returns: the later of two ranks sees the other's fingerprint. So one of two neighbours finds
-a mismatch of operations in which ranks wait for each other: at the latest when the operation is over, and mostly before
-any data has moved. ``journal.py`` carries out these steps; a ``CallSequence`` says where the fingerprints are.
+The n-th operation must be the same on all ranks: the same collective, with sizes, dtype, op and root that fit. The
+idea: each rank writes the fingerprint of its n-th operation to the board, and compares it with that of one neighbour,
+the next rank of its node. If any two ranks of the node differ, some rank differs from its neighbour, so the cost does
+not grow with the number of ranks. The alternative, in which one rank compares all, would burden that rank and leave
+the others without an error. The price is that an error may name only the ranks that have already called.
+
+A rank compares twice: when the operation begins, and again before it returns. The first comparison is early enough to
+stop the call before any data moves, but it finds a difference only if the neighbour called first. By the second
+comparison the neighbour has called too, if ranks wait for each other in the operation. ``journal.py`` carries out these
+steps; a ``CallSequence`` holds the places of the fingerprints.
 
 The ranks of a communicator agree on the generation of their slots, so that equal operations have equal fingerprints.
-A rank without a neighbour compares with itself. A rank without a slot (all are in use) writes to a slot that no rank
-reads, and compares with an empty one.
+A rank without a neighbour compares with itself. A rank without a slot (all slots are in use) writes to a slot that no
+rank reads, and compares with an empty slot.
 
-The second half names, from the records beside the fingerprints, which ranks differ, and in what.
+The second half of the file finds, in the records beside the fingerprints, which ranks differ and how.
 """
 
 from __future__ import annotations
@@ -37,10 +42,10 @@ _NO_SLOT = BoardSlot(-1, 0)
 
 
 def offer() -> list[int]:
-    """This rank's part in a new communicator: its rank in the world, and a slot for each thread role."""
-    if (used := status_board.current) is None:
+    """Return this rank's data for a new communicator: its rank in the world, and a slot for each thread role."""
+    if (board := status_board.current) is None:
         return [0, *_NO_SLOT, *_NO_SLOT]
-    return [used.get(WORLD_RANK), *(used.acquire_slot() or _NO_SLOT), *(used.acquire_slot() or _NO_SLOT)]
+    return [board.get(WORLD_RANK), *(board.acquire_slot() or _NO_SLOT), *(board.acquire_slot() or _NO_SLOT)]
 
 
 class CallSequence:
@@ -48,50 +53,51 @@ class CallSequence:
 
     def __init__(self, rank: int, places: Places, offers: Any, thread_role: int, key: str) -> None:
         numbers, generations = offers.T[1 + 2 * thread_role : 3 + 2 * thread_role]
-        self.neighbour: int | None = None  # its rank
+        self.neighbour: int | None = None  # the neighbour's rank in the communicator
         self.is_alone = len(places) == 1
-        self.is_broken, self.broken_from = False, 1 << 64  # an operation with this fingerprint differed, or broke off
+        # The sequence is broken from the operation with fingerprint ``broken_from``, which differed or was broken off.
+        self.is_broken, self.broken_from = False, 1 << 64
         self.slot = None if numbers[rank] < 0 else BoardSlot(int(numbers[rank]), int(generations[rank]))
         self.index = -1 if self.slot is None else self.slot.number
-        self._board = used = status_board.current
-        if used is None:
+        self._board = board = status_board.current
+        if board is None:
             return
-        self.blank = used.first_fingerprint(used.index, status_board.BLANK_SLOT)
+        self.blank = board.first_fingerprint(board.index, status_board.BLANK_SLOT)
 
-        # 1. The largest generation is new to every rank: no fingerprint that stands in one of the slots has it.
+        # 1. The largest generation is new to every rank, so no fingerprint that is left in one of the slots has it.
         generation = int(generations.max())
         self.generation = generation & status_board.NUM_GENERATIONS - 1
         if self.slot is None:
-            if numbers.argmin() == rank:  # the first one without a slot
+            if numbers.argmin() == rank:  # Only the first rank without a slot warns.
                 _warn_of_missing_slots()
-            self._count_from(used.first_fingerprint(used.index, status_board.SCRAP_SLOT), self.blank)
+            self._count_from(board.first_fingerprint(board.index, status_board.SCRAP_SLOT), self.blank)
             return
 
-        # 2. Reports find the communicator of a slot, and the slots of the other ranks of this node.
-        used.publish_slot(self.slot, generation, key, ranks_as_text(offers[:, 0].tolist(), strides=True))
+        # 2. Let reports find the communicator of a slot, and the slots of the other ranks of this node.
+        board.publish_slot(self.slot, generation, key, ranks_as_text(offers[:, 0].tolist(), strides=True))
         here = np.flatnonzero((places.nodes == places.nodes[rank]) & (numbers >= 0))
         slots = dict(zip(places.locals[here].tolist(), numbers[here].tolist(), strict=True))
-        used.slots_of[self.slot.number] = slots
+        board.slots_of[self.slot.number] = slots
 
-        # 3. The neighbour is the next rank of this node that has a slot too.
-        first = neighbours_first = used.first_fingerprint(used.index, self.slot.number)  # without a neighbour, its own
+        # 3. The neighbour is the next rank of this node that has a slot too. Without a neighbour it is this rank.
+        first = neighbours_first = board.first_fingerprint(board.index, self.slot.number)
         for other in [*here[here > rank].tolist(), *here[here < rank].tolist()]:
-            if (index := int(places.locals[other])) in used.indices:
+            if (index := int(places.locals[other])) in board.indices:
                 self.neighbour, self.neighbours_index = other, index
-                neighbours_first = used.first_fingerprint(index, slots[index])
+                neighbours_first = board.first_fingerprint(index, slots[index])
                 break
         self._count_from(first, neighbours_first)
 
     def _count_from(self, first: int, neighbours_first: int) -> None:
-        # The n-th operation of every rank is at word n of its slot, modulo the slot's size.
+        # Every rank writes its n-th operation to word n of its slot, modulo the slot's size.
         words = [(first + number, neighbours_first + number) for number in range(FINGERPRINTS_PER_SLOT)]
         step = 1 << CHECKSUM_BITS
-        # A sequence number that overflows makes another generation, on all ranks alike.
+        # A sequence number that overflows changes the generation, which happens on all ranks at the same operation.
         fingerprints = itertools.count((self.generation << status_board.SEQUENCE_NUMBER_BITS) * step + step, step)
         self.next_fingerprint: Callable[[], tuple[int, tuple[int, int]]] = zip(
             fingerprints, itertools.cycle(words[1:] + words[:1]), strict=False
         ).__next__
-        """The next operation's fingerprint without checksum, and where it is: this rank's word, the neighbour's."""
+        """Return the next operation's fingerprint without checksum, and the words of this rank and the neighbour."""
 
     def free(self) -> None:
         """Release the slot."""
@@ -102,104 +108,104 @@ class CallSequence:
 
 
 def refused(name: str, comm: object) -> CommunicatorError:
-    """The error of a call on a communicator whose sequence is broken."""
+    """Return the error of a call on a communicator whose sequence is broken."""
     return CommunicatorError(
-        f"{name}: an earlier call on {comm!r} failed on this rank, where other ranks may have gone on: what they call "
-        "can no longer be matched there. End the job, and mend the first error"
+        f"{name}: an earlier call on {comm!r} failed on this rank, but other ranks may have completed it, so later "
+        "calls can no longer be matched. End the job and fix the first error"
     )._of_call(name, comm)
 
 
 @functools.cache
 def _warn_of_missing_slots() -> None:
-    """Once a process."""
+    """Warn once per process."""
     logger.warning(
-        "more than %d communicators: what is called on further ones is not compared; free() those that are done with",
+        "more than %d communicators: calls on further ones are not compared between ranks; free() unused communicators",
         status_board.NUM_SLOTS // 2,
     )
 
 
 class Side(NamedTuple):
-    """Another rank of the node at the same sequence number: its operation, and whether this rank's is the same."""
+    """Another rank of the node at the same sequence number: its operation, and whether it equals this rank's."""
 
     local: int
     is_same: bool
     record: Record | None
 
 
-def sides(used: Board, mine: Record, *, only_different: bool = False) -> Iterator[Side]:
-    """The other ranks that have come to the sequence number of this rank's operation; or those alone that differ."""
-    others = used.slots_of.get(mine.slot, {}) if mine.sequence_number else {}
-    for index in sorted(others, key=lambda index: used.get(WORLD_RANK, index)):
-        if index == used.index or index not in used.indices:
+def sides(board: Board, mine: Record, *, only_different: bool = False) -> Iterator[Side]:
+    """Yield the other ranks that have reached this operation's sequence number, or only those that differ."""
+    others = board.slots_of.get(mine.slot, {}) if mine.sequence_number else {}
+    for index in sorted(others, key=lambda index: board.get(WORLD_RANK, index)):
+        if index == board.index or index not in board.indices:
             continue
-        first = used.first_fingerprint(index, others[index])
-        theirs = used.words[first + mine.sequence_number % FINGERPRINTS_PER_SLOT]
-        # Another generation or sequence number: the rank is behind, ahead by a round, or the slot is another's.
+        first = board.first_fingerprint(index, others[index])
+        theirs = board.words[first + mine.sequence_number % FINGERPRINTS_PER_SLOT]
+        # With another generation or sequence number, the rank is behind or a round ahead, or its slot was reused.
         has_come, is_same = theirs >> CHECKSUM_BITS == mine.fingerprint >> CHECKSUM_BITS, theirs == mine.fingerprint
-        if has_come and not (is_same and only_different):  # reading a record is dear: mostly no rank differs
-            yield Side(index, is_same, used.counterpart(mine.slot, mine.fingerprint, index))
+        if has_come and not (is_same and only_different):  # Reading a record is slow, and mostly no rank differs.
+            yield Side(index, is_same, board.counterpart(mine.slot, mine.fingerprint, index))
 
 
-def behind(used: Board, mine: Record) -> list[int]:
-    """The ranks of this node that have not come to the sequence number of this rank's operation."""
-    slots = used.slots_of.get(mine.slot, {}) if mine.sequence_number else {}
-    # Without an answer from the other rank: its words stay where they are while it is stopped, or dead.
-    place, seen = mine.fingerprint >> CHECKSUM_BITS, used.indices
-    return [index for index, slot in slots.items() if index in seen and last_place(used, index, slot) < place]
+def behind(board: Board, mine: Record) -> list[int]:
+    """Return the local ranks of this node that have not reached the sequence number of this rank's operation."""
+    slots = board.slots_of.get(mine.slot, {}) if mine.sequence_number else {}
+    # This needs no answer from the other ranks: the words of a stopped or dead rank stay readable.
+    place, seen = mine.fingerprint >> CHECKSUM_BITS, board.indices
+    return [index for index, slot in slots.items() if index in seen and last_place(board, index, slot) < place]
 
 
-def last_place(used: Board, index: int, slot: int) -> int:
-    """Generation and sequence number, as one number, of the last operation in a rank's slot."""
-    # Fingerprints grow with the sequence number, so the largest is the last; an empty slot has 0.
-    first = used.first_fingerprint(index, slot)
-    return max(used.words[first : first + FINGERPRINTS_PER_SLOT]) >> CHECKSUM_BITS
+def last_place(board: Board, index: int, slot: int) -> int:
+    """Return the generation and sequence number, as one number, of the last operation in a rank's slot."""
+    # Fingerprints grow with the sequence number, so the largest is the last; an empty slot holds 0.
+    first = board.first_fingerprint(index, slot)
+    return max(board.words[first : first + FINGERPRINTS_PER_SLOT]) >> CHECKSUM_BITS
 
 
-def last_places(used: Board, slots: Iterable[int]) -> dict[tuple[int, str], int]:
-    """The same for this rank's slots, by the generation and the ranks of each one's communicator."""
-    groups = {slot: used.group(used.index, slot) for slot in slots}
-    return {(group.generation, group.ranks): last_place(used, used.index, slot) for slot, group in groups.items()}
+def last_places(board: Board, slots: Iterable[int]) -> dict[tuple[int, str], int]:
+    """Return the ``last_place`` of this rank's slots, by the generation and the ranks of each slot's communicator."""
+    groups = {slot: board.group(board.index, slot) for slot in slots}
+    return {(group.generation, group.ranks): last_place(board, board.index, slot) for slot, group in groups.items()}
 
 
 def is_numbered(mine: Record) -> bool:
-    """Whether an operation has a place in a sequence; a message has none, nor an operation without a slot."""
+    """Return whether an operation has a place in a sequence; messages and operations without a slot have none."""
     return bool(mine.sequence_number) and mine.slot >= 0
 
 
-def is_freed(used: Board, mine: Record) -> bool:
-    """Whether the communicator of this rank's operation was freed.
+def is_freed(board: Board, mine: Record) -> bool:
+    """Return whether the communicator of this rank's operation was freed.
 
-    The operation is over then, also one that has no end: an exception from a signal's handler may have come between.
+    If so the operation is over, even without a recorded end: an exception from a signal handler may have skipped it.
     """
     if not is_numbered(mine):
         return False
-    # The slot may be another communicator's, and is empty until the first operation of that one.
+    # Another communicator may have the slot by now; then the slot is empty until that communicator's first operation.
     mines = mine.fingerprint >> CHECKSUM_BITS + status_board.SEQUENCE_NUMBER_BITS
-    ahead = (used.generation_of(used.index, mine.slot) - mines) % status_board.NUM_GENERATIONS
-    return mine.slot not in used.slots_of or 0 < ahead < status_board.NUM_GENERATIONS // 2
+    ahead = (board.generation_of(board.index, mine.slot) - mines) % status_board.NUM_GENERATIONS
+    return mine.slot not in board.slots_of or 0 < ahead < status_board.NUM_GENERATIONS // 2
 
 
-def is_passed(used: Board, mine: Record) -> bool:
-    """Whether a later operation of the sequence was recorded, or the communicator freed.
+def is_passed(board: Board, mine: Record) -> bool:
+    """Return whether a later operation of the sequence was recorded, or the communicator was freed.
 
-    The operation itself may still hang, where a call records several at once, or several threads call.
+    The operation may still hang if one call records several operations at once, or if several threads call.
     """
-    is_later = is_numbered(mine) and last_place(used, used.index, mine.slot) > mine.fingerprint >> CHECKSUM_BITS
-    return is_later or is_freed(used, mine)
+    is_later = is_numbered(mine) and last_place(board, board.index, mine.slot) > mine.fingerprint >> CHECKSUM_BITS
+    return is_later or is_freed(board, mine)
 
 
-def difference(used: Board, mine: Record) -> str:
-    """In what other ranks differ from this rank's operation; empty if none differs, or none has come."""
-    different = list(sides(used, mine, only_different=True))
+def difference(board: Board, mine: Record) -> str:
+    """Describe how other ranks differ from this rank's operation; empty if no rank differs or none has called yet."""
+    different = list(sides(board, mine, only_different=True))
     if not different:
         return ""
-    texts = describe_sides(used, mine, different)
+    texts = describe_sides(board, mine, different)
     return f"operation {mine.sequence_number} of this communicator is not the same on all ranks: {texts}"
 
 
-def describe_sides(used: Board, mine: Record, others: list[Side]) -> str:
-    """What this rank calls, and what other ranks call."""
-    theirs = [f"rank {used.get(WORLD_RANK, side.local)} {_describe(side.record)}" for side in others[:_MOST_NAMED]]
+def describe_sides(board: Board, mine: Record, others: list[Side]) -> str:
+    """Describe this rank's call and the calls of other ranks."""
+    theirs = [f"rank {board.get(WORLD_RANK, side.local)} {_describe(side.record)}" for side in others[:_MOST_NAMED]]
     return "; ".join([f"this rank {_describe(mine)}", *theirs])
 
 
@@ -208,7 +214,7 @@ def _describe(record: Record | None) -> str:
 
 
 def ranks_as_text(ranks: Ranks[int], *, strides: bool = False) -> str:
-    """``0-3,5``: consecutive ranks as a range; with ``strides`` also every second, ... rank: ``0-8/2``."""
+    """Return ranks as ``0-3,5``, with ranges; with ``strides`` also every second or n-th rank as ``0-8/2``."""
     runs: list[list[int]] = []
     for rank in ranks:
         last = runs[-1] if runs else []
@@ -216,7 +222,7 @@ def ranks_as_text(ranks: Ranks[int], *, strides: bool = False) -> str:
         if continues or (strides and len(last) == 1 and rank > last[0]):
             last.append(rank)
         elif strides and len(last) == 2 and last[1] - last[0] > 1:
-            # Two ranks apart are no stride yet: the second one may begin a run with this rank.
+            # Two ranks alone do not make a stride: the second rank may begin a run with the new rank.
             runs[-1:] = [last[:1], [last[1], rank] if rank > last[1] else [last[1]]]
             runs += [] if rank > last[1] else [[rank]]
         else:
@@ -234,12 +240,12 @@ def _run_as_text(run: Ranks[int]) -> str:
 
 
 def ranks_from_text(text: str) -> list[int]:
-    """The ranks of ``0-3,5`` and ``0-8/2``; unreadable parts are left out."""
-    found = (re.fullmatch(r"(\d+)(?:-(\d+)(?:/([1-9]\d*))?)?", part) for part in text.split(","))
-    parts = [match.groups() for match in found if match]
+    """Return the ranks of a text such as ``0-3,5`` or ``0-8/2``; skip parts that cannot be read."""
+    matches = (re.fullmatch(r"(\d+)(?:-(\d+)(?:/([1-9]\d*))?)?", part) for part in text.split(","))
+    parts = [match.groups() for match in matches if match]
     return [rank for begin, end, step in parts for rank in range(int(begin), int(end or begin) + 1, int(step or 1))]
 
 
 def is_cut(text: str) -> bool:
-    """Whether ranks are left out for want of room; the text then spreads over many ranks, of several nodes mostly."""
+    """Return whether the text of the ranks was cut; such ranks are many, and mostly on several nodes."""
     return text.endswith(status_board.LEFT_OUT)

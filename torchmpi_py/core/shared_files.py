@@ -1,8 +1,8 @@
 """Files that processes of one node open together, to share memory or locks.
 
-A file has no name if possible: the other ranks open it through /proc. Where they cannot (each in a container of its
-own) a file in /dev/shm takes its place, whose name is removed once all have opened it. So a rank that is killed later
-leaves nothing behind.
+If possible a file has no name, and the other ranks open it through /proc. If they cannot (each rank is in its own
+container), a file in /dev/shm replaces it, whose name is removed once all ranks have opened the file. So a rank that is
+killed later leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import Unavailable
 
 T = TypeVar("T")
-_WITHOUT_DESCRIPTOR: Any = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # older ones keep one open
+# Older versions of Python keep a descriptor open.
+_WITHOUT_DESCRIPTOR: Any = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 Identity = tuple[int, int]  # device and inode
 Take = Callable[[str, Identity], T]
 Create = Callable[[int, contextlib.ExitStack], str]
@@ -33,11 +34,12 @@ SHARED_DIRECTORY = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettemp
 
 
 def share(comm: MPI.Comm, creator: int, num_bytes: int, take: Take[T], ways: Sequence[Create] = ()) -> tuple[T, int]:
-    """(what ``take`` makes here of a new file, a number that names it). Collective over ``comm``.
+    """Create a file and let every rank open it; return (the result of ``take`` here, a number that names the file).
 
-    Rank ``creator`` of ``comm`` creates it, for those that name the same one. ``take(path, identity)`` returns what it
-    made, or raises Unavailable. ``ways`` to create it, as many on every rank, are tried in turn; default: ``WAYS``.
-    Unavailable, on every rank, if the file cannot be had by all.
+    Collective over ``comm``. Rank ``creator`` creates the file for all ranks that name the same ``creator``.
+    ``take(path, identity)`` returns a result or raises Unavailable. The ``ways`` to create a file (default ``WAYS``; as
+    many on every rank) are tried one after another. Raise Unavailable on every rank if one of them cannot open the
+    file.
     """
     reasons = []
     for create in ways or WAYS:
@@ -54,15 +56,16 @@ def _share(comm: MPI.Comm, creator: int, make: Callable[[], Offer], take: Take[T
         return make() if comm.rank == creator else None
 
     how = (Unavailable,), str, agree.first_as(Unavailable)
+    # The ranks need only the creator's offer, but an error on any rank has to reach all of them.
     of_creator = agree.gather_results(comm.allgather, offered, *how)[creator]
     assert of_creator is not None, "the creator offers a file"
     path, key, identity = of_creator
-    taken = agree.run_on_all_ranks(comm.allgather, lambda: take(path, identity), *how)
-    return taken, key
+    result = agree.run_on_all_ranks(comm.allgather, lambda: take(path, identity), *how)
+    return result, key
 
 
 def offer(create: Create, num_bytes: int, until_mapped: contextlib.ExitStack) -> Offer:
-    """A new file, there until the stack is closed. Unavailable if it cannot be had."""
+    """Create a file that exists until the stack is closed. Raise Unavailable if that fails."""
     try:
         path = create(num_bytes, until_mapped)
         status = os.stat(path)
@@ -84,7 +87,7 @@ def named(num_bytes: int, until_mapped: contextlib.ExitStack) -> str:
     file, path = tempfile.mkstemp(prefix="torchmpi_py_", dir=SHARED_DIRECTORY)
     until_mapped.callback(os.unlink, path)
     try:
-        # Reserve the pages now: without room for them, a later store would end the process by a signal.
+        # Reserve the pages now. Without space for them, a later store would end the process by a signal.
         os.posix_fallocate(file, 0, num_bytes)
     finally:
         os.close(file)
@@ -95,7 +98,7 @@ WAYS: tuple[Create, ...] = (nameless, named)
 
 
 def kept(path: str) -> Create:
-    """The way to a file that is at ``path`` when the job is over; one that was there keeps its readers, and no name."""
+    """Return a way to create a file that stays at ``path`` after the job; an older file there loses only its name."""
 
     def create(num_bytes: int, _: contextlib.ExitStack) -> str:
         """A file that is kept."""
@@ -117,7 +120,7 @@ def _explain(error: Exception) -> str:
     if getattr(error, "errno", None) != errno.EMFILE:
         return str(getattr(error, "strerror", None) or error)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    remedy = "Raise it, or make fewer communicators and symmetric tensors (one tensor can be cut up)"
+    remedy = "Raise the limit, or create fewer communicators and symmetric tensors (split one tensor instead)"
     return f"too many open files; the limit is {limit} (ulimit -n). {remedy}"
 
 
@@ -126,26 +129,26 @@ def _refuse(why: str) -> int:
 
 
 def open_file(path: str, num_bytes: int, identity: Identity) -> int:
-    """The descriptor of a file. Unavailable if the path leads to another file here, as in another container."""
+    """Open a file and return its descriptor. Raise Unavailable if the path leads elsewhere, as in another container."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise Unavailable(f"cannot open {path}: {_explain(error)}") from None
-    # Descriptor and path of another container may name a file that exists here too: its inode tells.
+    # In another container the same path may name a different file; the inode shows the difference.
     status = os.fstat(file)
     if (status.st_dev, status.st_ino) == identity and status.st_size == num_bytes:
         return file
     os.close(file)
-    raise Unavailable(f"cannot open {path}: it is another file here")
+    raise Unavailable(f"cannot open {path}: the path leads to another file on this rank, as in a separate container")
 
 
 def map_file(path: str, num_bytes: int, identity: Identity) -> mmap.mmap:
-    """The mapping of a file. Unavailable if it cannot be had."""
+    """Map a file into memory. Raise Unavailable if that fails."""
     file = open_file(path, num_bytes, identity)
     try:
         mapping = mmap.mmap(file, num_bytes, **_WITHOUT_DESCRIPTOR)
         with contextlib.suppress(OSError, AttributeError):
-            mapping.madvise(mmap.MADV_HUGEPAGE)  # taken where the system lets shared memory have large pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)  # It has an effect if the system allows large pages of shared memory.
         return mapping
     except (OSError, OverflowError, ValueError) as error:
         raise Unavailable(f"cannot map {path}: {_explain(error)}") from None

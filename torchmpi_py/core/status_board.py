@@ -1,18 +1,19 @@
-"""The status board: what each rank of a node does and has done, in memory that all of them read at any time.
+"""The status board: what each rank of a node does and has done, in memory that all of them can read at any time.
 
-Every rank has a part that this rank alone writes; other ranks read the part also when its writer is stopped or dead.
-A part holds, in this order:
+The idea: each rank writes only its own part, and other ranks can read the part even if its writer is stopped or dead.
+The alternative, messages between threads of the ranks, needs an answer from the rank that hangs. A part holds:
 
-header        numbers of the rank: process, rank in the world, ...
-fingerprints  a *slot* for each communicator and thread, with the fingerprints of the last operations there
-generations   of each slot: which communicator, counted over all that had the slot, has it now
-records       the last operations of the rank, with times: the flight recorder; texts are among the strings
-groups        of each slot: key and ranks of its communicator
-strings       what was called, and where
-text          stacks of the rank's threads, written when another rank asks for them
+- header: numbers of the rank, such as its process and its rank in the world
+- fingerprints: a *slot* for each communicator and thread, with the fingerprints of its last operations
+- generations: for each slot, the number of the communicator that has it now, counted over all its communicators
+- records: the last operations of the rank with their times, which are the flight recorder
+- groups: for each slot, the key and the ranks of its communicator
+- strings: the texts of the calls, and their places in the program
+- text: stacks of the rank's threads, written when another rank requests them
 
-A fingerprint is one word of 64 bits, which is written at once: the slot's generation, the operation's sequence number
-in the communicator, and a checksum of what has to be equal on all ranks. So ranks compare calls without a message.
+A fingerprint is one 64-bit word, so that it is written at once. It contains the slot's generation, the operation's
+sequence number in the communicator, and a checksum of the values that must be equal on all ranks. So ranks compare
+calls without a message.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ logger = logging.getLogger("torchmpi_py")
 NUM_RECORDS = 1024
 NUM_SLOTS = 512
 FINGERPRINTS_PER_SLOT = 64
-NUM_STRINGS, NUM_SHORT_STRINGS = 1024, 128  # of all strings, those that stay free for short ones
+NUM_STRINGS, NUM_SHORT_STRINGS = 1024, 128  # The second number counts the strings that are reserved for short texts.
 STRING_BYTES = 128
 TEXT_BYTES = 16 << 10
 GROUP_BYTES = 256
-LEFT_OUT = "..."  # at the end of ranks that do not fit there
+LEFT_OUT = "..."  # the end of a list of ranks that was cut
 BLANK_SLOT, SCRAP_SLOT = NUM_SLOTS, NUM_SLOTS + 1
-"""Two slots more: one that stays empty, and one for fingerprints that no rank reads."""
+"""Two more slots: one that stays empty, and one for fingerprints that no rank reads."""
 
 # Bits of a fingerprint: checksum, sequence number, generation
 CHECKSUM_BITS = SEQUENCE_NUMBER_BITS = 24
@@ -59,15 +60,15 @@ pack = struct.Struct("5Q").pack_into
 """Write a record without the times of its begin and end."""
 RECORD_BYTES = RECORD.size
 LAUNCHED, NAMES, BEGUN, ENDED = 2, 4, 5, 6
-"""Words of a record. A new record leaves the last two words as the overwritten record had them: times before the launch
-mean nothing. A blocking operation begins at its launch."""
+"""Words of a record. A new record does not overwrite its last two words, so times before the launch are invalid. A
+blocking operation begins at its launch."""
 STRING_BITS = 16  # NAMES: three numbers of this width (site, text, slot + 1), then three flags
 IS_LAUNCH = 1 << 3 * STRING_BITS
 HAS_FAILED = IS_LAUNCH << 1
 ASYNCHRONOUS_SHIFT = 3 * STRING_BITS + 2
 IS_ASYNCHRONOUS = 1 << ASYNCHRONOUS_SHIFT
 
-# A rank's part: begins in words up to the generations, then in bytes
+# A rank's part: the positions up to the generations are in words, the later ones in bytes.
 HEADER_WORDS = 64
 GENERATIONS_BEGIN = HEADER_WORDS + (NUM_SLOTS + 2) * FINGERPRINTS_PER_SLOT
 RECORDS_BEGIN = (GENERATIONS_BEGIN + NUM_SLOTS) * 8
@@ -78,61 +79,61 @@ PART_BYTES = -(-(TEXT_BEGIN + TEXT_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 # Words of the header
 PROCESS, WORLD_RANK, TEXT_WANTED, TEXT_LENGTH, TEXT_GIVEN, HAS_LEFT, NAMESPACE, STARTED, EPOCH = range(9)
-"""EPOCH: the difference between a time since the epoch and a time of a record, whose clock is never set back."""
+"""EPOCH: the epoch time minus the time of records, whose clock is monotonic."""
 CLAIMED_LATE, CLAIMED_DEATH, CLAIMED_DIFFERENCE, CLAIMED_ASKED, LATE_NUMBER = range(9, 14)
-WAITS_IN, WAITS_ALONE = 14, 15  # as of the watchdog's last look (``watch/wait_cycles.py``)
-"""Times of this rank's last claim of a report, by reason (``watch/watchdog.py``); the number of the late record."""
+WAITS_IN, WAITS_ALONE = 14, 15  # from the watchdog's last look (``watch/wait_cycles.py``)
+"""CLAIMED_*: when this rank last claimed a report, by reason (``watch/watchdog.py``). LATE_NUMBER: the late record."""
 STOPPING, STOPPED, ENDING, DRAINING = 1, 2, 3, 4
-"""HAS_LEFT: the rank waits for the others in ``mpi.stop()``, is through with it, is about to end the job; or it is in
-``mpi.stop()``, and may still come to operations that were launched before."""
+"""Values of HAS_LEFT. STOPPING: the rank waits for the others in ``mpi.stop()``. STOPPED: it no longer needs them.
+ENDING: it is about to end the job. DRAINING: it is in ``mpi.stop()``, but may still run operations launched before."""
 
 
 class Record(NamedTuple):
-    """An operation of a rank. Times are in ns since the epoch, 0 before the event, ``ended`` < 0 for a failure."""
+    """An operation of a rank. Times are ns since the epoch, 0 before the event. ``ended`` < 0 means a failure."""
 
     number: int
     fingerprint: int
-    slot: int  # the communicator's and thread's; -1 where no slot was left
-    sequence_number: int  # among the slot's operations; 0 without counterparts to compare with
+    slot: int  # slot of the communicator and thread, or -1 if no slot was free
+    sequence_number: int  # position among the slot's operations, or 0 without counterparts to compare
     launched: int
     begun: int
     ended: int
     num_bytes: int
-    text: str  # verb and arguments, without the size
+    text: str  # the collective and its arguments, without the size
     site: str
-    is_launch: bool  # carried out by another thread or by MPI
-    is_asynchronous: bool = False  # the asynchronous version of a function, which never matches the blocking one
+    is_launch: bool  # whether another thread or MPI carries it out
+    is_asynchronous: bool = False  # whether it is the asynchronous version, which never matches the blocking one
 
     @property
     def is_queued(self) -> bool:
-        """Whether the operation was launched and has not begun; one that MPI carries out counts as queued too."""
+        """Whether the operation was launched but has not begun, as far as known; MPI does not show when it begins."""
         return self.is_launch and not self.begun and not self.ended
 
     @property
     def is_open(self) -> bool:
-        """Whether the operation has begun, and not ended."""
+        """Whether the operation has begun but not ended."""
         return bool(self.begun) and not self.ended
 
     @property
     def what(self) -> str:
-        """Verb and arguments."""
+        """The collective and its arguments."""
         return f"{self.text}, {self.num_bytes} bytes" if self.num_bytes else self.text
 
     @property
     def call(self) -> str:
-        """Verb and arguments, the form if it is asynchronous, and the place in the program."""
+        """The collective, its arguments, whether it is asynchronous, and the place in the program."""
         return f"{self.what}{' asynchronously' if self.is_asynchronous else ''} at {self.site}"
 
 
 class BoardSlot(NamedTuple):
-    """A slot of a rank. A late reader knows by the generation that a slot has another communicator meanwhile."""
+    """A slot of a rank. The generation shows a late reader that another communicator has the slot by now."""
 
     number: int
-    generation: int  # from 1; the ranks of a communicator agree on the largest
+    generation: int  # starts at 1; the ranks of a communicator agree on the largest of theirs
 
 
 class Group(NamedTuple):
-    """The communicator of a slot: its key, and its ranks in the world, as ``0-3,5``."""
+    """The communicator of a slot: its key, and its world ranks as text, such as ``0-3,5``."""
 
     generation: int
     key: str
@@ -140,7 +141,7 @@ class Group(NamedTuple):
 
 
 class ReadableBoard:
-    """A board as any process reads it, also after the job. ``begins``: of the ranks' parts, in bytes, by local rank."""
+    """A board as any process reads it, even after the job. ``begins``: first byte of each part, by local rank."""
 
     def __init__(self, mapping: mmap.mmap, begins: dict[int, int], index: int) -> None:
         self.mapping, self._begins, self.index = mapping, begins, index
@@ -148,65 +149,65 @@ class ReadableBoard:
 
     @property
     def indices(self) -> list[int]:
-        """The local ranks whose parts can be read."""
+        """The local ranks whose parts this process can read."""
         return list(self._begins)
 
     def columns_of(self, index: int) -> Any:
-        """A rank's records as an array of shape (words of a record, NUM_RECORDS)."""
+        """Return a rank's records as an array of shape (words of a record, NUM_RECORDS)."""
         first, length = (self._begins[index] + RECORDS_BEGIN) // 8, NUM_RECORDS * RECORD_BYTES // 8
         return np.frombuffer(self.words[first : first + length], dtype=np.uint64).reshape(NUM_RECORDS, -1).T
 
     def get(self, word: int, index: int | None = None) -> int:
-        """A word of a rank's header."""
+        """Return a word of a rank's header, by default of this rank's."""
         return self.words[self._begins[self.index if index is None else index] // 8 + word]
 
     def group(self, index: int, slot: int) -> Group:
-        """The communicator that has, or had last, this slot of a rank."""
+        """Return the communicator that has this slot of a rank, or had it last."""
         begin = self._begins[index] + GROUPS_BEGIN + slot * GROUP_BYTES
         key, _, ranks = self._text(begin, GROUP_BYTES).rpartition("|")
         return Group(self.generation_of(index, slot), key, ranks)
 
     def generation_of(self, index: int, slot: int) -> int:
-        """The generation of the communicator that has, or had last, this slot of a rank."""
+        """Return the generation of the communicator that has this slot of a rank, or had it last."""
         return self.words[self._begins[index] // 8 + GENERATIONS_BEGIN + slot]
 
     def first_fingerprint(self, index: int, slot: int) -> int:
-        """The index in ``words`` of the first fingerprint of a rank's slot."""
+        """Return the index in ``words`` of the first fingerprint in a rank's slot."""
         return self._begins[index] // 8 + HEADER_WORDS + slot * FINGERPRINTS_PER_SLOT
 
     def records(self, index: int) -> list[Record]:
-        """The last operations of a rank, the latest first."""
+        """Return the last operations of a rank, the newest first."""
         begin = self._begins[index] + RECORDS_BEGIN
-        # One copy: the writer goes on. A record that is written meanwhile may be half the former one.
+        # Copy once, because the writer goes on. A record written during the copy may be half old and half new.
         data = self.mapping[begin : begin + NUM_RECORDS * RECORD_BYTES]
-        return [self._record(index, found) for found in sorted(RECORD.iter_unpack(data), reverse=True) if found[0]]
+        return [self._record(index, values) for values in sorted(RECORD.iter_unpack(data), reverse=True) if values[0]]
 
     def latest(self, index: int) -> Record | None:
-        """The last operation of a rank, without a look at all texts; None if there was none."""
+        """Return the last operation of a rank without decoding the other records; None if there was none."""
         place = int(self.columns_of(index)[0].argmax())
-        found = RECORD.unpack_from(self.mapping, self._begins[index] + RECORDS_BEGIN + place * RECORD_BYTES)
-        return self._record(index, found) if found[0] else None
+        values = RECORD.unpack_from(self.mapping, self._begins[index] + RECORDS_BEGIN + place * RECORD_BYTES)
+        return self._record(index, values) if values[0] else None
 
     def find_slot(self, index: int, generation: int, ranks: str) -> int | None:
-        """The slot in which a rank has the communicator of these ranks; None if it has none, or no longer."""
+        """Return the slot in which a rank has the communicator of these ranks; None if no slot has it now."""
         slots = (slot for slot in range(NUM_SLOTS) if self.generation_of(index, slot) == generation)
         return next((slot for slot in slots if self.group(index, slot).ranks == ranks), None)
 
     def now(self, index: int) -> int:
-        """The time, as in a rank's records."""
+        """Return the current time on the scale of a rank's records."""
         return time.monotonic_ns() + self.get(EPOCH, index)
 
     def read_text(self, index: int) -> str:
-        """The stacks that a rank has published."""
+        """Return the stacks that a rank has published."""
         begin = self._begins[index] + TEXT_BEGIN
         return self.mapping[begin : begin + self.get(TEXT_LENGTH, index)].decode(errors="replace")
 
-    def _record(self, index: int, found: tuple[int, ...]) -> Record:
-        number, fingerprint, launched, num_bytes, names, begun, ended = found
+    def _record(self, index: int, values: tuple[int, ...]) -> Record:
+        number, fingerprint, launched, num_bytes, names, begun, ended = values
         slot = (names >> 2 * STRING_BITS & 0xFFFF) - 1
         sequence_number = fingerprint >> CHECKSUM_BITS & (1 << SEQUENCE_NUMBER_BITS) - 1
         is_launch, epoch = bool(names & IS_LAUNCH), self.get(EPOCH, index)
-        # Times before the launch are those of the overwritten record.
+        # Times before the launch are left over from the overwritten record.
         begun = launched if not is_launch else begun if begun >= launched else 0
         ended = (ended + epoch) * (-1 if names & HAS_FAILED else 1) if ended >= launched else 0
         begun, launched = begun and begun + epoch, launched + epoch
@@ -220,15 +221,15 @@ class ReadableBoard:
         return self._text(self._begins[index] + STRINGS_BEGIN + number * STRING_BYTES, STRING_BYTES) or "?"
 
     def _text(self, begin: int, length: int) -> str:
-        """The text up to the first NUL: while a text is overwritten, more of the former one stands behind the NUL."""
+        """Return the text up to the first NUL, because the rest of an older text may follow the NUL."""
         return self.mapping[begin : begin + length].partition(b"\0")[0].decode(errors="replace")
 
 
 class Board(ReadableBoard):
-    """The board of this rank's node. Made collectively over the ranks of the node.
+    """The board of this rank's node. Creating it is collective over the ranks of the node.
 
-    Where they can share no memory, each rank has a board of its own, with its own part alone. ``path``: a file to keep
-    the board in, for readers after the job; that of the node's first rank counts.
+    If the ranks cannot share memory, each rank has a board of its own with only its own part. ``path`` names a file
+    that keeps the board for readers after the job. The path on the node's first rank counts.
     """
 
     def __init__(self, node: MPI.Comm, places: Sequence[Place], world_rank: int, path: str = "") -> None:
@@ -239,36 +240,36 @@ class Board(ReadableBoard):
         def map_board(path: str, identity: shared_files.Identity) -> mmap.mmap:
             return shared_files.map_file(path, size, identity)
 
-        # 1. One file for all ranks of the node, or memory of this rank alone.
+        # 1. Map one file for all ranks of the node, or memory of this rank alone.
         try:
             mapping, _ = shared_files.share(node, 0, size, map_board, ways)
         except Unavailable as error:
             if node.rank == 0 and node.size > 1:
                 logger.warning(
-                    "the ranks of this node share no memory (%s): what they call is not compared, a death is not "
-                    "noticed, and reports name no other rank",
+                    "the ranks of this node cannot share memory (%s): their calls are not compared, a death is not "
+                    "noticed, and reports show only the reporting rank",
                     error,
                 )
             mapping, indices = mmap.mmap(-1, PART_BYTES), [index]
         super().__init__(mapping, {index: part * PART_BYTES for part, index in enumerate(indices)}, index)
         self._begin = self._begins[index]
         self.scrap_word = self._begin // 8 + HEADER_WORDS - 1
-        """A word for the end of an operation whose record was overwritten."""
+        """A word that takes the end of an operation whose record was overwritten."""
 
-        # 2. What this rank keeps of its own part, in its own memory.
+        # 2. Create this rank's own tables, in its private memory.
         self._free_slots = list(range(NUM_SLOTS - 1, -1, -1))
         self._generation = 0
         self._strings: dict[str, int] = {}
-        self.slots_of: dict[int, dict[int, int]] = {}  # own slot -> the slots of the same sequence, by local rank
+        self.slots_of: dict[int, dict[int, int]] = {}  # own slot -> slots of the same sequence by local rank
         self._first_record = (self._begin + RECORDS_BEGIN) // 8
         self.columns = self.columns_of(self.index)
         self.next_record: Callable[[], tuple[int, tuple[int, int, int]]] = self._count_records()
-        """The number of the next record, and where it is: in bytes, in words, and the word for its end."""
-        self.texts: dict[tuple[Any, ...], tuple[int, int]] = {}  # the journal's: strings and checksums
+        """Return the number of the next record, and its place: in bytes, in words, and the word of its end."""
+        self.texts: dict[tuple[Any, ...], tuple[int, int]] = {}  # the journal's cache of strings and checksums
         self.sites: dict[tuple[int, int], tuple[int, CodeType]] = {}
         self.calls: dict[int, tuple[CodeType, Any, object, int, int]] = {}
 
-        # 3. After the barrier every rank finds the headers of the others.
+        # 3. After the barrier every rank can read the headers of the others.
         self._write_header(world_rank)
         backoff.fenced(node.Barrier)()
 
@@ -281,49 +282,49 @@ class Board(ReadableBoard):
     def _write_header(self, world_rank: int) -> None:
         self.put(WORLD_RANK, world_rank)
         self.put(PROCESS, os.getpid())
-        # In another namespace (a container) the number of a process means another process.
+        # In another PID namespace (a container) the same number means another process.
         with contextlib.suppress(OSError):
             self.put(NAMESPACE, os.stat("/proc/self/ns/pid").st_ino)
         self.put(EPOCH, time.time_ns() - time.monotonic_ns())
         self.put(STARTED, (find_process(os.getpid()) or UNKNOWN_PROCESS).started)
 
     def put(self, word: int, value: int, index: int | None = None) -> None:
-        """Write a word of the header: this rank's, or another's as a request to that rank."""
+        """Write a word of the header of this rank, or of another rank as a request to that rank."""
         self.words[self._begins[self.index if index is None else index] // 8 + word] = value
 
     def acquire_slot(self) -> BoardSlot | None:
-        """An empty slot of this rank; None if all are in use."""
+        """Return an empty slot of this rank; None if all are in use."""
         if not self._free_slots:
             return None
         self._generation += 1
         number = self._free_slots.pop()
-        # Empty before the other ranks learn of the slot: what stands there is of another communicator.
+        # Clear the slot before the other ranks learn of it, because it holds another communicator's fingerprints.
         begin = self.first_fingerprint(self.index, number) * 8
         self.mapping[begin : begin + FINGERPRINTS_PER_SLOT * 8] = bytes(FINGERPRINTS_PER_SLOT * 8)
         return BoardSlot(number, self._generation)
 
     def publish_slot(self, slot: BoardSlot, generation: int, key: str, ranks: str) -> None:
-        """Write the generation that the ranks have agreed on, and their communicator."""
-        # The next slot of this rank gets a generation that no rank of this communicator has used.
+        """Write the generation on which the ranks have agreed, and the slot's communicator."""
+        # The next slot of this rank then gets a generation that no rank of this communicator has used.
         self._generation = max(self._generation, generation)
         self.words[self._begin // 8 + GENERATIONS_BEGIN + slot.number] = generation
         begin = self._begin + GROUPS_BEGIN + slot.number * GROUP_BYTES
         self.mapping[begin : begin + GROUP_BYTES] = _group_as_bytes(key, ranks)
 
     def release_slot(self, slot: BoardSlot) -> None:
-        """Let another communicator have the slot."""
+        """Make the slot free for another communicator."""
         self._free_slots.append(slot.number)
 
     def keep_string(self, text: str, short: str = "") -> int:
-        """A number by which records of this rank refer to the end of a text; to ``short`` when the room is used up.
+        """Return the number by which this rank's records refer to a text; the end of a long text is kept.
 
-        0 when there is no room for the short text either.
+        Return the number of ``short`` when no space is left for long texts, and 0 when none is left for any text.
         """
         number = self._strings.get(text)
         if number is None:
             if len(self._strings) + 1 >= NUM_STRINGS - (NUM_SHORT_STRINGS if short else 0):
                 return self.keep_string(short) if short else 0
-            # The end of a text says more than its beginning: the file's name, the line, the function.
+            # The end of a text says more than its start: the file's name, the line, the function.
             self._strings[text] = number = len(self._strings) + 1
             data = text.encode(errors="backslashreplace")[-STRING_BYTES:].ljust(STRING_BYTES, b"\0")
             begin = self._begin + STRINGS_BEGIN + number * STRING_BYTES
@@ -331,13 +332,13 @@ class Board(ReadableBoard):
         return number
 
     def record(self, number: int) -> Record | None:
-        """A record of this rank; None if it was overwritten."""
+        """Return a record of this rank; None if it was overwritten."""
         begin = (self._first_record + number % NUM_RECORDS * (RECORD_BYTES // 8)) * 8
-        found = RECORD.unpack_from(self.mapping, begin)
-        return self._record(self.index, found) if found[0] == number else None
+        values = RECORD.unpack_from(self.mapping, begin)
+        return self._record(self.index, values) if values[0] == number else None
 
     def counterpart(self, slot: int, fingerprint: int, index: int) -> Record | None:
-        """Another rank's record of the operation with this fingerprint, up to the checksum, in this rank's slot."""
+        """Return another rank's record of the operation in this rank's slot with this fingerprint, checksum aside."""
         theirs, place = self.slots_of.get(slot, {}).get(index), fingerprint >> CHECKSUM_BITS
         return next(
             (r for r in self.records(index) if r.slot == theirs and r.fingerprint >> CHECKSUM_BITS == place), None
@@ -347,16 +348,16 @@ class Board(ReadableBoard):
         """Publish the stacks of this rank's threads."""
         data = text.encode(errors="backslashreplace")[:TEXT_BYTES]
         begin = self._begin + TEXT_BEGIN
-        self.mapping[begin : begin + len(data)] = data  # before its length
+        self.mapping[begin : begin + len(data)] = data  # The text precedes its length, so readers see a whole text.
         self.put(TEXT_LENGTH, len(data))
 
 
 current: Board | None = None
-"""The board of the session; a session alone assigns it. Read it as ``status_board.current``."""
+"""The board of the session. Only a session assigns it, so read it as ``status_board.current``."""
 
 
 def _group_as_bytes(key: str, ranks: str) -> bytes:
-    """Key and ranks; dots stand for what does not fit, the key's end first."""
+    """Return key and ranks as bytes. Dots replace what does not fit; the end of the key is cut first."""
     if len(ranks) > GROUP_BYTES - 8:
         ranks = ranks[: GROUP_BYTES - 12].rpartition(",")[0] + f",{LEFT_OUT}"
     name, room = key.encode(errors="backslashreplace"), GROUP_BYTES - 1 - len(ranks)
@@ -365,14 +366,14 @@ def _group_as_bytes(key: str, ranks: str) -> bytes:
 
 
 class Process(NamedTuple):
-    """``state`` is the system's letter; ``started`` tells a process from a later one with the same number."""
+    """A process: ``state`` is the system's letter; ``started`` distinguishes processes that reuse a number."""
 
     state: str
     started: int
 
     @property
     def is_dead(self) -> bool:
-        """Whether the process has ended, also before its parent reaps it."""
+        """Whether the process has ended, even if its parent has not reaped it yet."""
         return self.state in "ZXx"
 
 
@@ -380,7 +381,7 @@ UNKNOWN_PROCESS = Process("?", 0)
 
 
 def find_process(number: int) -> Process | None:
-    """The process of this number; None if there is none. UNKNOWN_PROCESS where the system has no /proc."""
+    """Return the process with this number; None if there is none, UNKNOWN_PROCESS if the system has no /proc."""
     try:
         fields = pathlib.Path(f"/proc/{number}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return Process(fields[0], int(fields[19]))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with padded columns, aligned on the right where all cells are numbers."""
+    """Return a Markdown table with padded columns; columns of numbers are aligned on the right."""
     columns = list(zip(header, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     is_number = [all(c.replace(".", "", 1).replace("-", "", 1).isdigit() or c == "-" for c in x[1:]) for x in columns]

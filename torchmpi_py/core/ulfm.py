@@ -1,9 +1,9 @@
-"""ULFM, user-level failure mitigation: what an MPI offers to the survivors when a rank dies.
+"""ULFM (user-level failure mitigation): the functions of MPI for the survivors when a rank dies.
 
-Open MPI 5 has ULFM (``torchmpirun --elastic``, ``mpirun --with-ft ulfm``). Calls that need a dead rank raise.
-*Revoking* a communicator makes all calls on it raise, on all ranks, so that no rank waits for one that has given up.
-*Agreeing* and *shrinking* still work then: the survivors decide together what to do, and get a communicator of their
-own.
+Open MPI 5 has ULFM (``torchmpirun --elastic``, ``mpirun --with-ft ulfm``). Calls that need a dead rank raise an error.
+*Revoking* a communicator makes all calls on it raise, on all ranks, so that no rank waits for a rank that has given up.
+*Agreeing* and *shrinking* still work after that: the survivors decide together what to do, and get a communicator
+without the dead ranks.
 
 Source: Bland, Bouteiller, Herault, Bosilca, Dongarra: Post-failure recovery of MPI communication capability (2013).
 """
@@ -22,32 +22,32 @@ from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import RankDied
 
 _KNOWN_WITHIN_SECONDS = 1.0
-_KNOWN_WITHIN_SECONDS_OF_MPI = 10.0  # after an error of MPI
+_KNOWN_WITHIN_SECONDS_OF_MPI = 10.0  # after an error from MPI
 
 num_acknowledged = 0
-"""Dead ranks that the session goes on without: an error is a death only if another rank has died. A session alone
-assigns the number."""
+"""Dead ranks that the session already knows and goes on without. An error means a death only if another rank has died.
+Only a session assigns this number."""
 
 _owners: weakref.WeakSet[CommunicatorOwner] = weakref.WeakSet()
 
 
 class CommunicatorOwner(Protocol):
-    """An object that owns communicators of MPI."""
+    """An object that owns MPI communicators."""
 
     def comms(self) -> list[MPI.Comm]:
-        """The communicators."""
+        """Return the communicators."""
 
 
 def is_elastic(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the MPI of this job reports a death to the survivors, instead of ending the job."""
+    """Return whether the MPI of this job reports a death to the survivors instead of ending the job."""
     return environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "enabled", "t", "y")
 
 
 def is_death(error: BaseException | None) -> bool:
-    """Whether an error, or its cause, says that a rank has died, or that another rank has noticed a death.
+    """Return whether an error, or its cause, means that a rank has died or that another rank has noticed a death.
 
-    When a rank dies, Open MPI's collectives may also fail with any other error, or return wrong values, which lead to
-    errors of any kind: then MPI's list of failed ranks decides.
+    When a rank dies, Open MPI's collectives may also fail with any other error, or return wrong values that lead to
+    any error later. So MPI's list of failed ranks decides in these cases.
     """
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or not is_elastic():
@@ -64,7 +64,7 @@ def is_death(error: BaseException | None) -> bool:
 
 
 def _is_known(world: MPI.Comm, within_seconds: float) -> bool:
-    """Whether a death that is not acknowledged becomes known, or a communicator is revoked, ``within_seconds``."""
+    """Return whether a new death becomes known, or a communicator is revoked, ``within_seconds``."""
     until = time.monotonic() + within_seconds
     while _num_dead(world) <= num_acknowledged and not any(comm and comm.Is_revoked() for comm in _comms()):
         if time.monotonic() > until:
@@ -75,7 +75,7 @@ def _is_known(world: MPI.Comm, within_seconds: float) -> bool:
 
 
 def _let_mpi_work(world: MPI.Comm) -> None:
-    """Open MPI hears of a death while it works on messages. After one such a look for messages may be an error."""
+    """Let Open MPI process messages, because it learns of a death only then. The probe may fail after a death."""
     with contextlib.suppress(Exception):
         world.Iprobe()
 
@@ -89,12 +89,12 @@ def _num_dead(world: MPI.Comm) -> int:
 
 
 def has_lost_ranks() -> bool:
-    """Whether ranks of this job are known to have died."""
+    """Return whether ranks of this job are known to have died."""
     return is_elastic() and _num_dead(sys.modules["mpi4py.MPI"].COMM_WORLD) > 0
 
 
 def agree(comm: MPI.Comm, is_well: bool) -> bool:
-    """Whether all ranks of a communicator live and are well; the same on all that live. Collective."""
+    """Return whether all ranks of a communicator live and are well; equal on all surviving ranks. Collective."""
     try:
         return bool(comm.Agree(int(is_well)))
     except Exception as error:
@@ -110,18 +110,18 @@ def revoke(comm: MPI.Comm) -> None:
 
 
 def register(owner: CommunicatorOwner) -> None:
-    """Let ``revoke_all`` reach the communicators of ``owner``, as long as it lives."""
+    """Let ``revoke_all`` reach the communicators of ``owner`` as long as ``owner`` exists."""
     _owners.add(owner)
 
 
 def revoke_all() -> None:
-    """Make every call under way raise, here and on other ranks, after a death. Not collective."""
+    """Make every pending call raise after a death, on this rank and on others. Not collective."""
     for comm in _comms():
         revoke(comm)
 
 
 def forget_all() -> None:
-    """Forget all registered owners: their world is given up, also where references to them are left."""
+    """Forget all registered owners, because their world is given up; other references to them may remain."""
     _owners.clear()
 
 
@@ -130,34 +130,34 @@ def _comms() -> list[MPI.Comm]:
 
 
 def missing(before: MPI.Comm, after: MPI.Comm) -> tuple[int, ...]:
-    """The ranks of ``before`` that are not in ``after``."""
+    """Return the ranks of ``before`` that are not in ``after``."""
     old, new = before.Get_group(), after.Get_group()
-    ranks = _taken(old.Difference(old, new), old)
+    ranks = _free_after_translation(old.Difference(old, new), old)
     for group in (old, new):
         group.Free()
     return ranks
 
 
-def _taken(group: MPI.Group, everyone: MPI.Group) -> tuple[int, ...]:
-    """The ranks of a group, as they are numbered in another; the group is freed."""
+def _free_after_translation(group: MPI.Group, everyone: MPI.Group) -> tuple[int, ...]:
+    """Return the ranks of a group in the numbering of ``everyone``, and free the group."""
     ranks = tuple(group.Translate_ranks(list(range(group.size)), everyone))
     group.Free()
     return ranks
 
 
 def names_of_dead(before: MPI.Comm, after: MPI.Comm) -> str:
-    """The missing ranks, as numbered at the launch."""
+    """Return the missing ranks, numbered as at the launch."""
     everyone = sys.modules["mpi4py.MPI"].COMM_WORLD
     known = set(missing(everyone, before))
     return ", ".join(str(rank) for rank in missing(everyone, after) if rank not in known)
 
 
 def died(what: str, comm: MPI.Comm, cause: Exception) -> RankDied:
-    """The error of an operation that a death has ended."""
+    """Return the error of an operation that a death has ended."""
     everyone = comm.Get_group()
-    ranks = _taken(comm.Get_failed(), everyone)
+    ranks = _free_after_translation(comm.Get_failed(), everyone)
     everyone.Free()
     who = f"rank {', '.join(map(str, ranks))}" if ranks else "a rank"
-    error = RankDied(f"{what}: {who} died; with mpi.elastic() the others can go on")
+    error = RankDied(f"{what}: {who} died; wrap the calls in `with mpi.elastic():` to go on with the other ranks")
     error.__cause__ = cause
     return error

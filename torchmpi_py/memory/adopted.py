@@ -1,10 +1,10 @@
-"""Memory that was made elsewhere, moved to where all ranks of a node map it.
+"""Memory of existing tensors, moved to where all ranks of a node can map it.
 
-DistributedDataParallel makes the memory of its buckets itself. ``move`` moves the whole storage of a tensor, in place:
-the tensors on it (buckets, their views, gradients) stay what they are, at another address. The ranks then map each
-other's, and work there as in symmetric memory.
+DistributedDataParallel allocates the memory of its buckets itself. ``move`` moves the whole storage of a tensor in
+place: the tensors on it (buckets, their views, gradients) stay the same objects, at another address. The ranks then map
+each other's storages and use them as symmetric memory.
 
-torch moves a storage into a file in /dev/shm, whose name is removed at once: a killed rank leaves nothing behind.
+torch moves a storage into a file in /dev/shm and removes the name at once, so a killed rank leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torchmpi_py.core import agree, shared_files
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.errors import Unavailable
 
-_COUNT_OF_UNUSED = 1  # users of a storage that is this module's alone
-_LEAST_LEFT_BYTES = 256 << 20  # of /dev/shm: workers of a DataLoader send batches through the same room
+_COUNT_OF_UNUSED = 1  # users of a storage that only this module refers to
+_LEAST_LEFT_BYTES = 256 << 20  # in /dev/shm, through which workers of a DataLoader send their batches too
 
 
 class AdoptedSegment:
-    """The moved storages of all ranks of a channel as one rank sees them: like ``symmetric.Segment``.
+    """The moved storages of all ranks of a channel as one rank sees them; the interface is ``symmetric.Segment``'s.
 
-    This rank's storage lives until ``close``, so that no other memory gets its address meanwhile.
+    This rank's storage lives until ``close``, so that no other memory gets its address before that.
     """
 
     device_type, is_declared, is_live = "cpu", False, True
@@ -44,9 +44,9 @@ class AdoptedSegment:
         self._others = others
 
     def view(self, index: int, dtype: torch.dtype, count: int, offset_bytes: int = 0) -> Tensor:
-        """``count`` elements of the storage of the rank with this index on the node.
+        """Return ``count`` elements of the storage of the rank with this index on the node.
 
-        The view keeps another rank's storage mapped, and does not keep this rank's own alive.
+        The view keeps another rank's storage mapped, but it does not keep this rank's own storage alive.
         """
         num_bytes = count * dtype.itemsize
         if index in self._others:
@@ -56,17 +56,17 @@ class AdoptedSegment:
 
     @property
     def is_unused(self) -> bool:
-        """Whether no tensor lies on this rank's storage any more, as far as torch tells."""
+        """Whether no tensor uses this rank's storage any more; False if torch cannot tell."""
         storage, count = self._storage, getattr(torch._C, "_storage_Use_Count", None)
         return storage is not None and count is not None and count(storage._cdata) <= _COUNT_OF_UNUSED
 
     def close(self) -> None:
-        """Give up this rank's storage, and the others: no operation uses the segment, nor will one."""
+        """Release this rank's storage and the others; no operation may use the segment now or later."""
         self._storage, self._others = None, {}
 
 
 class Offered(NamedTuple):
-    """The file of a rank's storage; rank 0's ``key`` is the segment's."""
+    """The file of a rank's storage. The ``key`` from rank 0 becomes the segment's key."""
 
     path: str
     num_bytes: int
@@ -75,9 +75,10 @@ class Offered(NamedTuple):
 
 
 def move(channel: Channel, x: Tensor) -> AdoptedSegment:
-    """Move the storage of ``x``, a CPU tensor, and map those of the other ranks. Collective over ``channel``, one node.
+    """Move the storage of the CPU tensor ``x``, and map the other ranks' storages. Collective over ``channel``.
 
-    Unavailable, on every rank, if one of them cannot. A storage may have moved then, which its tensors do not notice.
+    All ranks of ``channel`` are on one node. Raise Unavailable on every rank if one of them fails. A storage may have
+    moved even then, which its tensors do not notice.
     """
     storage, how = x.untyped_storage(), ((Unavailable,), str, agree.first_as(Unavailable))
     agree.run_on_all_ranks(channel.mpi.allgather, lambda: _check_room(storage, channel.size), *how)
@@ -87,21 +88,21 @@ def move(channel: Channel, x: Tensor) -> AdoptedSegment:
 
 
 def _check_room(storage: torch.UntypedStorage, num_ranks: int) -> None:
-    """Unavailable if the storages of all ranks, which are about as large, would leave too little to others."""
+    """Raise Unavailable if the storages of all ranks, of about equal size, would leave too little shared memory."""
     if storage.is_shared():
         return
     try:
         room, num_open = os.statvfs(shared_files.SHARED_DIRECTORY), len(os.listdir("/proc/self/fd"))
     except OSError as error:
-        raise Unavailable(f"no shared memory: {error}") from None
+        raise Unavailable(f"shared memory cannot be examined: {error}") from None
     if num_open > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
-        raise Unavailable(f"{num_open} files are open, more than half of what ulimit -n allows")
+        raise Unavailable(f"{num_open} files are open, more than half of the limit of ulimit -n")
     if room.f_bavail * room.f_frsize < num_ranks * storage.nbytes() + _LEAST_LEFT_BYTES:
-        raise Unavailable(f"{shared_files.SHARED_DIRECTORY} has no room for {storage.nbytes()} bytes of each rank")
+        raise Unavailable(f"{shared_files.SHARED_DIRECTORY} has no space for {storage.nbytes()} bytes per rank")
 
 
 def _offer(storage: torch.UntypedStorage) -> Offered:
-    """Move a storage into a file of its own."""
+    """Move a storage into its own file, and return the file."""
     move_here: Any = storage._share_fd_cpu_
     try:
         file, _ = move_here()
@@ -113,16 +114,16 @@ def _offer(storage: torch.UntypedStorage) -> Offered:
 
 
 def _map_others(channel: Channel, offers: Sequence[Offered]) -> dict[int, Tensor]:
-    """The storages of the other ranks, by their index on the node."""
+    """Return the storages of the other ranks by their index on the node."""
     return {
-        place.local: _mapped(offered)
+        place.local: _map(offered)
         for rank, (place, offered) in enumerate(zip(channel.places, offers, strict=True))
         if rank != channel.rank
     }
 
 
-def _mapped(offered: Offered) -> Tensor:
-    """The bytes of another rank's storage. No descriptor stays open, for there are many buckets, and many ranks."""
+def _map(offered: Offered) -> Tensor:
+    """Return the bytes of another rank's storage. Close the descriptor, because there are many buckets and ranks."""
     file = shared_files.open_file(offered.path, offered.num_bytes, offered.identity)
     try:
         path = f"/proc/self/fd/{file}"

@@ -1,4 +1,4 @@
-"""The processor's caches, as Linux shows them."""
+"""The sizes of the processor's caches, from Linux."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def last_level_cache_bytes(caches: Path = _CACHES) -> int | None:
-    """The size of the last-level cache, or None where the system does not show it."""
-    found = []
+    """Return the size of the last-level cache, or None if the system does not show it."""
+    sizes = []  # (level, size)
     for folder in caches.glob("index*"):
         try:
             size = (folder / "size").read_text().strip()  # "32768K"
-            found.append((int((folder / "level").read_text()), int(size.removesuffix("K")) << 10))
+            sizes.append((int((folder / "level").read_text()), int(size.removesuffix("K")) << 10))
         except (OSError, ValueError):
             continue
-    return max(found)[1] if found else None
+    return max(sizes)[1] if sizes else None

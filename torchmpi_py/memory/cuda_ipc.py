@@ -1,9 +1,9 @@
 """GPU memory and events that other processes of the node can use, by CUDA's inter-process communication (IPC).
 
-torch.multiprocessing passes memory on: it counts the processes that map the memory, and keeps the memory until all have
-released it. A *segment* is an allocation of every rank, from torch's allocator: this rank's part, and the parts of its
-peers as mapped here. Events order the streams of peers: a stream can wait for an event that a peer has recorded, once
-the ranks have met after the recording.
+torch.multiprocessing passes memory on: it counts the processes that map the memory, and keeps the memory until all of
+them have released it. A *segment* is one allocation per rank from torch's allocator: this rank's part, and the parts of
+its peers as mapped here. Events order the streams of peers: a stream can wait for an event that a peer has recorded,
+if the ranks have synchronized after the recording.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import CommunicatorError, Unavailable
 from torchmpi_py.memory import devices, gpus
 
-ALIGNMENT = 512  # bytes; as torch's allocator
-_DEVICE = 6  # the argument of torch's rebuild_cuda_tensor that is the sender's index of the device
-_COUNTER = slice(11, 13)  # its arguments that say where torch counts the processes that map the memory
+ALIGNMENT = 512  # bytes, as in torch's allocator
+_DEVICE = 6  # the index of the sender's device among the arguments of torch's rebuild_cuda_tensor
+_COUNTER = slice(11, 13)  # the arguments that name torch's counter of the processes that map the memory
 READY, DONE = 0, 1
 
 
 class GpuSegment:
-    """A segment on GPUs as one rank sees it: like ``symmetric.Segment``, without owning this rank's part."""
+    """A segment on GPUs as one rank sees it: like ``symmetric.Segment``, but it does not own this rank's part."""
 
     device_type, is_declared, is_live = "cuda", True, True
 
@@ -39,16 +39,16 @@ class GpuSegment:
         self.key = key
         self.part_bytes = part_bytes
         self.begin = begin
-        self.parts = parts  # by the index on the node: the peers' mapped parts, and an alias of this rank's
+        self.parts = parts  # by index on the node: the peers' mapped parts, and an alias of this rank's part
         self.part_of = {index: index for index in (own, *parts)}
 
     def view(self, index: int, dtype: torch.dtype, count: int, offset_bytes: int = 0) -> Tensor:
-        """``count`` elements of the part of the rank with this index on the node. The segment must outlive the view."""
+        """Return ``count`` elements of the part of the rank with this index on the node; keep the segment alive."""
         return self.parts[index][offset_bytes : offset_bytes + count * dtype.itemsize].view(dtype)
 
 
 class _Memory:
-    """GPU memory under CUDA's array interface, by which torch adopts memory; the tensor keeps this object alive."""
+    """GPU memory with CUDA's array interface, through which torch adopts it; the tensor keeps this object alive."""
 
     def __init__(self, address: int, num_bytes: int, owner: object) -> None:
         self._owner = owner
@@ -68,10 +68,10 @@ def allocate(
     device: torch.device,
     on_end: Callable[[GpuSegment], object],
 ) -> tuple[Tensor, GpuSegment]:
-    """A segment with a part of at least ``num_bytes`` per rank of this IPC group in ``comm``. Collective over ``comm``.
+    """Create a segment with at least ``num_bytes`` for each rank of this IPC group. Collective over ``comm``.
 
-    This rank's part is the tensor, of bytes; ``on_end`` is called when its memory is about to go. Unavailable, on
-    every rank, if the memory cannot be had.
+    Return this rank's part, as a tensor of bytes, and the segment. ``on_end`` is called before the part's memory is
+    freed. Raise Unavailable on every rank if the memory cannot be allocated or shared.
     """
     me = places[comm.rank]
     mine = [rank for rank, place in enumerate(places) if gpus.group(place) == gpus.group(me)]
@@ -88,7 +88,7 @@ def allocate(
         assert base is not None, "no rank has failed"
         return base
 
-    failed = agree.first_as(Unavailable, f"no symmetric GPU memory of {num_bytes} bytes a rank: ")
+    failed = agree.first_as(Unavailable, f"no symmetric GPU memory of {num_bytes} bytes per rank: ")
     try:
         base = agree.run_on_all_ranks(comm.allgather, map_peers, (RuntimeError,), agree.first_line, failed)
     except Unavailable:
@@ -102,52 +102,52 @@ def allocate(
 
 
 def _end(segment: GpuSegment, device: torch.device, on_end: Callable[[GpuSegment], object]) -> None:
-    devices.of(device).synchronize()  # work on any stream may still use this rank's part, and views of the others
+    devices.of(device).synchronize()  # Work on any stream may still use this rank's part and views of the others.
     on_end(segment)
 
 
 def _offer(part_bytes: int, peers: Sequence[int], device: torch.device) -> tuple[Tensor | None, dict[int, object], str]:
-    """(memory, a handle of it for each peer, why not). Each handle counts as one process that maps it."""
+    """Return (memory, a handle for each peer, an error text). Torch counts each handle as one process that maps it."""
     share: Any = reductions.reduce_tensor
     try:
-        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # what peers have let go of can be used again
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # Free the memory that peers have released.
         with without_expandable_segments():
             base = torch.empty(part_bytes, dtype=torch.uint8, device=device)
         return base, {rank: share(base) for rank in peers}, ""
-    except RuntimeError as error:  # out of memory; or memory that cannot be shared
+    except RuntimeError as error:  # No memory is left, or the memory cannot be shared.
         return None, {}, agree.first_line(error)
 
 
 @contextlib.contextmanager
 def without_expandable_segments() -> Iterator[None]:
-    """Let torch's allocator return memory that can be passed on, also where the user has set expandable segments.
+    """Let torch's allocator return memory that can be shared, even if the user has enabled expandable segments.
 
-    Memory of expandable segments cannot be passed on, in general. While they are off, the allocator uses none of those
-    that it has, so the memory is new.
+    In general, memory of expandable segments cannot be shared. While they are disabled, the allocator does not use its
+    existing expandable segments, so the memory is new.
     """
     settings = torch.cuda.memory._snapshot().get("allocator_settings", {})
     if not settings.get("expandable_segments"):
         yield
         return
-    # Torch replaces all settings at once, so those of the user are repeated.
-    given = settings.get("last_allocator_settings") or "expandable_segments:True"
-    # The last one counts; a setting without a name gets its default.
-    _set_allocator(f"{given},expandable_segments:False")
+    # Torch replaces all settings at once, so the user's settings are repeated.
+    former = settings.get("last_allocator_settings") or "expandable_segments:True"
+    # The last occurrence of a setting counts, and a setting without an occurrence gets its default.
+    _set_allocator(f"{former},expandable_segments:False")
     try:
         yield
     finally:
-        _set_allocator(given)
+        _set_allocator(former)
 
 
 def _set_allocator(settings: str) -> None:
-    change: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # the newer name
+    change: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # the name in newer versions
     (change or torch.cuda.memory._set_allocator_settings)(settings)
 
 
 def _open_all(handles: dict[int, Any], places: Sequence[Place], device: torch.device) -> dict[int, Tensor]:
-    """The peers' memory by their index on the node, mapped for this rank's GPU wherever the memory is.
+    """Map the peers' memory, wherever it is, for this rank's GPU; return it by index on the node.
 
-    Kernels want all tensors on one device.
+    Kernels need all their tensors on one device.
     """
     opened = {}
     try:
@@ -160,7 +160,7 @@ def _open_all(handles: dict[int, Any], places: Sequence[Place], device: torch.de
 
 
 def _decline(handles: Sequence[Any]) -> None:
-    """Release memory that peers have offered and this rank has not mapped, which counts as mapped until then."""
+    """Release memory that peers have offered but this rank has not mapped, because torch counts it as mapped."""
     release: Any = torch.UntypedStorage._release_ipc_counter_cuda
     for handle in handles:
         if handle is not None:
@@ -168,7 +168,7 @@ def _decline(handles: Sequence[Any]) -> None:
 
 
 class PeerEvents:
-    """Two events a rank, READY and DONE, and the peers' events. Made collectively over a channel, and kept there."""
+    """A READY and a DONE event per rank, and the peers' events. Created collectively over a channel and kept there."""
 
     def __init__(self, channel: Channel, device: torch.device) -> None:
         self._device = devices.of(device)
@@ -190,11 +190,11 @@ class PeerEvents:
         self._own = [kind(interprocess=True) for _ in (READY, DONE)]
         with torch.cuda.device(device):
             for event in self._own:
-                event.record(self._device.current())  # the first recording creates the event
+                event.record(self._device.current())  # The first recording creates the event.
             return [event.ipc_handle() for event in self._own]
 
     def enter(self) -> None:
-        """Let the current stream wait for the last exchange, which may have been on another stream."""
+        """Let the current stream wait for the last exchange, which may have used another stream."""
         self._device.current().wait_event(self._over)
 
     def leave(self) -> None:
@@ -206,28 +206,28 @@ class PeerEvents:
         self._own[which].record(self._device.current())
 
     def follow(self, which: int) -> None:
-        """Let the current stream wait for the peers' last READY or DONE before the ranks last met."""
+        """Let the current stream wait for the READY or DONE that peers recorded before the ranks last synchronized."""
         stream = self._device.current()
         for event in self._peers[which]:
             stream.wait_event(event)
 
 
 class NoEvents:
-    """``PeerEvents`` of the host, where all work is done when the ranks meet."""
+    """The host's ``PeerEvents``, which do nothing because the host's work is done when the ranks synchronize."""
 
     def enter(self) -> None:
-        """The last exchange is over."""
+        """Do nothing: the last exchange is over."""
 
     def leave(self) -> None:
-        """This exchange is over."""
+        """Do nothing: this exchange is over."""
 
     def record(self, which: int) -> None:
-        """This rank's work is done."""
+        """Do nothing: this rank's work is done."""
 
     def follow(self, which: int) -> None:
-        """The peers' work is done."""
+        """Do nothing: the peers' work is done."""
 
 
 def peer_events(channel: Channel, device: torch.device) -> PeerEvents | NoEvents:
-    """The events for a device. Collective over the channel."""
+    """Return the events for a device. Collective over the channel."""
     return PeerEvents(channel, device) if device.type == "cuda" else NoEvents()

@@ -1,17 +1,17 @@
 """Devices: the order of work on them (streams and events), operations on a stream, and copies on the host.
 
-A *stream* is a queue of work that a GPU carries out in order; an *event* is a point in a stream, for which another
-stream, or the host, can wait. The host has streams and events in name only: work is done when a call returns. So code
-for GPUs also runs on the host, where tests check its logic.
+A *stream* is a queue of work that a GPU carries out in order. An *event* is a point in a stream, for which another
+stream or the host can wait. The host has streams and events in name only, because its work is done when a call returns.
+So code for GPUs also runs on the host, where tests check its logic.
 
-The communication thread carries out asynchronous operations on GPU tensors, with a stream of its own as the current
-one. That stream first waits for the work that the launching thread's current stream held at the launch, so the
-operation sees the tensors as the caller left them. ``wait`` makes the waiting thread's current stream wait for the
-operation, and returns when its work has been queued; ``synchronize`` and ``done`` are about the GPU.
+The communication thread carries out asynchronous operations on GPU tensors, with its own stream as the current one.
+This stream first waits for the work in the launching thread's current stream, so the operation sees the tensors as the
+caller left them. ``wait`` makes the waiting thread's current stream wait for the operation, and returns when its work
+has been queued. ``synchronize`` and ``done`` refer to the work on the GPU.
 
-A parameter server exchanges GPU tensors through pinned memory of the host (``HostCopy``): the client's thread copies,
-on a stream of its own, after the work that the caller's stream held at the call. The copy is complete when the handle
-is: no stream needs to wait for it.
+A parameter server exchanges GPU tensors through pinned host memory (``HostCopy``). The client's thread copies on a
+stream of its own, after the work that was in the caller's stream at the call. The copy is complete when its handle is,
+so no stream needs to wait for it.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from torchmpi_py.core.handles import Handle, ThreadHandle, Work
 
 logger = logging.getLogger("torchmpi_py")
 R = TypeVar("R")
-_pin_failures: list[int] = []  # the first error code of this process
+_pin_failures: list[int] = []  # the first error code in this process
 
 
 class HostStream:
-    """Stream and event of the host, where work is done when a call returns; their methods are those of CUDA's.
+    """The host's stream and event, with the methods of CUDA's; work is done when a call returns.
 
-    An event that was never recorded is past.
+    An event that was never recorded counts as complete.
     """
 
     def wait_event(self, event: object) -> None:
-        """Let what is queued later wait for ``event``."""
+        """Let work that is queued later wait for ``event``."""
 
     def record(self, stream: object) -> None:
-        """Make this event the present end of ``stream``."""
+        """Move this event to the current end of ``stream``."""
 
     def synchronize(self) -> None:
         """Block the host until the work is done."""
 
     def query(self) -> bool:
-        """Whether the event is past."""
+        """Return whether the event is complete."""
         return True
 
 
@@ -64,32 +64,32 @@ class Device:
         self.device = device
 
     def current(self) -> Any:
-        """The stream that this thread's work goes to."""
+        """Return the stream that takes this thread's work."""
         return _HOST_STREAM
 
     def stream(self) -> Any:
-        """A new stream of high priority."""
+        """Return a new stream of high priority."""
         return _HOST_STREAM
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
-        """Let this thread's work go to ``stream``."""
+        """Send this thread's work to ``stream`` within a ``with`` block."""
         return contextlib.nullcontext()
 
     def event(self) -> Any:
-        """A new event."""
+        """Return a new event."""
         return _HOST_STREAM
 
     def pin(self, x: Tensor) -> None:
         """Page-lock the host memory of ``x``, for copies to and from the device. ``unpin`` undoes this."""
 
     def unpin(self, x: Tensor) -> None:
-        """Undo ``pin``, before the memory is freed."""
+        """Undo ``pin``; call it before the memory is freed."""
 
     def synchronize(self) -> None:
         """Block the host until all work of this process on the device is done."""
 
     def is_capturing(self) -> bool:
-        """Whether this thread's work is recorded into a graph, instead of carried out."""
+        """Return whether this thread's work is recorded into a graph instead of carried out."""
         return False
 
 
@@ -108,7 +108,7 @@ class Cuda(Device):
 
     @contextlib.contextmanager
     def on(self, stream: Any) -> Iterator[None]:
-        # The device first: else a thread on another device would take memory there when it returns to it.
+        # Enter the device first. Otherwise torch restores the stream of another device, and takes memory there.
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield
 
@@ -116,16 +116,16 @@ class Cuda(Device):
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def pin(self, x: Tensor) -> None:
-        """Pin ``x``. If CUDA refuses (a limit on locked memory, say) copies block the host; one warning says so."""
+        """Pin ``x``. If CUDA refuses (a limit on locked memory, for example), warn once; copies then block the host."""
         code = int(_runtime().cudaHostRegister(x.data_ptr(), x.nbytes, 0))
         if code == 0:
             self._pinned.add(x.data_ptr())
             return
         with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device=self.device)  # raises CUDA's error here, or the next kernel would
+            torch.zeros(1, device=self.device)  # This call raises CUDA's error, which the next kernel would raise.
         if not _pin_failures:
             _pin_failures.append(code)
-            logger.warning("CUDA cannot pin %d bytes of shared memory (error %d): staging is slower", x.nbytes, code)
+            logger.warning("CUDA cannot pin %d bytes of shared memory (error %d): copies are slower", x.nbytes, code)
 
     def unpin(self, x: Tensor) -> None:
         if x.data_ptr() in self._pinned:
@@ -141,7 +141,7 @@ class Cuda(Device):
 
 @functools.cache
 def of(device: torch.device) -> Device:
-    """The ``Device`` of a torch device."""
+    """Return the ``Device`` of a torch device."""
     return Cuda(device) if device.type == "cuda" else Device(device)
 
 
@@ -152,7 +152,7 @@ def _runtime() -> Any:
 class StreamHandle(ThreadHandle[R]):
     """An operation in the communication thread whose work goes to a ``stream`` of ``device``.
 
-    The stream first waits for all that the current stream holds now, so the operation sees ``tensors`` as they are.
+    The stream first waits for all work in the current stream, so the operation sees ``tensors`` as they are now.
     """
 
     def __init__(self, work: Work[R], device: Device, stream: Any, tensors: Iterable[object]) -> None:
@@ -171,11 +171,11 @@ class StreamHandle(ThreadHandle[R]):
                 self._finished.record(self._stream)
 
     def done(self) -> bool:
-        """Whether the GPU has carried out the operation, or the operation has failed; never blocks."""
+        """Return whether the GPU has carried out the operation, or the operation has failed. Never blocks."""
         return super().done() and self._finished.query()
 
     def _hand_over(self) -> None:
-        """Make this thread's current stream wait for the operation; the host has waited until the work was queued."""
+        """Make this thread's current stream wait for the operation. The host has already waited for the queueing."""
         stream = self._device.current()
         stream.wait_event(self._finished)
         _use_on(stream, self._result if isinstance(self._result, list) else [self._result])
@@ -195,21 +195,21 @@ def submit(
     tensors: Iterable[object],
     thread: communication_thread.CommunicationThread | None = None,
 ) -> Handle[R]:
-    """Queue an operation for the communication ``thread`` (default: the process's own).
+    """Queue an operation for the communication ``thread`` (default: the thread of this process).
 
-    For ``tensors`` on a GPU (``device``) the operation goes to a stream of that thread.
+    If ``tensors`` are on a GPU (``device``), the operation uses a stream of that thread.
     """
     thread = thread or communication_thread.current()
     if device is None:
         return thread.submit(work)
-    used = of(device)
-    if used not in thread.streams:
-        thread.streams[used] = used.stream()
-    return thread.enqueue(StreamHandle(work, used, thread.streams[used], tensors), work.entry)
+    own = of(device)
+    if own not in thread.streams:
+        thread.streams[own] = own.stream()
+    return thread.enqueue(StreamHandle(work, own, thread.streams[own], tensors), work.entry)
 
 
 def _use_on(stream: Any, tensors: Iterable[object]) -> None:
-    """Keep CUDA's allocator from giving their memory to others before the stream is through with it."""
+    """Keep CUDA's allocator from reusing the memory of ``tensors`` before ``stream`` has finished with it."""
     for x in tensors:
         if isinstance(x, Tensor) and x.is_cuda:
             for part in (x._indices(), x._values()) if x.is_sparse else (x,):
@@ -217,7 +217,7 @@ def _use_on(stream: Any, tensors: Iterable[object]) -> None:
 
 
 class HostCopy:
-    """The copy on the host of a tensor of another device. Made in the caller's thread, used in the one that copies."""
+    """A copy on the host of another device's tensor. The caller's thread creates it; another thread copies."""
 
     def __init__(self, x: Tensor) -> None:
         self._x = x
@@ -226,17 +226,17 @@ class HostCopy:
         self._ready.record(self._device.current())
 
     def to_host(self) -> Tensor:
-        """The values of the tensor, in new memory of the host."""
+        """Return the values of the tensor in new host memory."""
         host = self.empty()
         self._in_order(lambda: host.copy_(self._x, non_blocking=True))
         return host
 
     def empty(self) -> Tensor:
-        """New memory of the host for the values of the tensor."""
+        """Return new host memory for the values of the tensor."""
         return torch.empty(self._x.shape, dtype=self._x.dtype, device="cpu", pin_memory=self._x.is_cuda)
 
     def from_host(self, host: Tensor, then: Callable[[], object] | None) -> None:
-        """Copy values from the host to the tensor, then call ``then`` in the same stream."""
+        """Copy values from the host to the tensor, then call ``then`` on the same stream."""
 
         def copy() -> None:
             self._x.copy_(host, non_blocking=True)

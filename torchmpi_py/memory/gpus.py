@@ -1,8 +1,8 @@
-"""Which GPU every rank computes on, and which ranks can map each other's GPU memory.
+"""The GPU on which each rank computes, and the ranks that can map each other's GPU memory.
 
-Ranks are in one *IPC group* if they are on one node and each pair of them shares a GPU, or has GPUs that reach each
-other's memory directly (peer access). A GPU counts as reached only if the process sees it as well: where every rank
-sees its own GPU alone, no rank can map another's memory.
+Ranks form an *IPC group* if they are on one node and each pair of them shares a GPU, or has GPUs that access each
+other's memory directly (peer access). A process reaches only the GPUs that it sees. If every rank sees only its own
+GPU, no rank can map another's memory.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torchmpi_py.errors import RanksDisagree
 
 
 class Gpu(NamedTuple):
-    """A rank's GPU: the identity, the same for all processes, and the lowest rank of the IPC group."""
+    """A rank's GPU: its identity, equal in all processes, and the lowest rank of its IPC group."""
 
     identity: str
     group: int
 
 
 class GpuOffer(NamedTuple):
-    """A rank's announcement: its place, its GPU, and the GPUs that this GPU reaches, itself included."""
+    """A rank's announcement: its place, its GPU, and the GPUs that this GPU reaches (including itself)."""
 
     place: Place
     identity: str
@@ -39,20 +39,20 @@ _SWITCHED_OFF = "switched off by start(with_ipc_groups=False)"
 
 @dataclasses.dataclass
 class GpuTable:
-    """The GPU of every rank of the world, by its place; ``why_no_ipc``: why ranks map no GPU memory of others."""
+    """The GPU of every world rank by its place. ``why_no_ipc``: why ranks cannot map GPU memory of others, or empty."""
 
     gpus: Mapping[Place, Gpu]
     why_no_ipc: str
 
 
 current: GpuTable | None = None
-"""The table of the session; None unless ``start(with_cuda=True)``. A session alone assigns it."""
+"""The table of the session; None unless ``start(with_cuda=True)``. Only a session assigns it."""
 
 
 def exchange(world: MPI.Comm, place: Place, device: torch.device, *, with_ipc: bool) -> GpuTable | None:
-    """The table of all ranks of ``world``; None if all compute on the CPU. Collective over ``world``.
+    """Return the table of all ranks of ``world``; None if all compute on the CPU. Collective over ``world``.
 
-    RanksDisagree, on every rank, if some compute on the CPU and others do not.
+    Raise RanksDisagree on every rank if some ranks compute on the CPU and others do not.
     """
     offers = world.allgather(_offer(place, device) if device.type == "cuda" else None)
     without = [rank for rank, offer in enumerate(offers) if offer is None]
@@ -60,29 +60,29 @@ def exchange(world: MPI.Comm, place: Place, device: torch.device, *, with_ipc: b
         return None
     if without:
         ranks = ", ".join(map(str, without))
-        raise RanksDisagree(f"start: with_cuda=False on rank {ranks}, with_cuda=True on the others; give all the same")
+        raise RanksDisagree(f"start: with_cuda=False on rank {ranks}, with_cuda=True on the others; pass one value")
     gpus = {offer.place: Gpu(offer.identity, group) for offer, group in zip(offers, ipc_groups(offers), strict=True)}
     return GpuTable(gpus, "" if with_ipc else _SWITCHED_OFF)
 
 
 def switch_off(reason: str) -> None:
-    """Let no ranks map each other's GPU memory. All ranks call this, before ``start`` makes a level of the groups."""
+    """Keep ranks from mapping each other's GPU memory. All ranks call this before ``start`` pushes the IPC level."""
     assert current is not None, "the GPUs of a session"
     current.why_no_ipc = reason
 
 
 def table() -> dict[Place, str] | None:
-    """The identity of the GPU of every rank of the world, by its place; None unless ``start(with_cuda=True)``."""
+    """Return the identity of every world rank's GPU by place; None unless ``start(with_cuda=True)``."""
     return None if current is None else {place: gpu.identity for place, gpu in current.gpus.items()}
 
 
 def group(place: Place) -> int:
-    """The IPC group of a rank: the lowest rank of the world in it. On the CPU all ranks of a node are one group."""
+    """Return a rank's IPC group as its lowest world rank. On the CPU all ranks of a node form one group."""
     return place.node if current is None or current.why_no_ipc else current.gpus[place].group
 
 
 def why_no_ipc(places: Sequence[Place] = ()) -> str:
-    """Why the ranks at ``places`` cannot map each other's GPU memory, or empty; the same text on all of them."""
+    """Return why the ranks at ``places`` cannot map each other's GPU memory, or empty; equal on all of them."""
     if current is None:
         return "this session computes on the CPU; call mpi.start(with_cuda=True) on every rank"
     if current.why_no_ipc:
@@ -90,14 +90,14 @@ def why_no_ipc(places: Sequence[Place] = ()) -> str:
     if len({group(place) for place in places}) > 1:
         names = ", ".join(sorted({current.gpus[place].identity for place in places}))
         return (
-            f"the GPUs of these ranks cannot all reach each other's memory ({names}); within IPC groups they can, see "
-            "set_collective_span. Ranks must see all GPUs of the node, not only their own (CUDA_VISIBLE_DEVICES)"
+            f"the GPUs of these ranks cannot all reach each other's memory ({names}); within an IPC group they can, "
+            "see set_collective_span. Let each rank see all GPUs of its node (CUDA_VISIBLE_DEVICES), not only its own"
         )
     return ""
 
 
 def ipc_groups(offers: Sequence[GpuOffer]) -> list[int]:
-    """The lowest rank of every rank's IPC group: the first group in which all reach the rank, and the rank all."""
+    """Return the lowest rank of each rank's IPC group; a rank joins the first group whose members it all reaches."""
     groups: dict[int, list[list[int]]] = {}  # by node
     for rank, mine in enumerate(offers):
         for members in (here := groups.setdefault(mine.place.node, [])):
@@ -125,7 +125,7 @@ def _offer(place: Place, device: torch.device) -> GpuOffer:
 
 
 def identity(index: int) -> str:
-    """The identity of a GPU: the same in every process, whatever the order and number of the GPUs there."""
+    """Return the identity of a GPU, equal in every process whatever GPUs it sees and in which order."""
     properties = torch.cuda.get_device_properties(index)
-    uuid = getattr(properties, "uuid", None)  # a MIG instance has its own
+    uuid = getattr(properties, "uuid", None)  # A MIG instance has a UUID of its own.
     return f"GPU-{uuid}" if uuid is not None else f"{properties.name} {index} of {socket.gethostname()}"

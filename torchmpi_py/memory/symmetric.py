@@ -1,15 +1,15 @@
 """Symmetric memory: memory of equal size on every rank of a node, mapped by all of them.
 
-On the host a *segment* is one file (``shared_files.py``), cut into a part per rank. Every rank maps the whole file, so
-a rank reads and writes the parts of the others as its own. On GPUs a part is memory of its own, which the ranks of the
+On the host a *segment* is one file (``shared_files.py``) with one part per rank. Every rank maps the whole file, so a
+rank reads and writes the other parts like its own. On GPUs each part is a separate allocation, which the ranks of the
 same IPC group map (``cuda_ipc.py``).
 
-``symmetric_empty`` returns this rank's part of a new segment as a tensor; ``find`` looks a tensor up, by a bisect over
-the addresses of live parts. A rank unmaps a segment when the last tensor of its part dies, whatever the other ranks do:
-the memory lives as long as one rank maps it.
+``symmetric_empty`` returns this rank's part of a new segment as a tensor. ``find`` looks up the segment of a tensor by
+a bisection over the addresses of live parts. A rank unmaps a segment when the last tensor of its part is freed,
+whatever the other ranks do; the memory exists as long as one rank maps it.
 
-``adopt`` makes a segment of memory that each rank has already (``adopted.py``). A program has not *declared* such
-tensors to be symmetric: it may pass one on this rank, and an ordinary one on another.
+``adopt`` turns memory that each rank already has into a segment (``adopted.py``). The program has not *declared* these
+tensors symmetric, so it may pass one of them on this rank and an ordinary tensor on another.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from torchmpi_py.memory.adopted import AdoptedSegment
 
 NOT_STARTED = "call mpi.start() first"
 unavailable_because = NOT_STARTED
-"""Why the ranks of this node can share no memory; empty where they can. A session alone assigns it."""
+"""Why the ranks of this node cannot share memory; empty if they can. Only a session assigns it."""
 
 
 class Segment:
     """A segment on the host as one rank sees it, without owning the memory.
 
-    ``key`` is equal on all ranks of the segment; ``indices`` are the ranks of its parts, by their index on the node.
-    ``is_declared``: whether the program has made its tensors symmetric, as it then has on all ranks. ``is_live``:
+    ``key`` is equal on all ranks of the segment. ``indices`` are the ranks of its parts, by their index on the node.
+    ``is_declared``: whether the program created its tensors as symmetric, which it then did on all ranks. ``is_live``:
     whether this rank's part is still in use.
     """
 
@@ -52,7 +52,7 @@ class Segment:
     def __init__(self, mapping: mmap.mmap, key: int, part_bytes: int, indices: Sequence[int], own: int) -> None:
         self.key = key
         self.part_bytes = part_bytes
-        # The whole file is mapped at one address; this rank's part begins inside.
+        # The whole file is mapped at one address, and this rank's part begins inside it.
         self.address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
         self.part_of = {index: part for part, index in enumerate(indices)}
         self.begin = self.address + self.part_of[own] * part_bytes
@@ -60,9 +60,9 @@ class Segment:
     def view(
         self, index: int, dtype: torch.dtype, count: int, offset_bytes: int = 0, owner: Tensor | None = None
     ) -> Tensor:
-        """``count`` elements of the part of the rank with this index on the node.
+        """Return ``count`` elements of the part of the rank with this index on the node.
 
-        The segment must outlive the view: ``owner``, a tensor of this rank's part, lives as long as the view.
+        The segment must outlive the view. The view therefore keeps ``owner`` alive, a tensor of this rank's part.
         """
         begin = self.address + self.part_of[index] * self.part_bytes + offset_bytes
         if count == 0:
@@ -81,7 +81,7 @@ class LiveSegments:
 
     def __init__(self) -> None:
         self.now: tuple[list[int], list[AnySegment]] = ([], [])
-        """The begins of this rank's parts, in order, and the segments. Replaced as a whole: other threads read both."""
+        """The starts of this rank's parts in order, and the segments. Replaced as a whole, as other threads read it."""
 
     def clear(self) -> None:
         """Forget all segments."""
@@ -89,22 +89,22 @@ class LiveSegments:
             self.remove(segment)
 
     def add(self, segment: AnySegment) -> None:
-        """Find tensors of ``segment`` from now on."""
+        """Let ``find`` return ``segment`` from now on."""
         self._replace(added=segment)
 
     def remove(self, segment: AnySegment) -> None:
-        """Find tensors of ``segment`` no longer."""
+        """Stop ``find`` from returning ``segment``."""
         segment.is_live = False
         self._replace(gone=segment)
 
     def _replace(self, *, added: AnySegment | None = None, gone: AnySegment | None = None) -> None:
-        """Change the lists, also where the garbage collector calls this in the middle of the same function."""
+        """Change the lists, even if the garbage collector calls this function while it is running."""
         while True:
             before = self.now
             segments = [segment for segment in (*before[1], added) if segment is not None and segment is not gone]
             segments.sort(key=lambda segment: segment.begin)
             after = [segment.begin for segment in segments], segments
-            if self.now is before:  # nothing can come between this and the next line: no call, no allocation
+            if self.now is before:  # Nothing interrupts this and the next line, as they neither call nor allocate.
                 self.now = after
                 return
 
@@ -113,7 +113,7 @@ live = LiveSegments()
 
 
 def find(x: Tensor) -> tuple[AnySegment, int] | None:
-    """The segment in whose part of this rank the flat tensor ``x`` lies, and the offset there in bytes; or None."""
+    """Return the segment that holds the flat tensor ``x`` in this rank's part, and the offset in bytes; or None."""
     begins, segments = live.now
     if not begins:
         return None
@@ -128,10 +128,10 @@ def find(x: Tensor) -> tuple[AnySegment, int] | None:
 
 
 def adopt(channel: Channel, x: Tensor) -> bool:
-    """Let flavours find ``x``, an ordinary CPU tensor, and all on its storage, as they find symmetric tensors.
+    """Let flavours treat ``x``, an ordinary CPU tensor, and all tensors on its storage as symmetric.
 
-    Collective over ``channel``, all on one node. False, on all ranks, if that is not possible. The memory is given up
-    when nothing else uses it, by the next call, or ``drop_unused``.
+    Collective over ``channel``, whose ranks are all on one node. Return False on all ranks if it is not possible. The
+    next call, or ``drop_unused``, releases the memory once nothing else uses it.
     """
     drop_unused()
     try:
@@ -142,7 +142,7 @@ def adopt(channel: Channel, x: Tensor) -> bool:
 
 
 def drop_unused() -> None:
-    """Give up the adopted memory that no tensor lies on any more."""
+    """Release the adopted memory that no tensor uses any more."""
     for segment in live.now[1]:
         if isinstance(segment, AdoptedSegment) and segment.is_unused:
             live.remove(segment)
@@ -190,25 +190,25 @@ def symmetric_empty(
     shape = _shape(size)
     dtype = dtype or torch.get_default_dtype()
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"symmetric_empty: dtype={dtype!r}: give a torch dtype, as torch.float32")
+        raise TypeError(f"symmetric_empty: dtype={dtype!r}: pass a torch dtype, such as torch.float32")
     where = _device(device)
     return journal.run_together("symmetric_empty", comm, lambda: _make(shape, dtype, where, comm))
 
 
 def _make(shape: torch.Size, dtype: torch.dtype, where: torch.device, comm: Communicator) -> Tensor:
-    # Every rank compares all requests before any memory is made: all raise, or none.
-    asked = comm.direct.mpi.allgather((tuple(shape), str(dtype), where.type))
-    if any(other != asked[0] for other in asked):
-        texts = ", ".join(f"rank {rank}: {list(s)} {d} on {kind}" for rank, (s, d, kind) in enumerate(asked))
-        raise RanksDisagree(f"symmetric_empty: the ranks ask for different tensors ({texts})")
+    # Every rank compares all requests before any memory is allocated, so either all ranks raise or none does.
+    requests = comm.direct.mpi.allgather((tuple(shape), str(dtype), where.type))
+    if any(other != requests[0] for other in requests):
+        texts = ", ".join(f"rank {rank}: {list(s)} {d} on {kind}" for rank, (s, d, kind) in enumerate(requests))
+        raise RanksDisagree(f"symmetric_empty: the ranks request different tensors ({texts}); pass equal arguments")
     num_bytes = math.prod(shape) * dtype.itemsize
     return memory(comm.direct, num_bytes, where)[:num_bytes].view(dtype).view(shape)
 
 
 def memory(channel: Channel, num_bytes: int, device: torch.device) -> Tensor:
-    """This rank's part, of at least ``num_bytes``, of a new segment of a channel's ranks. Collective over the channel.
+    """Return this rank's part of a new segment, of at least ``num_bytes``. Collective over the channel.
 
-    Unavailable, on every rank, if one of them cannot have the memory.
+    Raise Unavailable on every rank if one of them cannot get the memory.
     """
     if device.type == "cuda":
         if reason := gpus.why_no_ipc():
@@ -218,24 +218,24 @@ def memory(channel: Channel, num_bytes: int, device: torch.device) -> Tensor:
         return part
     mapping, segment = allocate(channel.mpi, channel.places, num_bytes)
     live.add(segment)
-    # The finalizer watches an object that dies before the mapping. Weak references to the mapping itself are cleared
-    # after the memory is unmapped: meanwhile another thread could get the same addresses for ordinary memory, which
-    # ``find`` would take for symmetric.
+    # The finalizer watches an object that is freed before the mapping. Weak references to the mapping itself are
+    # cleared only after the memory is unmapped. Until then another thread could get the same addresses for ordinary
+    # memory, which ``find`` would treat as symmetric.
     owner: Any = (ctypes.c_char * segment.part_bytes).from_buffer(mapping, segment.begin - segment.address)
     weakref.finalize(owner, live.remove, segment).atexit = False
     return torch.frombuffer(owner, dtype=torch.uint8)
 
 
 def shared_bytes(channel: Channel, num_bytes: int) -> dict[int, Tensor]:
-    """New host memory of each rank of this node, by rank, that all of them can read and write. Collective.
+    """Return new host memory of each rank of this node, by rank, that all of them can read and write. Collective.
 
-    The memory lives as long as one of the tensors. Unavailable, on all ranks, as for ``memory``.
+    The memory lives as long as one of the tensors. Raise Unavailable on all ranks as ``memory`` does.
     """
     own = memory(channel, num_bytes, torch.device("cpu"))
-    found = find(own)
-    assert found is not None, "it was just made"
-    assert isinstance(found[0], Segment), "on the host"
-    node, segment = channel.places[channel.rank].node, found[0]
+    location = find(own)
+    assert location is not None, "memory() has just created it"
+    node, segment = channel.places[channel.rank].node, location[0]
+    assert isinstance(segment, Segment), "memory() on the CPU creates a host segment"
     return {
         rank: segment.view(place.local, torch.uint8, own.nbytes, owner=own)
         for rank, place in enumerate(channel.places)
@@ -244,12 +244,12 @@ def shared_bytes(channel: Channel, num_bytes: int) -> dict[int, Tensor]:
 
 
 def allocate(comm: MPI.Comm, places: Sequence[Place], num_bytes: int) -> tuple[mmap.mmap, Segment]:
-    """A segment with a part of at least ``num_bytes`` per rank of this node in ``comm``. Collective over ``comm``.
+    """Create a segment with at least ``num_bytes`` for each rank of this node in ``comm``. Collective over ``comm``.
 
-    The segment lives as long as the mapping. Unavailable, on every rank, if one node cannot have the memory.
+    The segment lives as long as the mapping. Raise Unavailable on every rank if one node cannot get the memory.
     """
     mine = [rank for rank, place in enumerate(places) if place.node == places[comm.rank].node]
-    part_bytes = -(-max(1, num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE  # parts begin at pages
+    part_bytes = -(-max(1, num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE  # Parts begin at page boundaries.
     try:
         mapping, key = shared_files.share(
             comm,
@@ -258,51 +258,51 @@ def allocate(comm: MPI.Comm, places: Sequence[Place], num_bytes: int) -> tuple[m
             lambda path, identity: shared_files.map_file(path, part_bytes * len(mine), identity),
         )
     except Unavailable as error:
-        raise Unavailable(f"no symmetric memory of {num_bytes} bytes a rank: {error}") from None
+        raise Unavailable(f"no symmetric memory of {num_bytes} bytes per rank: {error}") from None
     indices = [places[rank].local for rank in mine]
     return mapping, Segment(mapping, key, part_bytes, indices, places[comm.rank].local)
 
 
 def unmap_peers(node: MPI.Comm) -> None:
-    """Make symmetric memory on GPUs ordinary, and unmap the peers' parts. Collective over the node.
+    """Turn symmetric GPU memory into ordinary memory, and unmap the peers' parts. Collective over the node.
 
-    A process must not end before: torch warns of it, for the memory that it has passed on goes with it.
+    A process must not end before this, because its memory would vanish while others map it; torch warns of that.
     """
     segments = [segment for segment in live.now[1] if isinstance(segment, cuda_ipc.GpuSegment)]
     for device in {part.device for segment in segments for part in segment.parts.values()}:
-        with contextlib.suppress(RuntimeError):  # CUDA's, of work that failed; the others wait below
-            devices.of(device).synchronize()  # of a broken communicator work may still be under way
+        with contextlib.suppress(RuntimeError):  # CUDA raises errors of earlier work; the other ranks wait below.
+            devices.of(device).synchronize()  # Work of a broken communicator may still be running.
     for segment in segments:
         live.remove(segment)
         segment.parts.clear()
     node.Barrier()
-    torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # what was freed while peers had it mapped
+    torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # Free the memory that peers had mapped until now.
 
 
 def _shape(size: Sequence[int | Sequence[int]]) -> torch.Size:
-    given = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in given):
-        raise ValueError(f"symmetric_empty: size {size!r}: give whole numbers >= 0, as in symmetric_empty(3, 4)")
-    return torch.Size(given)  # type: ignore[arg-type]
+    extents = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in extents):
+        raise ValueError(f"symmetric_empty: size {size!r}: pass whole numbers >= 0, as in symmetric_empty(3, 4)")
+    return torch.Size(extents)  # type: ignore[arg-type]
 
 
-def _device(given: torch.device | str | None) -> torch.device:
-    """The device; ValueError unless it is the CPU or this process's GPU."""
-    device = torch.device(given or "cpu")
+def _device(name: torch.device | str | None) -> torch.device:
+    """Return the device; raise ValueError unless it is the CPU or this process's GPU."""
+    device = torch.device(name or "cpu")
     if device.type == "cuda":
         if gpus.table() is None:
-            raise ValueError(f"symmetric_empty: device={given!r}: {gpus.why_no_ipc()}")
+            raise ValueError(f"symmetric_empty: device={name!r}: {gpus.why_no_ipc()}")
         current = torch.device("cuda", torch.cuda.current_device())
         device = current if device.index is None else device
         if device == current:
             return device
     if device.type != "cpu":
-        raise ValueError(f'symmetric_empty: device={given!r}: give the CPU, or "cuda" for the GPU of this rank')
+        raise ValueError(f'symmetric_empty: device={name!r}: pass "cpu", or "cuda" for the GPU of this rank')
     return device
 
 
 def try_out(comm: MPI.Comm, places: Sequence[Place], num_bytes: int) -> str:
-    """Why the ranks of a node cannot share ``num_bytes`` a rank, or empty. Collective over the node."""
+    """Return why the ranks of a node cannot share ``num_bytes`` per rank, or empty. Collective over the node."""
     try:
         allocate(comm, places, num_bytes)
     except Unavailable as error:

@@ -1,1 +1,1 @@
-"""Start and stop, where this rank is, exit, going on after a death."""
+"""Start and stop, the place of this rank, exit, and recovery from the death of a rank."""

@@ -1,9 +1,9 @@
-"""The watch over what ranks build together, once all have come: in ``start``, and in a recovery from a death.
+"""The watch over what ranks build together after all have arrived: in ``start``, and in a recovery from a death.
 
-The watchdog, a part of what is built, watches operations alone. A rank that hangs before it is up, or in a function of
-the user's that ``start`` calls, is in none. So at the deadline, and not before two minutes, a report shows where the
-ranks are, and the job ends as for an operation that is late. Until the watchdog is up a thread here gives this rank's
-stacks to the rank that reports.
+The watchdog is itself a part of what is built, and it watches only operations. A rank may hang outside of any
+operation: before the watchdog runs, or in a user's function that ``start`` calls. So after the timeout (at least two
+minutes) a report shows where the ranks are, and the job ends as for a late operation. Until the watchdog runs, a thread
+of this module gives this rank's stacks to the reporting rank.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.core.status_board import CLAIMED_LATE
 from torchmpi_py.watch import abort, job_reports, reports, stacks, watchdog
 
-_LEAST_SECONDS = 120.0  # functions of the user's, and trials of GPUs, that wait a minute for an answer
+_LEAST_SECONDS = 120.0  # long enough for functions of the user's, and for trials of GPUs, which may wait a minute
 _GIVE_SECONDS = 0.1
 
 
 @contextlib.contextmanager
 def watched(what: str, tuning: Tuning) -> Iterator[None]:
-    """Watch the block, in which the ranks build ``what`` together."""
+    """Watch the block in which the ranks build ``what`` together."""
     if tuning.deadline_seconds == 0 or MPI.COMM_WORLD.size == 1:
         yield
         return
@@ -44,9 +44,9 @@ class _Construction:
         self._has_reported = False
 
     def run(self) -> None:
-        """Report at the deadline, and end the job."""
+        """Report after the timeout, and end the job."""
         ages = watchdog.Ages(time.monotonic())
-        # A verb within, which began later, may still raise.
+        # A collective inside the block began later, so give it time to raise an error of its own.
         while ages.seconds.get(0, 0.0) < self._seconds + job_reports.RAISE_SECONDS:
             if self._is_over_within(_GIVE_SECONDS):
                 return
@@ -59,30 +59,30 @@ class _Construction:
                 self._end(patience_seconds)
 
     def _report(self) -> float:
-        """Report where the ranks are; for how long others may still report it."""
+        """Report where the ranks are; return the seconds in which other ranks may still report."""
         board = status_board.current
         self._has_reported = board is None or watchdog.claim(board, CLAIMED_LATE)
         if not self._has_reported:
             return job_reports.OTHERS_END_SECONDS
-        if board is None:  # each rank for itself
-            watchdog.print_to_stderr(f"torchmpi_py: {self._why}. Rank {MPI.COMM_WORLD.rank} is here:\n{stacks.text()}")
+        if board is None:  # Without a board each rank reports for itself.
+            watchdog.print_to_stderr(f"torchmpi_py: {self._why}. Rank {MPI.COMM_WORLD.rank} runs:\n{stacks.text()}")
             return job_reports.OTHERS_REPORT_SECONDS
         report = reports.of_node(board, self._why, silent=stacks.gather(board, self.over.is_set))
         return watchdog.tell_late(board, report, ends=self._ends)
 
     def _end(self, patience_seconds: float) -> None:
-        """End the job, after some seconds, unless all is built meanwhile."""
+        """End the job after some seconds, unless all parts are built meanwhile."""
         if not self._is_over_within(patience_seconds):
             abort.abort(abort.EXIT_CODE, self._why)
         elif self._has_reported:
             watchdog.withdraw()
 
     def _is_over_within(self, seconds: float) -> bool:
-        """Whether the block ends within this time, in which another rank may ask for this one's stacks."""
+        """Return whether the block ends within this time; give this rank's stacks to ranks that request them."""
         until = time.monotonic() + seconds
         while not self.over.wait(max(0.0, min(_GIVE_SECONDS, until - time.monotonic()))):
             if (board := status_board.current) is not None:
-                with contextlib.suppress(Exception):  # a recovery takes the board away
+                with contextlib.suppress(Exception):  # A recovery may remove the board.
                     stacks.give(board)
             if time.monotonic() >= until:
                 return False

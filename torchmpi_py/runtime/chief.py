@@ -59,7 +59,7 @@ def summary_writer(log_dir: str | None = None, **options: Any) -> Any:
 
 
 class _SilentWriter:
-    """A summary writer of a rank that writes nothing."""
+    """A stand-in for a summary writer on ranks that write nothing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -70,4 +70,4 @@ class _SilentWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """There is nothing to close."""
+        """Do nothing, because there is nothing to close."""

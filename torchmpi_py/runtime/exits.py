@@ -1,6 +1,6 @@
-"""The end of a started process: stop at a normal exit, abort of the whole job on an uncaught exception.
+"""The end of a started process: stop at a normal exit, and abort of the whole job on an uncaught exception.
 
-A forked child is disowned: it must neither use its parent's rank nor shut its parent's MPI down.
+A forked child is disowned: it must not use its parent's rank, and must not shut down its parent's MPI.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger("torchmpi_py")
 
 
 def register(stop: Callable[[], None]) -> None:
-    """Once per process: stop at exit, abort the job on an uncaught exception, disown forked children."""
+    """Register, once per process: stop at exit, abort on an uncaught exception, and disownment of forked children."""
     if not mpi_api.claim_process():
         return
     atexit.register(_at_exit, stop)
@@ -38,9 +38,9 @@ def register(stop: Callable[[], None]) -> None:
 def wait_for_all(world: Communicator) -> None:
     """Wait for all ranks. Collective.
 
-    The barrier is on the background communicator, which is idle by now, so that no barrier of another rank's program
-    matches it. The journal records it as any operation: RanksDisagree if a neighbour has called one more, or one less,
-    or if ranks of other nodes have called something else.
+    The barrier uses the background communicator, which is idle by now, so it cannot match a barrier of a program. The
+    journal records it like any operation. So this raises RanksDisagree if a neighbour has made one call more or fewer,
+    or if ranks of other nodes have made different calls.
     """
     entries = [journal.record_plain("mpi.stop()", world, thread_role) for thread_role in (BACKGROUND, DIRECT)]
     watchdog.announce_stop(is_drained=True)
@@ -56,7 +56,7 @@ def wait_for_all(world: Communicator) -> None:
 
 
 def show_stage(call: str) -> None:
-    """Show torchmpirun that this rank waits for others in ``call``; "": that it does not. No watchdog looks there."""
+    """Show torchmpirun that this rank waits for others in ``call``, where no watchdog looks; empty if it does not."""
     tuning = config.current
     exit_marks.record_stage(exit_marks.Stage(call, tuning.deadline_seconds, tuning.at_deadline != "report"))
 
@@ -68,17 +68,17 @@ def _at_exit(stop: Callable[[], None]) -> None:
             stop()
         except BaseException:
             failure = sys.exc_info()
-        if failure is not None:  # not in the block above: the abort reports exceptions that are being handled
+        if failure is not None:  # Outside of the except block, because abort reports exceptions that are being handled.
             try:
                 sys.excepthook(*failure)
             finally:
                 abort.abort(1)
         if not communication_thread.are_over():
             logger.error(
-                "an operation that timed out is still under way, so MPI cannot be ended in order; the job is aborted"
+                "an operation that timed out is still under way, so MPI cannot be finalized; the job is aborted"
             )
             abort.abort(1)
-        if not ulfm.has_lost_ranks():  # MPI_Finalize of Open MPI 5 may wait for the dead
+        if not ulfm.has_lost_ranks():  # MPI_Finalize of Open MPI 5 may wait for dead ranks.
             show_stage("MPI_Finalize")
             MPI.Finalize()
             show_stage("")
@@ -89,25 +89,25 @@ def _disown() -> None:
     communication_thread.current_thread = None
     communicators.current_stack = None
     communicators.why_not = (
-        "it was forked from a started rank, and only that one may call; in data loaders, return tensors instead"
+        "it was forked from a started rank, and only that rank may call; in data loaders, return tensors instead"
     )
 
 
 def _aborting(former: Callable[..., Any]) -> Callable[..., None]:
-    """An excepthook that ends the whole job after reporting: ranks that wait for this one would wait for ever."""
+    """Return an excepthook that ends the whole job after its report; otherwise other ranks would wait for ever."""
 
     def hook(*failure: Any) -> None:
         try:
             former(*failure)
-        except BaseException:  # the program's own may raise, or call sys.exit
+        except BaseException:  # The program's own hook may raise, or call sys.exit.
             sys.__excepthook__(*failure)
         finally:
             with contextlib.suppress(Exception):
                 if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
-                    # A hook around this one (torch.distributed has one) collects the text, and shows it afterwards.
+                    # A hook around this one (torch.distributed has one) collects the text and shows it afterwards.
                     sys.__stderr__.write(sys.stderr.getvalue())
             abort.abort(1)
 
-    hook.aborts = True  # type: ignore[attr-defined]  # launch/wrap.py has its own abort, after the user's hook
+    hook.aborts = True  # type: ignore[attr-defined]  # launch/wrap.py has its own abort, after the user's hook.
     hook.former = former  # type: ignore[attr-defined]
     return hook

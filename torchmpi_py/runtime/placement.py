@@ -1,8 +1,9 @@
-"""The place of this rank: on the node, its GPU, its share of the cores. Nothing here talks to other nodes.
+"""The place of this rank: on the node, its GPU, its share of the cores. Nothing in this module talks to other nodes.
 
-Each launcher sets the local rank in a variable of its own. The GPU is chosen by this variable before MPI starts. After
-that the variable counts only if the ranks of the node hold 0, 1, 2, ... between them: Open MPI may count otherwise than
-the shared-memory communicator does, and a variable may be left over from an outer job.
+Each launcher sets the local rank in a variable of its own. This variable chooses the GPU before MPI starts. After that
+the variable counts only if the ranks of the node hold 0, 1, 2, ... between them. It may differ from that, because Open
+MPI may count in another way than the shared-memory communicator, or because the variable is left over from an outer
+job.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from torchmpi_py.errors import TorchMPIError
 from torchmpi_py.launch import cleanup, surroundings, topology, transports, variables
 
 logger = logging.getLogger("torchmpi_py")
-_ABORT_DELAYS = ("opal_abort_delay", "mpi_abort_delay")  # two names of one setting
+_ABORT_DELAYS = ("opal_abort_delay", "mpi_abort_delay")  # two names for one setting
 
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """Rank and size on the node, the number of cores for each rank and for all of the node, the number of the GPU."""
+    """Rank and size on the node, the number of cores per rank and on the node, and the number that picks the GPU."""
 
     rank: int
     size: int
@@ -34,18 +35,19 @@ class Local:
 
 
 def prepare_environment() -> None:
-    """Set what an MPI reads from the environment when it starts; the user's settings win. torchmpirun does the same.
+    """Set the variables that an MPI reads when it starts; the user's settings win. torchmpirun sets the same ones.
 
-    Ranks that fill the cores, or wait for other hosts, yield while they wait: on two cores Open MPI then reduces 1 MiB
-    over TCP in 3 ms instead of 211. Under srun and on several hosts a rank whose connection to a dead one breaks
-    waits for the starter's report on the dead before it aborts the job, which else ends with the code of that abort.
+    Ranks that fill the cores, or that wait for other hosts, yield while they wait: on two cores Open MPI then reduces
+    1 MiB over TCP in 3 ms instead of 211. Under srun and on several hosts, a rank that loses its connection to a dead
+    rank waits for mpirun's report on the death before it aborts the job. Otherwise the job would end with the exit
+    code of that abort.
     """
     surroundings.set_home()
     for name, value in variables.OPEN_MPI.items():
         os.environ.setdefault(name, value)
     transports.leave_tcp_out()
     if not transports.is_chosen("btl"):
-        os.environ[transports.COMPONENTS] = "^ofi"  # for one-sided messages; it sleeps for a second when MPI starts
+        os.environ[transports.COMPONENTS] = "^ofi"  # It serves one-sided messages, and costs a second when MPI starts.
     size, local_size = variables.size_in(os.environ) or 1, variables.local_size_in(os.environ) or 1
     cores = variables.number(os.environ.get(variables.CORES, "")) or topology.num_usable_cores()
     if local_size < size or local_size >= cores:
@@ -56,31 +58,32 @@ def prepare_environment() -> None:
 
 
 def check_world(size: int) -> None:
-    """TorchMPIError if the launcher started several ranks, of which MPI knows nothing: each would be a world of one."""
+    """Raise TorchMPIError if the launcher started several ranks but MPI sees each of them as a world of one."""
     launched = variables.size_in(os.environ) or 1
     if size == 1 and launched > 1:
         vendor, version = MPI.get_vendor()
         for name in cleanup.shared_memory([os.getpid()]):
-            if "/sm_segment." in name:  # Open MPI's, which itself leaves the file of a world of one, as srun does
+            # Open MPI leaves this file of a world of one behind, and so does srun.
+            if "/sm_segment." in name:
                 os.unlink(name)
         raise TorchMPIError(
             f"the launcher started {launched} ranks, but for MPI each is alone: mpi4py has loaded {vendor} "
             f"{'.'.join(map(str, version))}, and the launcher belongs to another MPI. Start with torchmpirun, unset "
-            "MPI4PY_LIBMPI and MPI4PY_MPIABI, install one MPI only, or have srun choose it (--mpi); if worlds of one "
-            "are wanted, unset "
+            "MPI4PY_LIBMPI and MPI4PY_MPIABI, install one MPI only, or let srun choose it (--mpi); to run each rank "
+            "alone on purpose, unset "
             f"{' and '.join(name for name in variables.SIZE if name in os.environ)}"
         )
 
 
 def locate(node: MPI.Comm) -> Local:
-    """This rank's place among the ranks of its node. Collective over the node."""
+    """Return this rank's place among the ranks of its node. Collective over the node."""
     mine = (variables.local_rank_in(os.environ), [core.number for core in topology.cores()])
     claims, cores = zip(*node.allgather(mine), strict=True)
     claimed = [rank for rank in claims if rank is not None]
     rank = mine[0] if sorted(claimed) == list(range(node.size)) else None
     available = len(set().union(*cores))
     share = max(1, min(len(mine[1]), available // node.size))
-    # Parts of one host can pass for nodes (a container per rank): their claims are distinct, and number the GPUs.
+    # Parts of one host can look like nodes (a container per rank). Their local ranks are distinct and number the GPUs.
     gpu_rank = mine[0] if mine[0] is not None and len(set(claimed)) == node.size else node.rank
     return Local(node.rank if rank is None else rank, node.size, share, available, gpu_rank)
 
@@ -94,7 +97,7 @@ def limit_threads(local: Local) -> None:
 def cuda_device() -> torch.device:
     """Pin this process to a GPU, round robin by local rank, before anything touches CUDA, MPI included.
 
-    Where no launcher sets the local rank, the device has no index, and the process is not pinned until MPI has the
+    If no launcher sets the local rank, the device has no index, and the process is not pinned until MPI supplies the
     local rank (``corrected_device``). CUDA_VISIBLE_DEVICES limits and numbers the GPUs.
     """
     count = _num_gpus()
@@ -103,14 +106,14 @@ def cuda_device() -> torch.device:
 
 
 def corrected_device(device: torch.device, local: Local) -> torch.device:
-    """The device of a rank that MPI has located, pinned if it is a GPU; ``device`` is the choice of ``cuda_device``."""
+    """Return the device of a rank that MPI has located, pinned if it is a GPU; ``device`` is the first choice."""
     if device.type != "cuda":
         return device
     index = local.gpu_rank % _num_gpus()
     if device.index == index:
         return device
     if device.index is not None:
-        logger.info("the launcher's local rank cannot be right and led to %s; now on cuda:%d", device, index)
+        logger.info("the launcher's local rank is wrong: it chose %s, and this rank now uses cuda:%d", device, index)
     return _pin(index)
 
 
@@ -133,9 +136,9 @@ def _num_gpus() -> int:
 
 
 def describe(device: torch.device, size: int, num_nodes: int) -> str:
-    """The line that rank 0 logs about the job."""
+    """Return the line that rank 0 logs about the job."""
     vendor, version = MPI.get_vendor()
-    alone = "" if size > 1 else "; for several ranks start the program by torchmpirun -n 4 program.py"
+    alone = "" if size > 1 else "; to use several ranks, run torchmpirun -n 4 program.py"
     return (
         f"world of {size} (nodes: {num_nodes}), {vendor} {'.'.join(map(str, version))}, torch {torch.__version__}; "
         f"rank 0 is on {socket.gethostname()}, device {device}, threads {torch.get_num_threads()}{alone}"

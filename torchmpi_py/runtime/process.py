@@ -1,8 +1,8 @@
 """The public functions of a started process: start and stop, its rank and its node, the barrier.
 
-``start`` initializes MPI (the import of the package does not), opens the session, and marks the environment, so that
-child processes get an error instead of their parent's rank. ``stop`` closes the session. MPI itself runs until the
-interpreter exits, so that a process can start again.
+``start`` initializes MPI (the import of the package does not), opens the session, and marks the environment. The mark
+gives child processes an error instead of their parent's rank. ``stop`` closes the session. MPI itself runs until the
+interpreter exits, so a process can start again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torchmpi_py.watch import reports
 
 logger = logging.getLogger("torchmpi_py")
 
-STARTED_PID = config.STARTED_PID  # by which a child process knows that it is one; torchmpirun removes it
+STARTED_PID = config.STARTED_PID  # The variable shows a child process that it is a child. torchmpirun removes it.
 
 
 def start(
@@ -84,8 +84,8 @@ def start(
 def start_for_group(tuning: config.Tuning, timeout_seconds: float) -> None:
     """Start for ``init_process_group``, with a GPU if there is one. Every rank must make this call.
 
-    The job ends if not all ranks have called it after ``timeout_seconds`` (0: never), or after the limit of ``start``
-    if that is shorter.
+    The job ends if not all ranks have made the call after ``timeout_seconds`` (0: no limit), or after the limit of
+    ``start`` if that is shorter.
     """
     _check_startable()
     device = placement.cuda_device() if torch.cuda.is_available() else torch.device("cpu")
@@ -95,7 +95,7 @@ def start_for_group(tuning: config.Tuning, timeout_seconds: float) -> None:
 
 
 def _start(options: sessions.StartOptions, wait: arrival.Wait) -> None:
-    log_level = config.log_level()  # an error before the ranks meet
+    log_level = config.log_level()  # A wrong value raises here, before the ranks wait for each other.
     with wait.watched():
         world = _initialise_mpi()
         sessions.check_same(world, options.tuning)
@@ -124,7 +124,7 @@ def stop() -> None:
     if not communicators.is_started():
         return
     if communicators.stack().outer is not None:
-        raise TorchMPIError("mpi.stop() was called in an experiment, whose ranks go on with the next one: leave it out")
+        raise TorchMPIError("mpi.stop() was called in an experiment, whose ranks run the next one: remove the call")
     survivors.close_session()
     os.environ.pop(STARTED_PID, None)
 
@@ -291,12 +291,12 @@ def _initialise_mpi() -> MPI.Comm:
     import mpi4py
 
     mpi4py.rc.thread_level = "multiple"
-    mpi4py.rc.finalize = False  # exits.py finalizes: mpi4py's own exit handler would also run in forked children
-    mpi4py.rc.initialize = False  # arrival.initialise_mpi does
+    mpi4py.rc.finalize = False  # exits.py finalizes, because mpi4py's exit handler would also run in forked children.
+    mpi4py.rc.initialize = False  # arrival.initialise_mpi initializes.
 
     _load_mpi()
     if MPI.Is_finalized():
-        raise TorchMPIError("MPI was finalised in this process and cannot be started again")
+        raise TorchMPIError("MPI was finalized in this process and cannot start again; start a new process")
     if not MPI.Is_initialized():
         arrival.initialise_mpi()
     exits.register(stop)
@@ -305,7 +305,7 @@ def _initialise_mpi() -> MPI.Comm:
 
 
 def _load_mpi() -> None:
-    """Load the MPI library. TorchMPIError, with the remedy, if there is none."""
+    """Load the MPI library; raise TorchMPIError with the remedy if there is none."""
     try:
         MPI.Get_library_version()
     except (ImportError, RuntimeError) as error:
@@ -314,7 +314,7 @@ def _load_mpi() -> None:
 
 
 def _log_from(rank: int, level: str | None) -> None:
-    """Show the package's log from this level on, unless the program has set up logging."""
+    """Show the package's log from ``level`` on, unless the program has configured logging."""
     if level is None:
         return
     logger.setLevel(level)
@@ -330,9 +330,9 @@ def _check_startable() -> None:
     parent = os.environ.get(STARTED_PID)
     if parent is not None and parent != str(os.getpid()):
         raise NotStarted(
-            f"this process ({os.getpid()}) is a child of a started rank (process {parent}) and cannot be a rank; "
-            "call torchmpi_py in the parent only, or launch a job of its own with torchmpirun (or without "
+            f"this process ({os.getpid()}) is a child of a started rank (process {parent}) and cannot be a rank. "
+            "Call torchmpi_py in the parent only, or launch a job of its own with torchmpirun (or without "
             f"{STARTED_PID} in its environment)"
         )
     if mpi_api.is_forked():
-        raise NotStarted("this process was forked from one that had started MPI; it cannot be a rank itself")
+        raise NotStarted("this process was forked from one that had started MPI, so it cannot be a rank itself")

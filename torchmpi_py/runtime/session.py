@@ -1,21 +1,21 @@
-"""The session: what ``start`` builds on top of MPI, and ``stop`` or a death takes down again.
+"""The session: the state that ``start`` builds on top of MPI, and that ``stop`` or a death takes down again.
 
 The parts of a session, in the order of their construction:
 
-tuning                config.current
-communication thread  communication_thread.current_thread
-node                  the communicator of this node's ranks, and this rank's place on the node
-board                 status_board.current
-symmetric memory      whether the ranks of this node can share any
-GPU table             gpus.current
-level stack           communicators.current_stack
-nodes                 node_links.current, on several nodes
-watchdog              the session's own; it watches also what the ranks build together from here on
-levels of the user's  the levels below level 0
-trace                 tracing.current
+- tuning: ``config.current``
+- communication thread: ``communication_thread.current_thread``
+- node: the communicator of this node's ranks, and this rank's place on the node
+- board: ``status_board.current``
+- symmetric memory: whether the ranks of this node can share memory
+- GPU table: ``gpus.current``
+- level stack: ``communicators.current_stack``
+- nodes: ``node_links.current``, if there are several nodes
+- watchdog: owned by the session; from here on it also watches what the ranks build together
+- levels of the user: the levels below level 0
+- trace: ``tracing.current``
 
-The lower rooms read these module variables; a session alone assigns them. A session is built on any communicator: the
-world, or the ranks of it that are left when others have died (``survivors.py``).
+Lower rooms read these module variables, and only a session assigns them. A session can be built on any communicator:
+the world, or the ranks that remain after others have died (``survivors.py``).
 """
 
 from __future__ import annotations
@@ -62,31 +62,31 @@ class StartOptions(NamedTuple):
 
 
 class Session:
-    """The parts of one session. After a death ``close`` is followed by ``build``, with a smaller world."""
+    """The parts of one session. After a death, ``close`` and then ``build`` with a smaller world renew it."""
 
     def __init__(self, options: StartOptions) -> None:
         self.options = options
         self.device = options.device
         self.local: placement.Local | None = None
-        self.described_ns = 0  # when its kept boards were described
+        self.described_ns = 0  # the time at which its kept boards were described
         self._node: Communicator | None = None
         self._watchdog: Watchdog | None = None
 
     def build(self, world: MPI.Comm) -> None:
         """Build all parts on ``world``. Collective over ``world``.
 
-        Where this raises, the parts that are built remain: ``close`` takes them down.
+        After an error the parts that were built remain, and ``close`` takes them down.
         """
         ulfm.num_acknowledged = MPI.COMM_WORLD.size - world.size
         self._build_parts(world)
         whole = communicators.stack().levels[0]
         assert status_board.current is not None, "_build_parts has built it"
-        # On several nodes the watchdogs talk to each other, beside MPI.
+        # Between nodes the watchdogs exchange messages over connections of their own, not over MPI.
         address = rendezvous.own_address(whole.num_nodes)
         node_links.current, listener = node_links.introduce(whole.direct, address)
         self._watchdog = Watchdog(status_board.current, config.current, node_links.current, listener)
         self._watchdog.least_seconds = arrival.LEAST_SECONDS
-        # From here on ranks use verbs, and functions of the user's.
+        # From here on the ranks call collectives and functions of the user's.
         _complete_variables(whole)
         if gpus.table() is not None:
             gpu_probe.run(whole.direct, self.device)
@@ -98,12 +98,12 @@ class Session:
         self._watchdog.least_seconds = 0.0
 
     def location(self) -> placement.Local:
-        """This rank's place on its node."""
+        """Return this rank's place on its node."""
         assert self.local is not None, "an open session has located its rank"
         return self.local
 
     def _build_parts(self, world: MPI.Comm) -> None:
-        """Build the parts that verbs need, up to level 0 of the stack. Collective."""
+        """Build the parts that collectives need, up to level 0 of the stack. Collective."""
         inline = MPI.Query_thread() < MPI.THREAD_MULTIPLE
         _use_tuning(self.options.tuning, inline=inline, logs=world.rank == 0)
         communication_thread.current_thread = CommunicationThread(inline=inline)
@@ -114,7 +114,7 @@ class Session:
         symmetric.unavailable_because = symmetric.try_out(node, self._node.direct.places, part_bytes())
         is_first_time = self.local is None
         self.local = placement.locate(node)
-        if is_first_time:  # after a death a rank keeps its GPU, whatever its new place
+        if is_first_time:  # After a death a rank keeps its GPU, whatever its new place is.
             self.device = placement.corrected_device(self.options.device, self.local)
         placement.limit_threads(self.local)
         selector.use_cores(self.local.node_cores)
@@ -122,37 +122,38 @@ class Session:
         communicators.current_stack, communicators.why_not = Stack(world, place, self.options.cartesian), ""
 
     def close(self, why_not: str, *, is_lost: bool = False) -> None:
-        """Take all parts down; later calls raise NotStarted with ``why_not``. Collective.
+        """Take all parts down, so that later calls raise NotStarted with ``why_not``. Collective.
 
-        ``is_lost``: ranks have died, and nothing is collective: calls under way fail, here and on the other ranks.
+        ``is_lost``: ranks have died, so this is not collective: pending calls fail, on this rank and on the others.
         """
-        # 1. Where the world is lost no operation can complete: none is late, and those that wait raise.
+        # 1. In a lost world no operation can complete, so none counts as late, and waiting calls raise.
         if is_lost:
             self._stop_watchdog()
             ulfm.revoke_all()
-        # 2. The parts that all ranks free together. The watchdog is still there, for a rank that does not come.
+        # 2. Free the parts that all ranks free together. The watchdog still runs, in case a rank does not arrive.
         if is_lost or communicators.current_stack is None:
             self._free_parts(is_lost=is_lost)
         else:
             world = communicators.current_stack.levels[0]
             journal.run_alone("mpi.stop()", world, lambda: self._free_parts(is_lost=False))
-        if is_lost:  # the program may still hold tensors and communicators of the lost world
+        if is_lost:  # The program may still hold tensors and communicators of the lost world.
             symmetric.live.clear()
             ulfm.forget_all()
         self._stop_watchdog()
-        # 3. What this rank has for itself.
+        # 3. Free the parts that belong to this rank alone.
         self._node = None
         communication_thread.current_thread = None
         tracing.current = None
         symmetric.unavailable_because = symmetric.NOT_STARTED
         if status_board.current is not None:
-            status_board.current.calls.clear()  # a circle of references: they hold sequences, which hold the board
+            # Break a reference cycle: the calls refer to sequences, which refer to the board.
+            status_board.current.calls.clear()
             status_board.current = None
         gpus.current = None
         communicators.current_stack, communicators.why_not = None, why_not
 
     def _free_parts(self, *, is_lost: bool) -> None:
-        """Free the thread, whose operations use the communicators, and then these."""
+        """Free the communication thread, whose operations use the communicators, and then the communicators."""
         if communication_thread.current_thread is not None:
             communication_thread.current_thread.close()
         if communicators.current_stack is not None:
@@ -172,7 +173,7 @@ class Session:
 _current: Session | None = None  # the last session of this process, open or closed
 
 remaining_world: MPI.Comm | None = None
-"""The ranks that live, where others have died. MPI.COMM_WORLD keeps the dead ones, also for the next session."""
+"""The living ranks after others have died; None before. MPI.COMM_WORLD contains dead ranks, in later sessions too."""
 
 
 def open_session(world: MPI.Comm, options: StartOptions) -> None:
@@ -188,7 +189,7 @@ def open_session(world: MPI.Comm, options: StartOptions) -> None:
 
 
 def current() -> Session:
-    """The open session, or NotStarted."""
+    """Return the open session, or raise NotStarted."""
     communicators.stack()
     assert _current is not None, "a session is open"
     return _current
@@ -196,9 +197,9 @@ def current() -> Session:
 
 @contextlib.contextmanager
 def narrowed(group: MPI.Comm) -> Iterator[Stack]:
-    """Within the block ``group`` is the world, level 0 of a stack of its own. Collective over ``group``.
+    """Make ``group`` the world within a block: level 0 of a new stack. Collective over ``group``.
 
-    The stack is the caller's to free.
+    The caller frees the stack.
     """
     outer = communicators.stack()
     communicators.current_stack = Stack(group, outer.place, outer.want_cartesian, outer)
@@ -210,10 +211,10 @@ def narrowed(group: MPI.Comm) -> Iterator[Stack]:
 
 
 def check_same(world: MPI.Comm, tuning: config.Tuning) -> None:
-    """RanksDisagree if the ranks have different versions of this package, or different tunings. Collective.
+    """Raise RanksDisagree if the ranks have different versions of this package or different tunings. Collective.
 
-    Rank 0 warns of different versions of torch and of the MPI. Every version gathers four texts first, which every
-    version can read: about 130 bytes a rank, because a tuning is what differs from the defaults.
+    Rank 0 warns if torch or the MPI differ. The ranks gather four texts that every version of this package can read.
+    They are about 130 bytes per rank, because the text of a tuning holds only its differences from the defaults.
     """
     default = vars(config.Tuning())
     changes = ", ".join(f"{name}={value!r}" for name, value in vars(tuning).items() if value != default[name])
@@ -229,20 +230,20 @@ def check_same(world: MPI.Comm, tuning: config.Tuning) -> None:
 
 
 def _use_tuning(tuning: config.Tuning, *, inline: bool, logs: bool) -> None:
-    """Make ``tuning`` the current one, as far as this MPI supports it. ``logs``: whether this rank logs warnings."""
+    """Make ``tuning`` current as far as this MPI supports it. ``logs``: whether this rank logs warnings."""
     if inline and logs:
-        logger.warning("this MPI does not give MPI_THREAD_MULTIPLE: asynchronous operations run when they are launched")
+        logger.warning("this MPI does not provide MPI_THREAD_MULTIPLE: asynchronous operations run at their launch")
     config.use(tuning)
     if inline and config.can_raise:
         config.use(dataclasses.replace(tuning, at_deadline="abort"))
         if logs:
             logger.warning(
-                "this MPI does not give MPI_THREAD_MULTIPLE: a late operation cannot raise, and ends the job"
+                "this MPI does not provide MPI_THREAD_MULTIPLE: a late operation cannot raise, so it ends the job"
             )
 
 
 def _complete_variables(whole: Communicator) -> None:
-    """Add to torchrun's variables what launchers do not set on several nodes: rank 0's address, this node's index.
+    """Set the variables of torchrun that launchers omit on several nodes: rank 0's address and this node's index.
 
     Collective.
     """
@@ -253,7 +254,7 @@ def _complete_variables(whole: Communicator) -> None:
 
 
 def _push_levels(custom: Callable[[], int] | None, collective: Callable[[], int | None] | None) -> None:
-    """Push the user's levels, then those for hierarchical collectives; set the span between the two. Collective."""
+    """Push the user's levels, then those for hierarchical collectives, and set the span between them. Collective."""
     stack = communicators.stack()
     entry = 0 if custom is None else custom()
     communicators.set_communicator(_checked_level("custom_communicator_init", entry))

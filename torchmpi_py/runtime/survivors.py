@@ -1,11 +1,11 @@
 """Recovery from the death of a rank: the survivors close the session, shrink the world, and build the session again.
 
-A death is not repaired: communicators, staging memory and the tensors' places in symmetric memory are given up on
-every rank, and what ``start`` builds is built again on a communicator of the survivors. An operation that was under way
-when a rank died has failed on some ranks, and its results are of no use; an operation that was complete on one rank
-counts, for all ranks had brought their part.
+A death is not repaired. Every rank gives up communicators, staging memory and the places of tensors in symmetric
+memory, and builds the parts of ``start`` again on a communicator of the survivors. An operation that was under way when
+a rank died has failed on some ranks, so its results are invalid. An operation that completed on one rank is valid,
+because every rank had contributed.
 
-All ranks leave a block together, also those that had noticed no death when they came to its end: there they agree on
+All ranks leave a block together, even a rank that noticed no death before the end of the block. There they agree on
 whether all are well (``ulfm.agree``).
 """
 
@@ -25,12 +25,12 @@ from torchmpi_py.watch import kept_boards, tracing, watchdog
 
 logger = logging.getLogger("torchmpi_py")
 
-_LOST = "a rank died, and the others have begun anew"
-_MOST_VAIN_RECOVERIES = 3  # one after another, without a death: Open MPI has agreed so, between nodes
+_LOST = "a rank died, so the session was closed to be built again without that rank"
+_MOST_VAIN_RECOVERIES = 3  # Consecutive recoveries although no rank died; seen with Open MPI between nodes.
 
 
 class _Denied(RankDied):
-    """The ranks have agreed that a rank died or failed: they recover without another agreement."""
+    """An agreement of the ranks that a rank died or failed; they recover without another agreement."""
 
 
 class Attempt:
@@ -57,7 +57,7 @@ class Attempt:
 def confirm() -> None:
     """Confirm as ``Attempt.confirm`` does; do nothing in a job that is not elastic."""
     if ulfm.is_elastic() and not _agree(True):
-        raise _Denied("a rank died; with mpi.elastic() the others can go on")
+        raise _Denied("a rank died; wrap the calls in `with mpi.elastic():` to go on with the other ranks")
 
 
 def _agree(is_well: bool) -> bool:
@@ -67,10 +67,10 @@ def _agree(is_well: bool) -> bool:
 
 
 class _Blocks:
-    """The blocks of this process; they may begin before ``start`` and outlive a session."""
+    """The elastic blocks of this process; they may begin before ``start`` and outlive a session."""
 
     depth = 0
-    num_vain_recoveries = 0  # one after another, without a death
+    num_vain_recoveries = 0  # consecutive recoveries although no rank died
 
 
 _blocks = _Blocks()
@@ -112,7 +112,7 @@ def elastic() -> Iterator[Attempt]:
     if not ulfm.is_elastic() or _blocks.depth > 0:
         yield attempt
         return
-    is_agreed = False  # that not all ranks are well
+    is_agreed = False  # whether the ranks have agreed that not all of them are well
     failure: Exception | None = None
     _blocks.depth += 1
     try:
@@ -122,16 +122,16 @@ def elastic() -> Iterator[Attempt]:
             raise
         logger.info("a death ended this rank's attempt: %s", error)
         is_agreed, failure = isinstance(error, _Denied), error
-        ulfm.revoke_all()  # the others leave the block, too
+        ulfm.revoke_all()  # This makes the other ranks leave the block too.
     finally:
         _blocks.depth -= 1
-    # All ranks come here, by the end of the block or by an error, and agree on whether to recover.
+    # All ranks reach this line, by the end of the block or by an error, and agree on whether to recover.
     if is_agreed or not _agree(failure is None):
         attempt.deaths = recover()
         attempt.has_recovered = True
         _blocks.num_vain_recoveries = 0 if attempt.deaths else _blocks.num_vain_recoveries + 1
         if _blocks.num_vain_recoveries > _MOST_VAIN_RECOVERIES:
-            raise CommunicatorError("MPI fails again and again, though no rank has died") from failure
+            raise CommunicatorError("MPI fails repeatedly although no rank has died; restart the job") from failure
 
 
 def recover() -> tuple[int, ...]:
@@ -146,14 +146,14 @@ def recover() -> tuple[int, ...]:
     sessions.remaining_world = world
     names = ulfm.names_of_dead(former, world)
     if world.rank == 0 and names:
-        logger.warning("rank %s died (as numbered at the launch); %d go on", names, world.size)
+        logger.warning("rank %s died (numbered as at the launch); %d ranks go on", names, world.size)
     return ulfm.missing(former, world)
 
 
 def _build(session: sessions.Session, world: MPI.Comm) -> bool:
-    """Build the session on the world that is left; whether it is built, on all ranks. Collective over them.
+    """Build the session on the remaining world; return whether it is built on all ranks. Collective over them.
 
-    Another rank may die during the build: then all ranks fail or agree to begin again, with a smaller world.
+    If another rank dies during the build, all ranks fail or agree to start again with a smaller world.
     """
     try:
         session.build(world)
@@ -195,15 +195,15 @@ def catch_up(step: Any, *parts: Any) -> Any:
             if step != farthest:
                 for part, state in zip(parts, states, strict=True):
                     part.load_state_dict(state)
-                step = farthest  # this rank is there too, also if that rank dies now
+                step = farthest  # This rank now has that step too, even if the rank with the state dies.
         if not attempt.has_recovered:
             return farthest
 
 
 def _state_of_farthest(step: Any, parts: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """(step, states of the parts) of the rank that has come farthest; no states if all ranks are there. Collective.
+    """Return (step, states of the parts) of the rank with the largest step; no states if all are equal. Collective.
 
-    RankDied on all ranks if one has died.
+    Raise RankDied on all ranks if one has died.
     """
     steps = verbs.allgather_object(step)
     confirm()
@@ -218,8 +218,8 @@ def _state_of_farthest(step: Any, parts: Sequence[Any]) -> tuple[Any, list[Any]]
 
 
 def close_session() -> None:
-    """Wait for all ranks that live, and close the session. Collective."""
-    # 1. All ranks come to their ends together; where one dies on the way, the others come again without it.
+    """Wait for all living ranks, and close the session. Collective."""
+    # 1. All ranks reach their ends together. If one dies on the way, the others try again without it.
     while True:
         with elastic() as attempt:
             watchdog.announce_stop(is_drained=False)
@@ -229,7 +229,7 @@ def close_session() -> None:
             kept_boards.describe(communicators.stack().levels[0], sessions.current().described_ns)
         if not attempt.has_recovered:
             break
-    # 2. Each takes its session down, with the others, or, where one dies now, alone.
+    # 2. Each rank takes its session down with the others, or alone if a rank dies now.
     why_not = "mpi.stop() was called; call mpi.start() again"
     session = sessions.current()
     exits.show_stage("mpi.stop()")
