@@ -56,7 +56,7 @@ def test_an_mpi_for_fewer_threads(tmp_path):
     level = "MPI4PY_RC_THREAD_LEVEL=serialized"
     job = jobs.torchmpirun("-n", 2, "--env", level, jobs.write(tmp_path, THREADS))
     assert job.returncode == 0, job.stderr
-    assert "this MPI does not give MPI_THREAD_MULTIPLE" in job.stderr
+    assert "this MPI does not provide MPI_THREAD_MULTIPLE" in job.stderr
 
 
 def test_another_mpi_than_the_launchers():
