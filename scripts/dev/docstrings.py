@@ -29,7 +29,7 @@ import sys
 
 MISSING = pathlib.Path(__file__).with_name("docstrings_missing.txt")
 ROOMS = ("nn", "optim", "engine", "paramserver", "sweeps", "torch_backend")
-MADE_BY_PACKAGE = {"Communicator", "Handle"}
+MADE_BY_PACKAGE = {"Communicator", "Experiment", "Handle", "ParameterServer", "Results", "ServedTensors"}
 SECTIONS = ("Args", "Returns", "Raises", "Examples")
 
 

@@ -122,7 +122,7 @@ def test_what_does_not_fit(mpi):
         ps.DownpourUpdate(network(0), local_update=len).load_state_dict(state)
     update = ps.EASGDUpdate(network(0), init_delay=0)
     broken = {**state, "server": {**state["server"], "shapes": []} if mpi.rank() == 0 else None}
-    with pytest.raises(ValueError, match="load_state_dict: saved from tensors of shapes"):
+    with pytest.raises(ValueError, match="load_state_dict: the state was saved for tensors of shapes"):
         update.load_state_dict(broken)
     with pytest.raises(ParameterServerError, match="call load_state_dict before"):
         update.update(1)

@@ -155,7 +155,7 @@ def test_ranks_that_disagree(mpi):
     ps.register_rule("of both", lambda *_: None, num_slots=1 + me % 2)
     with pytest.raises(RanksDisagree, match=r"'of both' of 1 slots, rank 1: .* of 2 slots"):
         ps.init(torch.zeros(5), optimizer="of both")
-    with pytest.raises(RanksDisagree, match=r"tensor 0 is \[[24]\] torch.float32 on cpu on rank \d, and \[[24]\]"):
+    with pytest.raises(RanksDisagree, match=r"tensor 0 is \[[24]\] torch.float32 on cpu on rank \d and \[[24]\]"):
         ps.init_tensors([torch.zeros(n) for n in ([2, 4] if me == 1 else [4, 2])])
 
 

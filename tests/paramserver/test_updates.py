@@ -65,7 +65,7 @@ def test_a_failed_send_of_a_list_is_forgotten_by_the_next(mpi):
         ps.integrate_tensors(lists, lambda fetched, x: x.copy_(fetched))
         assert (floats.tolist(), whole.tolist()) == ([1, 1, 1], [1, 1])
         other = ps.init_tensors([torch.zeros(2, dtype=torch.int64), torch.zeros(3)], comm=alone)
-        with pytest.raises(ValueError, match=r"saved from tensors of shapes \[\[3\], \[2\]\]"):
+        with pytest.raises(ValueError, match=r"the state was saved for tensors of shapes \[\[3\], \[2\]\]"):
             other.load_state_dict(lists.state_dict())
         ps.free_all()
 

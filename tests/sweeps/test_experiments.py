@@ -183,7 +183,7 @@ def test_wrong_arguments(mpi, folder):
 
     size = mpi.size()
     for words, configurations, where, options in (
-        (f"={size + 1} does not divide the {size} rank", [1], folder, {"ranks_per_experiment": size + 1}),
+        (f"={size + 1} must be a divisor of the number of ranks", [1], folder, {"ranks_per_experiment": size + 1}),
         ("there are no configurations", [], folder, {}),
         ("cannot be listed: TypeError: 'int' object is not iterable", 5, folder, {}),
         ("cannot be listed: RuntimeError: no more", listing(), folder, {}),

@@ -94,8 +94,8 @@ def test_reports_of_an_experiment_that_is_run_again_are_gone(tmp_path):
 def test_another_sweep_is_refused(tmp_path):
     first = prepared(tmp_path, configurations=[{"lr": 1}, {"lr": 2}])
     for configurations, words in (
-        ([{"lr": 1}, {"lr": 3}], r"configuration 1 was \{'lr': 2\}, and is \{'lr': 3\}; resume=False begins"),
-        ([{"lr": 1}], "a sweep of 2 configurations with seed=0, and this one has 1 "),
+        ([{"lr": 1}, {"lr": 3}], r"configuration 1 was \{'lr': 2\}, and is now \{'lr': 3\}; pass resume=False"),
+        ([{"lr": 1}], "a sweep of 2 configurations with seed=0, but this sweep has 1 "),
     ):
         with pytest.raises(ValueError, match=words):
             prepared(tmp_path, "b", configurations=configurations)
@@ -123,7 +123,7 @@ def test_arrays_are_compared_whole(tmp_path):
 def test_files_that_are_not_the_sweeps_stay(tmp_path):
     for name in ("run-all.sh", "results.csv", "2024-notes.log"):
         (tmp_path / name).write_text("mine")
-    with pytest.raises(ValueError, match="is no folder of a sweep, and not empty"):
+    with pytest.raises(ValueError, match="is not the folder of a sweep, and not empty"):
         prepared(tmp_path)
     assert len(list(tmp_path.iterdir())) == 3
     prepared(tmp_path / "own").claim()

@@ -1,6 +1,6 @@
-"""The command line: ``torchmpirun -n N -m torchmpi_py.bench COMMAND ...``; ``COMMANDS`` lists the commands.
+"""The command line: ``torchmpirun -n N -m torchmpi_py.bench COMMAND ...``, where ``COMMANDS`` lists the commands.
 
-Exit codes: 0; 1 for a wrong value; 2 for a command line that cannot be carried out.
+The exit code is 0 for success, 1 for a wrong value, and 2 for a command line that is not valid here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torchmpi_py.bench import command_line, compare, step, timeline
 
 
 class Command(NamedTuple):
-    """A command: its help, its options, and ``main(comm, options)``, or ``main(options)`` where no job is needed."""
+    """A command: its help, its options, and ``main(comm, options)``, or ``main(options)`` if it needs no job."""
 
     help: str
     add_options: Callable[[argparse.ArgumentParser], None]
@@ -23,13 +23,13 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "run": Command("one verb and flavour over sizes", compare.add_run_options, compare.main),
+    "run": Command("measure one collective and flavour at several sizes", compare.add_run_options, compare.main),
     "compare": Command(
-        "all flavours, raw mpi4py, gloo and a plain copy, in one run", compare.add_compare_options, compare.main
+        "measure all flavours, raw mpi4py, gloo and a plain copy in one run", compare.add_compare_options, compare.main
     ),
-    "step": Command("one training step, with gradients averaged in several ways", step.add_options, step.main),
+    "step": Command("measure a training step, with several ways to average gradients", step.add_options, step.main),
     "timeline": Command(
-        "draw what the ranks of a job that hung did last; needs no launcher",
+        "draw the last operations of each rank of a job that hung; runs without torchmpirun",
         timeline.add_options,
         timeline.main,
         needs_job=False,
@@ -38,13 +38,13 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Carry out one command; return the exit code, the same on every rank."""
+    """Carry out one command, and return the exit code, which is the same on every rank."""
     words = sys.argv[1:] if argv is None else argv
     return command_line.exit_code(lambda: _carry_out(words))
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """The options; ``command`` is the command's name. UsageError for mistakes."""
+    """Return the options; ``command`` is the name of the command. Raise UsageError for a mistake."""
     parser = command_line.Parser(
         prog="torchmpi_py.bench",
         description="Measure collectives and training steps. Run it under torchmpirun -n N -m torchmpi_py.bench ...",

@@ -1,11 +1,11 @@
-"""The buffers of a measurement, and sizes as people write them: ``4``, ``64K``, and ranges ``4:256M:4x``.
+"""The buffers of a measurement, and the parser of sizes such as ``4``, ``64K`` and the range ``4:256M:4x``.
 
-*Warm* buffers are used again and again; *cold* buffers have left the cache when they are used. All tensors of a run lie
-in *pools*: one of ordinary memory, and one of symmetric memory if symmetric tensors are measured. A pool is cut into
-*slots*, each with the tensors of one call, and calls use one slot after the other. Warm: there are as few slots as
-possible, and each call is made once untimed on its slot before it is timed. Cold: the slots together exceed the
-last-level cache, so that a slot has been evicted when its turn comes again. On a GPU the pools lie in its memory, and
-cold slots exceed its cache.
+*Warm* buffers are in the cache when a call uses them, and *cold* buffers are not. All tensors of a run lie in *pools*:
+one of ordinary memory, and one of symmetric memory if symmetric tensors are measured. A pool consists of *slots*, each
+with the tensors of one call, and the calls use the slots in a cycle. For warm buffers there are as few slots as
+possible, and each timed call follows an untimed call on the same slot. For cold buffers the slots together exceed the
+last-level cache, so a slot has been evicted when its next call comes. The alternative, to flush the cache before each
+call, takes much longer than a small call. On a GPU the pools lie in its memory, and cold slots exceed its cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CPU = torch.device("cpu")
 
 
 def parse_size(text: str) -> int:
-    """Bytes. ValueError, with what is known, unless ``text`` is a number above 0 with an optional K, M or G."""
+    """Return a number of bytes. Raise ValueError unless ``text`` is a number above 0 with an optional K, M or G."""
     match = _SIZE.fullmatch(text.strip())
     num_bytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if num_bytes < 1:
@@ -37,9 +37,9 @@ def parse_size(text: str) -> int:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Bytes of a list such as ``4,64K,1M:64M:4x``, in rising order, each once.
+    """Return the numbers of bytes of a list such as ``4,64K,1M:64M:4x``, in ascending order and each once.
 
-    A range goes from its first size by the factor (default 2x) up to its second, both included.
+    A range contains its first size, each size that is larger by the factor (default 2x), and its second size.
     """
     return sorted({num_bytes for part in text.split(",") for num_bytes in _parse_part(part)})
 
@@ -52,7 +52,7 @@ def _parse_part(text: str) -> list[int]:
         raise ValueError(f"sizes {text!r}: write a range as 4:256M or 4:256M:4x, with a factor of at least 2")
     first, last = parse_size(match[1]), parse_size(match[2])
     if first > last:
-        raise ValueError(f"sizes {text!r}: the range ends before it begins")
+        raise ValueError(f"sizes {text!r}: the range ends before it starts; write the smaller size first")
     sizes = [first]
     while sizes[-1] * factor < last:
         sizes.append(sizes[-1] * factor)
@@ -60,7 +60,7 @@ def _parse_part(text: str) -> list[int]:
 
 
 def format_size(num_bytes: float) -> str:
-    """A short form for people: 4 B, 64 KiB, 1.5 GiB."""
+    """Return a short text, such as 4 B, 64 KiB or 1.5 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024 or unit == "GiB":
             break
@@ -70,7 +70,7 @@ def format_size(num_bytes: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class TaskBuffers:
-    """The tensors of one call, 1-D. ``whole`` is the larger one, which "bytes" counts; ``out`` is None if in place."""
+    """The 1-D tensors of one call. ``out`` is None for a collective in place. Reports count the bytes of ``whole``."""
 
     x: Tensor
     out: Tensor | None
@@ -99,7 +99,10 @@ class Rotation:
         self._next = 0
 
     def take(self) -> TaskBuffers:
-        """The next slot's tensors. Every rank calls it equally often, so that symmetric tensors have equal offsets."""
+        """Return the tensors of the next slot.
+
+        Every rank calls it equally often, so that symmetric tensors have equal offsets.
+        """
         begin = self._next * self.stride_bytes
         self._next = (self._next + 1) % self.num_slots
         x = self._tensor(begin, self.x_count)
@@ -107,7 +110,10 @@ class Rotation:
         return TaskBuffers(x, out)
 
     def clear(self) -> None:
-        """Zero all slots, and begin with the first. Sums of zeros stay zero; other values would grow to infinity."""
+        """Set all slots to zero, and start with the first one.
+
+        Sums of zeros stay zero, while other values would grow to infinity from call to call.
+        """
         self.pool[: self.num_slots * self.stride_bytes].zero_()
         self._next = 0
 
@@ -117,19 +123,22 @@ class Rotation:
 
 @dataclasses.dataclass(frozen=True)
 class BufferPlan:
-    """The division of a rank's memory: bytes of the ordinary pool and of the symmetric one (0: none)."""
+    """The sizes of a rank's ordinary pool and symmetric pool; 0 means that there is no such pool."""
 
     plain_bytes: int
     symmetric_bytes: int
     cache_bytes: int
 
     def num_slots(self, task: Task, num_bytes: int, *, is_symmetric: bool, is_cold: bool) -> int:
-        """Slots of one size. Warm: as few as possible. Cold: more than the cache holds, if there is room."""
+        """Return the number of slots of one size: as few as possible if warm, more than the cache holds if cold.
+
+        There may be fewer cold slots if the pool is too small.
+        """
         room = (self.symmetric_bytes if is_symmetric else self.plain_bytes) // stride_bytes(task, num_bytes)
         return min(room, _num_cold(task, num_bytes, self.cache_bytes)) if is_cold else _num_warm(is_symmetric)
 
     def is_too_small(self, task: Task, num_bytes: int) -> bool:
-        """Whether the cold rotation stays within the cache."""
+        """Return whether all cold slots together fit into the cache."""
         slots = self.num_slots(task, num_bytes, is_symmetric=False, is_cold=True)
         return slots * stride_bytes(task, num_bytes) <= self.cache_bytes
 
@@ -137,29 +146,29 @@ class BufferPlan:
 def plan(
     task: Task, sizes: list[int], *, max_bytes: int, cache_bytes: int, with_symmetric: bool, with_cold: bool
 ) -> BufferPlan:
-    """Divide ``max_bytes`` a rank; UsageError if the largest of ``sizes`` (bytes) does not fit."""
+    """Divide ``max_bytes`` of each rank among the pools. Raise UsageError if the largest of ``sizes`` does not fit."""
     kinds = [False, True] if with_symmetric else [False]
     needed = [max(_num_warm(kind) * stride_bytes(task, size) for size in sizes) for kind in kinds]
     if sum(needed) > max_bytes:
         raise UsageError(
-            f"{task.verb.name} of {format_size(sizes[-1])} needs buffers of {format_size(sum(needed))} a rank, and the "
-            f"limit is {format_size(max_bytes)}: give --max-memory, or smaller --sizes"
+            f"{task.verb.name} of {format_size(sizes[-1])} needs buffers of {format_size(sum(needed))} per rank, but "
+            f"the limit is {format_size(max_bytes)}; pass --max-memory, or smaller --sizes"
         )
     wanted = [max(_num_cold(task, size, cache_bytes) * stride_bytes(task, size) for size in sizes) for _ in kinds]
     spare = (max_bytes - sum(needed)) // len(kinds)
-    given = [min(least + spare, max(least, most)) for least, most in zip(needed, wanted, strict=True)]
-    plain_bytes, symmetric_bytes = [*(given if with_cold else needed), 0][:2]
+    cold_bytes = [min(least + spare, max(least, most)) for least, most in zip(needed, wanted, strict=True)]
+    plain_bytes, symmetric_bytes = [*(cold_bytes if with_cold else needed), 0][:2]
     return BufferPlan(plain_bytes, symmetric_bytes, cache_bytes)
 
 
 def stride_bytes(task: Task, num_bytes: int) -> int:
-    """Bytes from one slot to the next: pages and a cache line, so that slots spread over the sets of the cache."""
+    """Return the bytes from one slot to the next: pages plus a cache line, so that slots use all sets of the cache."""
     tensors = [task.count(part, num_bytes) * task.dtype.itemsize for part in (task.verb.x, task.verb.out)]
     return -(-sum(map(_aligned, tensors)) // _PAGE_BYTES) * _PAGE_BYTES + _LINE_BYTES
 
 
 def make_pool(num_bytes: int, device: torch.device = _CPU) -> Tensor:
-    """A pool of ordinary memory."""
+    """Allocate a pool of ordinary memory."""
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
@@ -168,7 +177,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _num_warm(is_symmetric: bool) -> int:
-    return 1 if is_symmetric else 2  # a plain copy goes from one slot to another
+    return 1 if is_symmetric else 2  # two, because a plain copy goes from one slot to another
 
 
 def _num_cold(task: Task, num_bytes: int, cache_bytes: int) -> int:

@@ -1,16 +1,16 @@
-"""The candidates of a comparison: ways to carry out one task, of this package, of its peers, and plain copies.
+"""The candidates of a comparison: implementations of one task, in this package and its peers, and plain copies.
 
-- Ours: a verb of this package with a flavour forced, as the selector chooses (``selector``), and on symmetric tensors
-  (``symmetric``).
+- Ours: a collective of this package with each flavour, with the flavour that the selector chooses (``selector``), and
+  on symmetric tensors (``symmetric``).
 - ``raw MPI``: the collective as a user of mpi4py writes it, on the memory of the same tensors.
 - ``torch gloo`` and ``torch torchmpi``: the collective of torch.distributed, on gloo and on this package's backend.
-  gloo is the default process group, whose store MPI helps to open. The other one is a further group of the same
-  processes, made as a program would make it, so that the two can take turns.
-- The limits: copies of as many bytes between private buffers, by all ranks at the same time. ``copy``, on CPU, and
-  ``device copy``, on a GPU, are the cost of a collective that only had to write its result. ``host copy`` moves the
-  bytes from the GPU into pinned host memory and back: the least cost of a way through the host. A large copy goes in
-  *chunks* through a few *slots* of pinned memory, in both directions at the same time. ``wire``, the floor of the link
-  between nodes, is computed and not called (``wire.py``).
+  gloo is the default process group, and MPI distributes the address of its store. The other one is a second group of
+  the same processes, created as in a program, so that the calls of both can alternate.
+- The limits: copies of the same number of bytes between private buffers, by all ranks at the same time. ``copy`` on a
+  CPU and ``device copy`` on a GPU are the cost of a collective that only writes its result. ``host copy`` moves the
+  bytes from the GPU to pinned host memory and back, which is the least cost of a collective through the host. A large
+  copy goes in *chunks* through a few *slots* of pinned memory, in both directions at the same time. ``wire``, the floor
+  of the link between nodes, is computed and not measured (``wire.py``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.memory import devices
 
 SELECTOR, SYMMETRIC, TORCHMPI = OTHER_NAMES = "selector", "symmetric", "torchmpi"
-"""Names that ``--flavours`` takes beside flavours: none forced, symmetric tensors, our backend of torch.distributed."""
+"""Further values of ``--flavours``: the selector's choice, symmetric tensors, our backend of torch.distributed."""
 RAW_MPI, GLOO, TORCH_TORCHMPI = "raw MPI", "torch gloo", "torch torchmpi"
 COPY, DEVICE_COPY, HOST_COPY, WIRE = LIMITS = "copy", "device copy", "host copy", "wire"
 
@@ -49,7 +49,7 @@ NextBuffers = Callable[[], TaskBuffers]
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One way to carry out the task. ``bind`` takes buffers and returns the call on them, ready to be timed."""
+    """One implementation of the task. ``bind`` takes buffers, and returns the call on them that is timed."""
 
     name: str
     bind: Callable[[NextBuffers], Call]
@@ -58,12 +58,12 @@ class Candidate:
 
     @property
     def has_values(self) -> bool:
-        """Whether there is a result to check."""
+        """Whether the candidate has a result to check."""
         return self.name not in LIMITS
 
 
 def flavour(task: Task, name: str, *, asynchronous: bool = False) -> Candidate:
-    """A verb of this package; ``name`` is a flavour, "selector" or "symmetric"."""
+    """Return a collective of this package; ``name`` is a flavour, "selector" or "symmetric"."""
     options: dict[str, Any] = {} if name in (SELECTOR, SYMMETRIC) else {"flavour": name}
     if task.verb.reduces:
         options["op"] = task.op
@@ -71,8 +71,8 @@ def flavour(task: Task, name: str, *, asynchronous: bool = False) -> Candidate:
     def bind(next_buffers: NextBuffers) -> Call:
         buffers = next_buffers()
         verb = getattr(mpi, f"{task.verb.name}_async" if asynchronous else task.verb.name)
-        given = options if buffers.out is None else options | {"out": buffers.out}
-        call = functools.partial(verb, buffers.x, **given)
+        keywords = options if buffers.out is None else options | {"out": buffers.out}
+        call = functools.partial(verb, buffers.x, **keywords)
         return _and_wait(call) if asynchronous else call
 
     label = f"{name}, async" if asynchronous else name
@@ -80,12 +80,12 @@ def flavour(task: Task, name: str, *, asynchronous: bool = False) -> Candidate:
 
 
 def _and_wait(call: Callable[[], Any]) -> Call:
-    """``call``, which returns a handle, and then waiting for the handle."""
+    """Return a function that runs ``call`` and waits for its handle."""
     return lambda: call().wait()
 
 
 def raw_mpi(comm: MPI.Comm, task: Task) -> Candidate:
-    """Raw mpi4py on ``comm``. What numpy or MPI cannot represent raises when it is bound or called."""
+    """Return raw mpi4py on ``comm``. Binding or calling raises for a dtype that numpy or MPI cannot represent."""
 
     def bind(next_buffers: NextBuffers) -> Call:
         buffers = next_buffers()
@@ -102,7 +102,7 @@ def raw_mpi(comm: MPI.Comm, task: Task) -> Candidate:
 
 
 def _array(x: Tensor, reduces: bool) -> Any:
-    """The memory of a tensor; as bytes, whatever the dtype, where nothing is computed."""
+    """Return the memory of a tensor, as bytes if MPI need not compute with it."""
     x = x if reduces else x.view(torch.uint8)
     return x.numpy() if x.device.type == "cpu" else x
 
@@ -125,7 +125,7 @@ def _mpi_call(comm: MPI.Comm, task: Task, x: Any, out: Any) -> Call:
 
 
 def _after_stream(call: Call, device: torch.device) -> None:
-    """``call`` after the GPU has written the tensors: MPI knows nothing of streams."""
+    """Run ``call`` after the GPU has written the tensors, because MPI does not wait for streams."""
     devices.of(device).synchronize()
     call()
 
@@ -136,7 +136,10 @@ def _divided(call: Call, result: Any, size: int) -> None:
 
 
 class TorchGroups(NamedTuple):
-    """The process group on "torchmpi", if there is one, and why there is no group, the same on every rank, or ""."""
+    """The process group on "torchmpi" or None, and the reasons why a group is missing, or "".
+
+    The reasons are the same on every rank.
+    """
 
     no_gloo: str = ""
     no_torchmpi: str = ""
@@ -145,10 +148,10 @@ class TorchGroups(NamedTuple):
 
 @contextlib.contextmanager
 def process_groups(comm: MPI.Comm, *, with_torchmpi: bool) -> Iterator[TorchGroups]:
-    """torch.distributed's default process group, on gloo and on all ranks of ``comm``, while the block runs.
+    """Open torch.distributed's default process group on gloo, with all ranks of ``comm``, for a ``with`` block.
 
-    ``with_torchmpi``: and one on backend "torchmpi" beside it. Collective. No MASTER_ADDR is needed: rank 0 opens a
-    store, and MPI sends its address to the others.
+    With ``with_torchmpi`` also open a group on the backend "torchmpi". Collective. MASTER_ADDR is not needed, because
+    rank 0 opens a store, and MPI sends its address to the other ranks.
     """
     try:
         _, no_gloo = _attempt(comm, lambda: _join(comm))
@@ -162,13 +165,13 @@ def process_groups(comm: MPI.Comm, *, with_torchmpi: bool) -> Iterator[TorchGrou
 
 
 def _attempt(comm: MPI.Comm, make: Callable[[], Any]) -> tuple[Any, str]:
-    """The result of ``make``, and why it failed on some rank or "", the same on every rank. Raises nothing."""
-    made, failure = None, ""
+    """Return the result of ``make``, and the reason of a failure on any rank, or "". Raises no error. Collective."""
+    result, failure = None, ""
     try:
-        made = make()
+        result = make()
     except Exception as error:
         failure = f"{type(error).__name__}: {error}".splitlines()[0]
-    return made, machine.first_failure(comm, failure)
+    return result, machine.first_failure(comm, failure)
 
 
 def _join(comm: MPI.Comm) -> None:
@@ -183,9 +186,9 @@ def _on_torchmpi() -> Any:
 
 
 def torch_distributed(task: Task, name: str, group: Any, *, asynchronous: bool = False) -> Candidate:
-    """The collective of torch.distributed on ``group``; None: on the default group.
+    """Return the collective of torch.distributed on ``group``, or on the default group if that is None.
 
-    ``name``: GLOO or TORCH_TORCHMPI. What gloo cannot do raises when it is bound or called.
+    ``name`` is GLOO or TORCH_TORCHMPI. Binding or calling raises for a task that gloo does not support.
     """
 
     def bind(next_buffers: NextBuffers) -> Call:
@@ -202,7 +205,7 @@ def _torch_call(task: Task, x: Any, out: Any) -> Callable[..., Any]:
     op = getattr(dist.ReduceOp, task.op.upper(), None)
     if task.verb.reduces and op is None:
         raise ValueError(f"torch.distributed has no op {task.op}")
-    # torch 2.13 has a new name for two of them.
+    # torch 2.13 has new names for two of the collectives.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     calls: dict[str, tuple[Any, ...]] = {
@@ -224,14 +227,14 @@ def _slices(task: Task, whole: Any) -> list[Any] | None:
 
 
 def limits(device: torch.device) -> list[Candidate]:
-    """The copies that bound collectives of tensors on ``device``."""
+    """Return the copies that bound collectives of tensors on ``device``."""
     if device.type == "cpu":
         return [copy(COPY)]
     return [copy(DEVICE_COPY), host_copy(device)]
 
 
 def copy(name: str) -> Candidate:
-    """A copy from one buffer to another on the same device."""
+    """Return a copy from one buffer to another on the same device."""
 
     def bind(next_buffers: NextBuffers) -> Call:
         source, destination = next_buffers().whole, next_buffers().whole
@@ -241,7 +244,7 @@ def copy(name: str) -> Candidate:
 
 
 def host_copy(device: torch.device, chunk_bytes: int = _CHUNK_BYTES) -> Candidate:
-    """A copy from one buffer to another through the host."""
+    """Return a copy from one buffer to another through the host."""
     is_gpu = device.type == "cuda"
     slots = torch.empty(_NUM_SLOTS, chunk_bytes, dtype=torch.uint8, pin_memory=is_gpu)
     overlapping = _OverlappingCopy(slots, device) if is_gpu else None
@@ -264,9 +267,9 @@ def _copy_in_order(slots: Tensor, source: Tensor, destination: Tensor) -> None:
 
 
 class _OverlappingCopy:
-    """Two streams: one copies chunks to the host, the other copies them back.
+    """A copy with two streams: one copies chunks to the host, the other copies them back.
 
-    Each slot has an event for "filled" and one for "emptied".
+    Each slot has an event that tells when it was filled, and an event that tells when it was emptied.
     """
 
     def __init__(self, slots: Tensor, device: torch.device) -> None:
@@ -276,7 +279,7 @@ class _OverlappingCopy:
         self.filled, self.emptied = ([torch.cuda.Event() for _ in slots] for _ in range(2))  # type: ignore[no-untyped-call]
 
     def copy(self, source: Tensor, destination: Tensor) -> None:
-        """Queue all chunks; the current stream waits for the last one."""
+        """Queue the copies of all chunks, and make the current stream wait for the last one."""
         current = torch.cuda.current_stream(self.device)
         self.off.wait_stream(current)
         self.back.wait_stream(current)
@@ -295,5 +298,5 @@ class _OverlappingCopy:
 
 
 def _chunks(slots: Tensor, *tensors: Tensor) -> Any:
-    """Corresponding parts of the tensors, no larger than a slot."""
+    """Return the corresponding parts of the tensors, none larger than a slot."""
     return zip(*(torch.split(x, slots.shape[1]) for x in tensors), strict=True)

@@ -1,13 +1,13 @@
-"""The verbs that are measured: the shape of their tensors, what "bytes" counts, and values with exact results.
+"""The measured collectives: the shapes of their tensors, the meaning of "bytes", and values with exact results.
 
-"bytes" is as in nccl-tests: the bytes of ``x``, but for allgather and gather the bytes of the result. It is the larger
-of the two tensors, called ``whole`` here. *Algorithm bandwidth* is bytes / time; *bus bandwidth* multiplies it by a
-factor of the verb and the number of ranks, and is comparable with what the hardware moves.
+"bytes" is as in nccl-tests: the bytes of ``x``, or of the result for allgather and gather. It is the larger of the two
+tensors, which is called ``whole`` here. *Algorithm bandwidth* is bytes / time. *Bus bandwidth* is algorithm bandwidth
+times a factor of the collective and the number of ranks, and is comparable with the bandwidth of the hardware.
 
-The *pattern* of a rank is a tensor of PERIOD whole numbers, repeated over a buffer of any size: so a buffer is checked
-at the speed of memory. The numbers depend on element and rank. The period is a prime: pieces, slices and blocks, whose
-sizes are mostly powers of two, do not coincide with it, so that a misplaced one shows. The numbers are so small that
-sums are exact in the dtype.
+The *pattern* of a rank is a tensor of PERIOD whole numbers, which is repeated over a buffer of any size. So a buffer is
+checked at the speed of memory, which an element-by-element formula would not reach. The numbers depend on element and
+rank. The period is a prime, because the sizes of pieces, slices and blocks are mostly powers of two. So a misplaced
+block never coincides with the pattern. The numbers are so small that sums are exact in the dtype.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _ANDS = ("land", "band", "prod", "min")  # on bool
 
 @dataclasses.dataclass(frozen=True)
 class Verb:
-    """One verb. ``x`` and ``out`` say what each holds: "whole", a "slice" of it (a rank's part), or (out) "" for none.
+    """One collective. ``x`` and ``out`` are "whole", "slice" (one rank's part), or "" for a missing ``out``.
 
-    ``trips``: how often each rank sends all slices except one; 0 where the whole goes from rank to rank.
+    ``trips`` is how often each rank sends all slices except one, or 0 if the whole tensor goes from rank to rank.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Verb:
     trips: int
 
     def bus_factor(self, num_ranks: int) -> float:
-        """Bus bandwidth / algorithm bandwidth."""
+        """Return bus bandwidth / algorithm bandwidth."""
         return self.trips * (num_ranks - 1) / num_ranks if self.trips else 1.0
 
 
@@ -74,7 +74,7 @@ VERBS = {
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """The work that is measured at every size: a verb on tensors of a dtype and device, on one rank of ``size``."""
+    """The work that is measured at every size: a collective on tensors of a dtype and device, as one rank sees it."""
 
     verb: Verb
     dtype: torch.dtype
@@ -84,25 +84,28 @@ class Task:
     device: torch.device = _CPU
 
     def rounded(self, num_bytes: int) -> int:
-        """The next larger number of bytes that is whole elements, and divides by the ranks where the verb needs it."""
+        """Return the next larger size that consists of whole elements, and of equal slices if the task has slices."""
         unit = self.dtype.itemsize * (self.size if self.verb.out else 1)  # slices are equal
         return -(-num_bytes // unit) * unit
 
     def count(self, part: str, num_bytes: int) -> int:
-        """Elements of a "whole" of ``num_bytes``, of a "slice" of it, or of nothing ("")."""
+        """Return the number of elements of a "whole" of ``num_bytes``, of a "slice", or of a missing tensor ("")."""
         whole = num_bytes // self.dtype.itemsize
         return {"whole": whole, "slice": whole // self.size, "": 0}[part]
 
     def pattern(self, rank: int) -> Tensor:
-        """One period of the input of ``rank``."""
+        """Return one period of the input of ``rank``."""
         return pattern(self.dtype, self.op if self.verb.reduces else "sum", rank, self.size)
 
     def reduced(self) -> Tensor:
-        """One period of the reduction over all ranks."""
+        """Return one period of the reduction over all ranks."""
         return reduced(self.dtype, self.op, self.size)
 
     def expected(self, num_bytes: int) -> list[tuple[Tensor, int]]:
-        """The right result on this rank: patterns in order, with the number of elements of each. Empty: no result."""
+        """Return the right result on this rank: patterns in order, with the number of elements of each.
+
+        The list is empty if this rank has no result.
+        """
         whole, part = self.count("whole", num_bytes), self.count("slice", num_bytes)
         begin = self.rank * part
         if self.verb.name in ("reduce", "gather") and self.rank != ROOT:
@@ -121,13 +124,13 @@ class Task:
 
 
 def pattern(dtype: torch.dtype, op: str, rank: int, size: int) -> Tensor:
-    """PERIOD elements of ``dtype``: the input of ``rank`` of ``size`` to a reduction with ``op``."""
+    """Return PERIOD elements of ``dtype``, the input of ``rank`` of ``size`` ranks to a reduction with ``op``."""
     return _whole_numbers(dtype, op, rank, size).to(dtype)
 
 
 @functools.lru_cache(maxsize=4)
 def reduced(dtype: torch.dtype, op: str, size: int) -> Tensor:
-    """The exact reduction of the patterns of all ranks, as ``dtype``."""
+    """Return the exact reduction of the patterns of all ranks, in ``dtype``."""
     inputs = (_whole_numbers(dtype, op, rank, size) for rank in range(size))
     if dtype == torch.bool or op in ("land", "lor"):
         inputs = (numbers.bool() for numbers in inputs)  # torch's sum and product of bool are "or" and "and"
@@ -136,12 +139,12 @@ def reduced(dtype: torch.dtype, op: str, size: int) -> Tensor:
 
 
 def tolerance(dtype: torch.dtype, op: str) -> float:
-    """The relative error of a right result: only averages are rounded, and not alike by all candidates."""
+    """Return the relative error of a right result. Only averages are rounded, and candidates round differently."""
     return 2 * torch.finfo(dtype).eps if op == "avg" else 0.0
 
 
 def shifted(numbers: Tensor, begin: int) -> Tensor:
-    """The pattern from element ``begin`` on."""
+    """Return the pattern from element ``begin`` on."""
     return numbers.roll(-(begin % PERIOD))
 
 
@@ -153,7 +156,10 @@ def write(x: Tensor, numbers: Tensor) -> None:
 
 
 def first_wrong(x: Tensor, numbers: Tensor, tolerance: float) -> int | None:
-    """The index of the first element of the 1-D tensor ``x`` that is not the pattern's, or None. NaN is wrong."""
+    """Return the index of the first element of the 1-D tensor ``x`` that differs from the pattern, or None.
+
+    NaN is always wrong.
+    """
     numbers = _beside(x, numbers)
     for index, part in enumerate(torch.split(x, numbers.numel())):
         right = numbers[: part.numel()]
@@ -164,7 +170,7 @@ def first_wrong(x: Tensor, numbers: Tensor, tolerance: float) -> int | None:
 
 
 def _beside(x: Tensor, numbers: Tensor) -> Tensor:
-    """The pattern on the device of ``x``; on a GPU several periods of it, no more than fill ``x``."""
+    """Return the pattern on the device of ``x``; on a GPU several periods of it, but not more than ``x`` needs."""
     if x.device.type == "cpu":
         return numbers
     return numbers.to(x.device).repeat(max(1, min(_PERIODS_AT_ONCE_ON_GPU, -(-x.numel() // PERIOD))))
@@ -172,18 +178,18 @@ def _beside(x: Tensor, numbers: Tensor) -> Tensor:
 
 def _whole_numbers(dtype: torch.dtype, op: str, rank: int, size: int) -> Tensor:
     places = torch.arange(PERIOD) * 40503 % PERIOD  # a permutation of all places
-    at_most_once = ((places + rank) % (size + 1) == 0).long()  # 1 on one rank or none: "or" and "and" are 0 and 1
+    at_most_once = ((places + rank) % (size + 1) == 0).long()  # 1 on at most one rank, so "or" gives both 0 and 1
     if dtype == torch.bool or op in ("land", "lor"):
         return 1 - at_most_once if op in _ANDS else at_most_once
     if op == "prod":
-        return 1 + at_most_once  # one factor of 2 at most: the product fits any dtype
-    # So small that the sum over all ranks is exact in the dtype, whatever the order of additions.
+        return 1 + at_most_once  # At most one factor of 2, so the product fits every dtype.
+    # The numbers are so small that the sum over all ranks is exact in the dtype, in any order of the additions.
     mixed = (places + rank * 9973) % PERIOD
     return mixed % (_largest(dtype) // size + 1) if _largest(dtype) >= size else mixed % 2
 
 
 def _largest(dtype: torch.dtype) -> int:
-    """The largest number up to which ``dtype`` represents every whole number."""
+    """Return the largest number up to which ``dtype`` represents every whole number."""
     if dtype.is_floating_point or dtype.is_complex:
         return int(2 / torch.finfo(dtype).eps)
     return torch.iinfo(dtype).max

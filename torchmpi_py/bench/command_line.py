@@ -1,6 +1,7 @@
-"""Options that several commands share, and the one way in which a command ends with a mistake.
+"""The options that several commands share, and the handling of mistakes.
 
-A mistake is a UsageError on every rank alike, so that all ranks end with the same exit code and one of them prints it.
+Every rank raises the same UsageError for a mistake, so all ranks end with the same exit code, and one of them prints
+the message.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ T = TypeVar("T")
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UsageError for a mistake, and prints help on rank 0 alone."""
+    """A parser that raises UsageError for a mistake, and prints the help on rank 0 only."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog}: {message}")
@@ -33,7 +34,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def exit_code(command: Callable[[], object]) -> int:
-    """Run ``command``; 0, or 2 for a UsageError and 1 for a WrongValue, whose message is printed once."""
+    """Run ``command``, and return the exit code: 0, 1 for a WrongValue, 2 for a UsageError.
+
+    One rank prints the message of the error.
+    """
     try:
         command()
     except (UsageError, WrongValue) as error:
@@ -52,7 +56,7 @@ def in_job(measure: Callable[[MPI.Comm, argparse.Namespace], object], options: a
 
 
 def _print_once(error: Exception) -> None:
-    """Print on rank 0. In a job all ranks start and stop first, for the first one that exits ends the others."""
+    """Print an error on rank 0. In a job start and stop all ranks, because a rank that exits early ends the others."""
     is_in_job = mpi.is_started() or variables.rank_in(os.environ) is not None
     if is_in_job and not mpi.is_started():
         mpi.start()
@@ -63,25 +67,25 @@ def _print_once(error: Exception) -> None:
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """``--device``."""
-    text = "where the tensors are; default: cpu. cuda: on a GPU per rank, or on fewer that ranks share"
+    """Add ``--device``."""
+    text = "device of the tensors (default: cpu); with cuda one GPU per rank, or fewer that ranks share"
     parser.add_argument("--device", choices=DEVICES, default="cpu", help=text)
 
 
 def add_link(parser: argparse.ArgumentParser) -> None:
-    """``--link``."""
-    text = "rate of a node's link in each direction: adds the floor of the wire, and ratios to it"
+    """Add ``--link``."""
+    text = "rate of a node's link in each direction; adds the least time on this link, and the ratios to it"
     parser.add_argument("--link", type=with_message(wire.parse_link), metavar="1gbit", help=text)
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """``--json`` and ``--progress``."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="store the report")
-    parser.add_argument("--progress", action="store_true", help="show a bar, also where standard error is no terminal")
+    """Add ``--json`` and ``--progress``."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to FILE")
+    parser.add_argument("--progress", action="store_true", help="show a bar even if standard error is not a terminal")
 
 
 def with_message(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """``parse`` as the type of an option: argparse shows the message of its ValueError."""
+    """Wrap ``parse`` as the type of an option, so that argparse shows the message of its ValueError."""
 
     def parsed(text: str) -> T:
         try:
@@ -93,13 +97,13 @@ def with_message(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def names(text: str) -> list[str]:
-    """Words separated by commas."""
+    """Return the words of a text that commas separate."""
     return text.split(",")
 
 
 @with_message
 def positive(text: str) -> float:
-    """A finite number above 0."""
+    """Return a finite number above 0. Raise an error for other texts."""
     try:
         value = float(text)
     except ValueError:
@@ -111,7 +115,7 @@ def positive(text: str) -> float:
 
 @with_message
 def count(text: str) -> int:
-    """A whole number above 0."""
+    """Return a whole number above 0. Raise an error for other texts."""
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"{text!r} is not a whole number above 0")
     return int(text)

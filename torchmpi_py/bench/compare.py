@@ -1,6 +1,6 @@
-"""The commands ``run`` and ``compare``: which candidates the options ask for, and the report about them.
+"""The commands ``run`` and ``compare``: they select the candidates by the options, and report the measurements.
 
-``run`` measures one flavour alone; ``compare`` measures ours beside the peers and the limits, in one run.
+``run`` measures only one flavour. ``compare`` measures our flavours, the peers and the limits in one run.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ _AVAILABLE = "available"
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """The options of ``run``."""
-    default = "default: the one that a call without flavour= takes"
+    """Add the options of ``run``."""
+    default = "default: the flavour that a call without flavour= uses"
     parser.add_argument("--flavour", dest="flavours", nargs=1, default=[SELECTOR], metavar="FLAVOUR", help=default)
     _add_options(parser)
 
 
 def add_compare_options(parser: argparse.ArgumentParser) -> None:
-    """The options of ``compare``."""
-    parser.add_argument("--flavours", type=command_line.names, metavar="a,b", help="of ours, only these; default: all")
+    """Add the options of ``compare``."""
+    parser.add_argument("--flavours", type=command_line.names, metavar="a,b", help="flavours to measure; default: all")
     _add_options(parser)
 
 
@@ -60,18 +60,18 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--verb", choices=list(VERBS), default="allreduce")
     command_line.add_device(parser)
-    sizes = "bytes, as 4,64K or 4:64M:8x (default; with --device cuda 4:1G:8x)"
+    sizes = "bytes, such as 4,64K or 4:64M:8x (the default; with --device cuda 4:1G:8x)"
     add("--sizes", type=command_line.with_message(parse_sizes), help=sizes)
-    dtypes = f"default: float32; of {', '.join(DTYPES)}"
+    dtypes = f"one of {', '.join(DTYPES)}; default: float32"
     add("--dtype", choices=DTYPES, default="float32", metavar="DTYPE", help=dtypes)
-    add("--async", dest="asynchronous", action="store_true", help="the asynchronous form, then wait(); compare: both")
-    add("--op", choices=OPS, default="sum", metavar="OP", help=f"default: sum; of {', '.join(OPS)}")
+    add("--async", dest="asynchronous", action="store_true", help="asynchronous call, then wait(); compare: both")
+    add("--op", choices=OPS, default="sum", metavar="OP", help=f"one of {', '.join(OPS)}; default: sum")
     add("--buffers", choices=("warm", "cold", "both"), default="both", help="default: both")
-    seconds = "about so long for each size and kind of buffers; default: 1"
+    seconds = "approximate time for each size and each kind of buffers; default: 1"
     add("--seconds", type=command_line.positive, default=1.0, help=seconds)
-    in_a_row = "time so many calls without a barrier between them; the time of one is their mean; default: 1"
+    in_a_row = "time N calls without a barrier between them, and report their mean; default: 1"
     add("--in-a-row", type=command_line.count, default=1, metavar="N", help=in_a_row)
-    memory = "of buffers a rank; default: what fits, to 1G (cuda: 8G)"
+    memory = "memory for buffers per rank; default: what fits, at most 1G (cuda: 8G)"
     add("--max-memory", type=command_line.with_message(parse_size), metavar="BYTES", help=memory)
     patience = "skip a candidate from the first size at which one call would take longer; default: never"
     add("--patience", type=command_line.positive, default=math.inf, metavar="SECONDS", help=patience)
@@ -81,16 +81,16 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
-    """Measure, print on rank 0, and store. Collective over ``comm``, which holds all ranks.
+    """Measure, print the report on rank 0, and store it. Collective over ``comm``, which contains all ranks.
 
-    Raises UsageError and WrongValue, on every rank.
+    Raises UsageError or WrongValue, on every rank.
     """
     measured = report(comm, options)
     results.publish(comm.rank, results.render(measured), results.COLLECTIVE, measured, options.json)
 
 
 def report(comm: MPI.Comm, options: argparse.Namespace) -> Report:
-    """The report of what ``options`` ask for, on ``mpi.device()``. Collective and raises as ``main``."""
+    """Measure on ``mpi.device()``, and return the report. Collective. Raises UsageError or WrongValue, as ``main``."""
     task = _task(comm, options)
     link = None if options.link is None else wire.open_link(comm, options.link)
     with_peers = options.command == "compare"
@@ -120,9 +120,10 @@ def _task(comm: MPI.Comm, options: argparse.Namespace) -> Task:
 
 
 def ours(task: Task, names: Sequence[str] | None, groups: TorchGroups, forms: Sequence[bool]) -> list[Candidate]:
-    """This package's candidates: ``names``, or all that are available. UsageError for one that is not.
+    """Return this package's candidates: ``names``, or all that are available.
 
-    ``forms``: blocking (False), asynchronous (True). ``groups`` are for "torchmpi".
+    ``forms`` contains False for blocking and True for asynchronous calls. ``groups`` serve the candidate "torchmpi".
+    Raises UsageError for a name that is not available.
     """
     statuses = _statuses(task, groups)
     if names is None:
@@ -142,15 +143,15 @@ def ours(task: Task, names: Sequence[str] | None, groups: TorchGroups, forms: Se
 
 
 def peers(comm: MPI.Comm, task: Task, groups: TorchGroups, forms: Sequence[bool]) -> list[Candidate]:
-    """Raw MPI and gloo, where they can serve, and the limits."""
-    # On a GPU an MPI that does not read GPU memory would crash rather than refuse.
+    """Return raw MPI and gloo, if they are available, and the limits."""
+    # Ask for the status of raw MPI on a GPU, because an MPI that cannot access GPU memory would crash.
     has_raw_mpi = task.device.type == "cpu" or _statuses(task, groups).get("mpi") == _AVAILABLE
     of_gloo = [] if groups.no_gloo else [torch_distributed(task, GLOO, None, asynchronous=form) for form in forms]
     return [*([raw_mpi(comm, task)] if has_raw_mpi else []), *of_gloo, *limits(task.device)]
 
 
 def _statuses(task: Task, groups: TorchGroups) -> dict[str, str]:
-    """The status of each name that ``--flavours`` takes, for the verb on tensors of the task's device."""
+    """Return the status of each valid name of ``--flavours``, for the task's collective and device."""
     wanted = task.verb.name, task.device.type
     statuses = {row.flavour: row.status for row in mpi.availability() if (row.verb, row.device) == wanted}
     statuses |= dict.fromkeys(OTHER_NAMES, _AVAILABLE)
@@ -160,7 +161,7 @@ def _statuses(task: Task, groups: TorchGroups) -> dict[str, str]:
 
 
 def sizes_of(options: argparse.Namespace) -> list[int]:
-    """``--sizes`` in bytes; the default depends on ``--device``."""
+    """Return ``--sizes`` in bytes, or the default sizes of the device."""
     return options.sizes or parse_sizes(_SIZES[options.device])
 
 
@@ -186,7 +187,7 @@ def _measured(
     measurement = Measurement(
         comm, task, candidates, plan, pools, options.seconds, options.verify, options.patience, link, options.in_a_row
     )
-    # A candidate that refuses the smallest size is left out of all sizes.
+    # A candidate that refuses the smallest size is omitted at all sizes.
     notes += [*without_pool, *measurement.drop_unable(sizes[0])]
     if not any(candidate.is_ours for candidate in measurement.candidates):
         raise UsageError(f"nothing is left to measure: {'; '.join(notes)}")

@@ -1,9 +1,10 @@
-"""Ranks of a notebook: ``%load_ext torchmpi_py.notebook``, then ``%%torchmpi -n 4`` at the top of a cell.
+"""Run cells of a notebook on ranks: ``%load_ext torchmpi_py.notebook``, then ``%%torchmpi -n 4`` at the top of a cell.
 
-The ranks are a job of torchmpirun (``rank_job``). Each runs ``rank_program``: an IPython of its own, which lives from
-cell to cell. A rank connects to the kernel by TCP, with a key that the kernel has given to its job. The kernel sends
-cells, the ranks send what comes of them; ``cell_run`` shows that, with equal lines of several ranks as one line
-(``rank_output``). ``magics`` is what the user calls.
+The ranks are a job of torchmpirun (``rank_job``). Each rank runs an IPython shell (``rank_program``), whose variables
+last from cell to cell. A rank connects to the kernel by a socket, and proves that it knows the key of its job. The
+kernel sends cells, and the ranks send output, values and errors. ``cell_run`` shows them, and ``rank_output`` joins
+equal lines of several ranks into one. ``magics`` defines the commands of the user. The alternative, ipyparallel, needs
+a cluster with a controller, and knows nothing of ranks that wait for each other in a collective.
 """
 
 from typing import Any
@@ -12,7 +13,14 @@ from torchmpi_py.errors import Unavailable
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Add the magics to an IPython shell, for ``%load_ext torchmpi_py.notebook``. Unavailable without IPython."""
+    """Add the magics to an IPython shell. ``%load_ext torchmpi_py.notebook`` calls it.
+
+    Args:
+        shell (InteractiveShell): shell of the notebook's kernel.
+
+    Raises:
+        Unavailable: IPython is not installed.
+    """
     try:
         from torchmpi_py.notebook.magics import TorchMPIMagics
     except ModuleNotFoundError as error:
@@ -21,5 +29,9 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """End the ranks, for ``%unload_ext`` and ``%reload_ext``."""
+    """End the ranks. ``%unload_ext torchmpi_py.notebook`` and ``%reload_ext`` call it.
+
+    Args:
+        shell (InteractiveShell): shell of the notebook's kernel.
+    """
     shell.magics_manager.registry["TorchMPIMagics"].stop()

@@ -1,8 +1,10 @@
 """A cell that the ranks run: what the kernel shows of it, and how it ends.
 
-A rank that fails ends its own part of the cell. The others go on; where all of them wait in calls of the package and
-nothing moves, they wait in vain, and are interrupted. After a failure the ranks compare how many collectives they have
-called: where these numbers differ, later ones would meet wrong ones, and are refused.
+An error on one rank ends the cell only on this rank, and the others continue. If all of them wait in calls of the
+package and make no progress, they wait for the failed rank in vain, and the kernel interrupts them. The alternative, to
+interrupt them at once, would also stop ranks that need nothing from the failed one. After a failure the kernel compares
+how many collectives each rank has called. If the numbers differ, a later collective would match a wrong one, so all
+collectives raise from then on.
 """
 
 from __future__ import annotations
@@ -15,22 +17,22 @@ from typing import Any
 from torchmpi_py.notebook.rank_job import LAUNCHER, RankJob
 from torchmpi_py.notebook.rank_output import OutputMerger, name_ranks
 
-LOOK_SECONDS = 2.0  # between two looks at ranks that may wait for one that has failed
-INTERRUPT_SECONDS = 6.0  # for ranks to heed an interrupt
+LOOK_SECONDS = 2.0  # time between two looks at ranks that may wait for a failed rank
+INTERRUPT_SECONDS = 6.0  # time for the ranks to react to an interrupt
 _EVENT_SECONDS = 0.05
 _ANSWER_SECONDS = 1.0
 _RESTART = "%torchmpi restart starts new ranks"
 
 
-class RanksFailed(Exception):  # noqa: N818 - as IPython shows its name
-    """A cell failed on ranks. ``lines``: what is shown, after the error of the rank that failed first."""
+class RanksFailed(Exception):  # noqa: N818 - IPython shows the name to the user
+    """A cell failed on some ranks. ``lines`` are shown before ``summary``, from the error of the first failed rank."""
 
     def __init__(self, summary: str, lines: list[str] | None = None) -> None:
         super().__init__(summary)
         self._lines = [*(lines or []), summary]
 
     def _render_traceback_(self) -> list[str]:
-        """For IPython, in place of the frames of the kernel."""
+        """Return the lines that IPython shows, instead of the kernel's own frames."""
         return self._lines
 
 
@@ -39,27 +41,27 @@ class RanksEnded(RanksFailed):
 
 
 class CellRun:
-    """What the ranks of ``job`` are busy with. ``shell``: the kernel's."""
+    """One cell, or another task, on the ranks of ``job``. ``shell`` is the kernel's shell."""
 
     def __init__(self, job: RankJob, shell: Any) -> None:
         self._job, self._shell = job, shell
         self._merger = OutputMerger(job.size, self._write)
-        self._errors: dict[int, tuple[str, str, list[str]]] = {}  # in the order in which they came
+        self._errors: dict[int, tuple[str, str, list[str]]] = {}  # by rank, in the order of their arrival
         self._places: dict[int, tuple[str, str, object]] = {}
-        self._interrupted = ""  # how
-        self._is_told = False
+        self._interrupted = ""  # reason of the interrupt
+        self._has_warned = False
         self._freed: set[int] = set()  # ranks that were interrupted because they waited in vain
         self._interrupted_at = self._flushed = 0.0
         self._looked = time.monotonic()
         self.pulled: bytes | None = None
 
     def carry_out(self, ranks: set[int], kind: str, *content: object) -> None:
-        """Have ranks do something, and show what comes until none is busy. RanksFailed, RanksEnded."""
-        has_begun = False
-        while self._job.busy or not has_begun:
+        """Send a task to ranks, and show their output until none is busy. Raises RanksFailed or RanksEnded."""
+        was_sent = False
+        while self._job.busy or not was_sent:
             try:
-                if not has_begun:
-                    has_begun = True
+                if not was_sent:
+                    was_sent = True
                     self._job.begin(ranks, kind, *content)
                 self._take()
                 if self._interrupted and time.monotonic() - self._interrupted_at > INTERRUPT_SECONDS:
@@ -73,9 +75,9 @@ class CellRun:
         self._conclude()
 
     def drain(self, asked: set[int] | None = None) -> dict[int, tuple[str, str, object]]:
-        """Show what has come since the last cell, also of ranks that had not ended it. RanksEnded.
+        """Show the output since the last cell, including the output of ranks that had not ended it.
 
-        Returns where the ``asked`` ranks are, as ``ask_where``: what they send meanwhile is shown, too.
+        Returns the places of the ``asked`` ranks, as ``ask_where`` does. Raises RanksEnded if the job has ended.
         """
         had_not_ended = bool(self._job.busy)
         while not self._job.events.empty():
@@ -92,7 +94,7 @@ class CellRun:
         return places
 
     def ask_where(self, ranks: set[int]) -> dict[int, tuple[str, str, object]]:
-        """(call, line, progress) of these ranks, as far as they answer within a second."""
+        """Return (call, line, progress) of these ranks, except of ranks that do not answer within a second."""
         self._places.clear()
         self._job.send(ranks, "where")
         until = time.monotonic() + _ANSWER_SECONDS
@@ -101,7 +103,7 @@ class CellRun:
         return dict(self._places)
 
     def _take(self) -> None:
-        """One event, if there is one; then the lines that are due."""
+        """Handle one event, if there is one, and write the lines that are due."""
         try:
             rank, (kind, *content) = self._job.events.get(timeout=_EVENT_SECONDS)
         except queue.Empty:
@@ -109,11 +111,12 @@ class CellRun:
         else:
             getattr(self, f"_on_{kind}")(rank, *content)
         if self._job.events.empty() or time.monotonic() - self._flushed > _EVENT_SECONDS:
-            self._merger.flush()  # not after each event: equal lines of ranks that write much would miss each other
+            # Not after each event, because equal lines of several ranks may arrive with other lines in between.
+            self._merger.flush()
             self._flushed = time.monotonic()
 
     def _write(self, stream: str, text: str) -> None:
-        """To the kernel's own stream, which a notebook has in place of the process's."""
+        """Write to the kernel's stream, by which a notebook replaces the stream of the process."""
         print(text, end="", file=getattr(sys, stream))
 
     def _on_text(self, rank: int, stream: str, text: str) -> None:
@@ -123,7 +126,7 @@ class CellRun:
         self._write("stderr", text)
 
     def _on_shown(self, rank: int, data: dict[str, Any], metadata: dict[str, Any], options: dict[str, Any]) -> None:
-        """A value: rank 0's in its best form, and of the others what is text alone."""
+        """Show a value: rank 0's value in its richest form, and the values of other ranks if they are plain text."""
         if data.keys() == {"text/plain"}:
             self._merger.add_block(rank, "stdout", f"{data['text/plain']}\n")
         elif rank == 0:
@@ -151,11 +154,11 @@ class CellRun:
         self._on_gone(LAUNCHER)
 
     def _on_gone(self, _: int) -> None:
-        """A rank has ended, and with it the job."""
-        said = self._job.last_words(self._on_last)
+        """Raise RanksEnded, because a rank has ended, which ends the whole job."""
+        last_output = self._job.last_words(self._on_last)
         self._merger.flush(is_end=True)
-        *words, reason = said.splitlines()
-        self._write("stderr", "".join(f"{line}\n" for line in words))
+        *lines, reason = last_output.splitlines()
+        self._write("stderr", "".join(f"{line}\n" for line in lines))
         self._job.stop()
         reason = reason.removeprefix("torchmpirun: ")
         raise RanksEnded(
@@ -164,15 +167,15 @@ class CellRun:
         )
 
     def _on_last(self, rank: int, kind: str, *content: Any) -> None:
-        """What other ranks have sent before the job ended."""
+        """Handle an event that another rank had sent before the job ended."""
         if kind in ("text", "shown", "error"):
             getattr(self, f"_on_{kind}")(rank, *content)
 
     def _look_for_waiting(self) -> None:
-        """Interrupt the ranks that wait for one that has failed: where two looks find all of them at the same place.
+        """Interrupt the busy ranks if they wait for a failed rank, that is if two looks find each at the same place.
 
-        If no rank has failed, the others have ended the cell, or do not run it. The cell says so once. It goes on,
-        because a thread of another rank may make the missing call.
+        If no rank has failed, the other ranks have ended the cell or do not run it. In that case show one warning and
+        let the ranks wait, because a thread of another rank may still make the missing call.
         """
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
@@ -182,28 +185,28 @@ class CellRun:
             if self._errors:
                 self._freed = set(self._job.busy)
                 self._interrupt("waited for a rank that failed")
-            elif not self._is_told:
-                self._is_told = True
+            elif not self._has_warned:
+                self._has_warned = True
                 calls = ", ".join(sorted({f"{call} ({line})" for call, line, _ in now.values()}))
                 idle = name_ranks(ended := self._job.ranks - self._job.busy)
                 text = f"{name_ranks(now)} still in {calls}; {idle} {'is' if len(ended) == 1 else 'are'} not in it"
-                self._write("stderr", f"{text}: interrupt the cell, and have all ranks make the same calls\n")
+                self._write("stderr", f"{text}: interrupt the cell, and make the same calls on all ranks\n")
 
     def _interrupt(self, how: str) -> None:
         self._interrupted, self._interrupted_at = how, time.monotonic()
         self._job.send(set(self._job.busy), "interrupt")
 
     def _conclude(self) -> None:
-        """Raise what happened."""
+        """Raise an error that describes the failures and interrupts of the cell, if there were any."""
         self._merger.flush(is_end=True)
-        if self._job.busy and self._job.has_ended:  # an interrupt came in the middle of its last words
+        if self._job.busy and self._job.has_ended:  # an interrupt came while the end of the job was handled
             self._on_gone(LAUNCHER)
         if not (self._errors or self._interrupted):
             return
         waits = {f"{call} ({line})" for rank, (call, line, _) in self._places.items() if rank in self._freed}
         waited_in = ", ".join(sorted(waits))
-        # Before errors are counted, for ranks may fail, or end the cell, before they have answered.
-        found = self.ask_where(set(self._job.busy)) if self._job.busy else {}
+        # Ask before counting the errors, because ranks may fail or end the cell before they answer.
+        places = self.ask_where(set(self._job.busy)) if self._job.busy else {}
         self._merger.flush(is_end=True)
         failed = {rank: error for rank, error in self._errors.items() if rank not in self._freed}
         texts = []
@@ -211,35 +214,35 @@ class CellRun:
             texts.append(f"{name_ranks(failed)} of {self._job.size} failed")
         if self._freed:
             texts.append(f"{name_ranks(self._freed)} waited in {waited_in}, and had to be interrupted")
-        if self._job.busy:  # still
-            where = {f"{call} ({line})" for rank, (call, line, _) in found.items() if line and rank in self._job.busy}
+        if self._job.busy:  # the interrupt had no effect
+            where = {f"{call} ({line})" for rank, (call, line, _) in places.items() if line and rank in self._job.busy}
             at = f": {', '.join(sorted(where))}" if where else " at all"
             texts.append(f"{name_ranks(self._job.busy)} cannot be interrupted{at}; {_RESTART}")
         elif self._is_out_of_step():
             texts.append(self._refuse())
-        if not (texts or self._errors):  # the cell has heeded the interrupt, and gone on
+        if not (texts or self._errors):  # the cell has caught the interrupt, and continued
             return
         raise RanksFailed("\n".join(texts), self._traceback(failed or self._errors))
 
     def _traceback(self, errors: dict[int, tuple[str, str, list[str]]]) -> list[str]:
-        """The error of the rank that failed first, and one line for each other error."""
-        alike: dict[tuple[str, str], list[int]] = {}
+        """Return the traceback of the rank that failed first, and one line for each other error."""
+        ranks_by_error: dict[tuple[str, str], list[int]] = {}
         for rank, (name, text, _) in errors.items():
-            alike.setdefault((name, text), []).append(rank)
-        if not alike:
+            ranks_by_error.setdefault((name, text), []).append(rank)
+        if not ranks_by_error:
             return []
-        (_, ranks), *others = alike.items()
+        (_, ranks), *others = ranks_by_error.items()
         return [*errors[ranks[0]][2], "", *(f"{name_ranks(theirs)}: {': '.join(error)}" for error, theirs in others)]
 
     def _refuse(self) -> str:
-        """Have collectives raise from now on; what is shown of that."""
+        """Make all collectives raise from now on, and return the message for the user."""
         self._job.send(self._job.ranks, "refuse")
         return f"the ranks have called different numbers of collectives, which raise from now on; {_RESTART}"
 
     def _is_out_of_step(self) -> bool:
-        """Whether ranks of one communicator have called different numbers of operations there."""
+        """Return whether the ranks of any communicator have called different numbers of operations on it."""
         counts: dict[object, set[int]] = {}
-        for found in self._job.num_called.values():
-            for communicator, number in found.items():
+        for num_called in self._job.num_called.values():
+            for communicator, number in num_called.items():
                 counts.setdefault(communicator, set()).add(number)
         return any(len(numbers) > 1 for numbers in counts.values())

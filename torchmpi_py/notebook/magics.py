@@ -1,4 +1,4 @@
-"""The magics of a notebook: ``%%torchmpi`` runs a cell on all ranks, ``%torchmpi`` says and changes how they are."""
+"""The magics of a notebook: ``%%torchmpi`` runs a cell on all ranks, and ``%torchmpi`` shows or changes their state."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ _COMMANDS = "%torchmpi status, %torchmpi restart, %torchmpi stop, or %torchmpi p
 
 @magics_class
 class TorchMPIMagics(Magics):
-    """``%%torchmpi`` and ``%torchmpi``, with the ranks that they start."""
+    """The magics ``%%torchmpi`` and ``%torchmpi``, and the ranks that they start."""
 
     def __init__(self, shell: Any) -> None:
         super().__init__(shell)
         self._job: RankJob | None = None
-        self._words: list[str] = []  # of the last job
-        self._ended = ""  # why the last job has ended
+        self._words: list[str] = []  # options of the last job
+        self._ended = ""  # reason for the end of the last job
         atexit.register(self.stop)
 
     @line_cell_magic
     def torchmpi(self, line: str, cell: str | None = None) -> Any:
-        """Run the cell on all ranks, or one command.
+        """Run the cell on all ranks, or carry out one command.
 
-        ``%%torchmpi -n 4`` starts ranks, by torchmpirun with these options; later cells may leave the options out.
-        In the ranks ``mpi`` is started, and ``torch`` imported. ``%torchmpi status`` says what each rank does,
-        ``restart`` starts new ranks, ``stop`` ends them, and ``pull NAME`` gives the value of a variable of rank 0.
+        ``%%torchmpi -n 4`` starts ranks with these options of torchmpirun; later cells may omit the options. On every
+        rank ``mpi`` is imported and started, and ``torch`` is imported. ``%torchmpi status`` shows the activity of each
+        rank, ``%torchmpi restart`` starts new ranks, ``%torchmpi stop`` ends the ranks, and ``%torchmpi pull NAME``
+        returns the value of a variable of rank 0.
         """
         try:
             words = shlex.split(line)
@@ -57,11 +58,11 @@ class TorchMPIMagics(Magics):
             if command == "restart":
                 self._start()
         else:
-            raise UsageError(f"%torchmpi {' '.join((command, *words))}: write {_COMMANDS}; or %%torchmpi above a cell")
+            raise UsageError(f"%torchmpi {' '.join((command, *words))}: use {_COMMANDS}; or %%torchmpi with a cell")
         return None
 
     def _run(self, job: RankJob, ranks: set[int], kind: str, *content: object) -> Any:
-        """Have ranks do something, and show what comes of it; the value that they send, for a pull."""
+        """Send a task to ranks, and show its output. Return the value of the variable for the command ``pull``."""
         run = CellRun(job, self.shell)
         try:
             run.carry_out(ranks, kind, *content)
@@ -71,20 +72,20 @@ class TorchMPIMagics(Magics):
         return None if run.pulled is None else pickle.loads(run.pulled)
 
     def _ready(self, words: list[str]) -> RankJob:
-        """Ranks that wait for a cell: those there are, unless they have ended, or others are wanted."""
+        """Return ranks that can run a cell. Start new ones if there are none, or if the options have changed."""
         self._look()
         if self._job is not None and words and words != self._job.words:
-            print(f"{shlex.join(words)} in place of {shlex.join(self._job.words)}: new ranks, without variables")
+            print(f"{shlex.join(words)} instead of {shlex.join(self._job.words)}: new ranks, without variables")
             self.stop()
         if self._job is not None and self._job.busy:
             raise UsageError(
-                f"{name_ranks(self._job.busy)} of {self._job.size} have not ended the cell before; %torchmpi status "
-                "says where they are, %torchmpi restart starts new ranks"
+                f"{name_ranks(self._job.busy)} of {self._job.size} have not ended the last cell; %torchmpi status "
+                "shows where they are, %torchmpi restart starts new ranks"
             )
         return self._job or self._start(words)
 
     def _look(self, and_ask: bool = False) -> dict[int, tuple[str, str, object]]:
-        """Take in what has come since the last cell, the end of the job perhaps; and where all ranks are."""
+        """Handle the events since the last cell, such as the end of the job. With ``and_ask`` return all places."""
         try:
             if self._job is not None:
                 return CellRun(self._job, self.shell).drain(self._job.ranks if and_ask else None)
@@ -113,7 +114,7 @@ class TorchMPIMagics(Magics):
     def _tell_status(self) -> None:
         places = self._look(and_ask=True)
         if self._job is None:
-            print("no ranks; %%torchmpi -n 4 above a cell starts some")
+            print("no ranks; %%torchmpi -n 4 at the top of a cell starts four")
             return
         for rank, process in sorted(self._job.processes.items()):
             call, line, _ = places.get(rank, ("", "does not answer", None))

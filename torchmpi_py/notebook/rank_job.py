@@ -1,10 +1,11 @@
-"""The job of a notebook, as the kernel has it: its launcher, and a connection to each rank.
+"""The job of a notebook on the kernel's side: its launcher, and a connection to each rank.
 
-The kernel listens until all ranks have connected: on a Unix socket in a folder of this user's alone, or with hosts that
-are named, on the address of the interface that leads there. Both sides prove that they know the key
-(``multiprocessing.connection``), before anything else is read. Each connection has a thread for that, so that a silent
-one delays no rank, and too many push out the oldest. The launcher is in a process group of its own, which an interrupt
-of the kernel does not reach, and in the kernel's session: where the kernel dies, the launcher ends the ranks.
+The kernel listens until all ranks have connected. It uses a Unix socket in a folder that only this user can open, or,
+if hosts are named, the address of the interface that leads to them. Both sides prove that they know the key
+(``multiprocessing.connection``) before they read anything else. Each connection has its own thread for the proof, so a
+silent connection does not delay the ranks; too many connections without proof push out the oldest one. An interrupt of
+the kernel must not reach the launcher, so the launcher has its own process group. It stays in the kernel's session,
+so that it ends the ranks when the kernel dies.
 """
 
 from __future__ import annotations
@@ -30,35 +31,36 @@ from torchmpi_py.launch.options import parse
 
 VARIABLE = variables.NOTEBOOK
 _REFUSED = "elastic elastic_restart discover max_restarts groups layouts"
-LAUNCHER = -1  # in the place of a rank
-_PROGRAM = child_python.command("torchmpi_py.notebook.rank_program")[1:]  # without Python, which torchmpirun adds
+LAUNCHER = -1  # Stands for the launcher in place of a rank.
+_PROGRAM = child_python.command("torchmpi_py.notebook.rank_program")[1:]  # Without Python, which torchmpirun adds.
 _LOOK_SECONDS = 0.2
-_ACCEPT_SECONDS = 0.05  # between two looks for ranks that have proved the key
-_HELLO_SECONDS = 20  # for a connection to prove the key
-_MOST_UNPROVED = 64  # connections that have yet to do so
-_END_SECONDS = 5.0  # for ranks that are asked to end
-_KILL_SECONDS = 20.0  # for the launcher to end ranks that did not
+_ACCEPT_SECONDS = 0.05  # Time between two looks for ranks that have proved the key.
+_HELLO_SECONDS = 20  # Time for a connection to prove the key.
+_MOST_UNPROVED = 64  # Connections that have not proved the key yet.
+_END_SECONDS = 5.0  # Time for the ranks to end on request.
+_KILL_SECONDS = 20.0  # Time for the launcher to end the remaining ranks.
 
 _Outbox = queue.SimpleQueue["tuple[object, ...] | None"]
 
 
 class RankProcess(NamedTuple):
-    """The process of a rank, and its host."""
+    """The process and the host of a rank."""
 
     process_id: int
     host: str
 
 
 class RankJob:
-    """Ranks that wait for cells. ``words``: options of torchmpirun. LaunchError if the ranks cannot start.
+    """Ranks that wait for cells. ``words`` are options of torchmpirun. Raises LaunchError if the ranks cannot start.
 
-    ``events``: what comes from the ranks, and from the launcher, as (rank, (kind, ...)). ``busy``: ranks in a cell.
-    ``num_called``: how many collectives each rank had called on each communicator when its last cell ended.
+    ``events`` is a queue of messages (rank, (kind, ...)) from the ranks and the launcher. ``busy`` is the set of ranks
+    that run a cell. ``num_called`` holds how many collectives each rank had called on each communicator when its last
+    cell ended.
     """
 
     def __init__(self, words: list[str]) -> None:
         self.words = words
-        self.size = 0  # until the first rank says
+        self.size = 0  # 0 until the first rank reports the size
         self.processes: dict[int, RankProcess] = {}
         self.busy: set[int] = set()
         self.num_called: dict[int, dict[object, int]] = {}
@@ -98,7 +100,7 @@ class RankJob:
                     raise LaunchError(f"the ranks did not start: {self.last_words()}") from None
             else:
                 threading.Thread(target=_hear_proof, args=(unproved[-1], key, unproved, proved), daemon=True).start()
-            with contextlib.suppress(IndexError, OSError):  # its thread may have taken it out, or it has ended
+            with contextlib.suppress(IndexError, OSError):  # its thread may have removed it, or it is closed
                 if len(unproved) > _MOST_UNPROVED:
                     unproved.pop(0).shutdown(socket.SHUT_RDWR)
             while not proved.empty():
@@ -108,16 +110,16 @@ class RankJob:
                 threading.Thread(target=_write_to, args=(connection, outbox), daemon=True).start()
 
     def _read_rank(self, rank: int, connection: Connection[Any, Any]) -> None:
-        """In a thread: what a rank sends, until its end."""
+        """Queue the messages of a rank until its end. Runs in a thread."""
         try:
             with connection, contextlib.suppress(EOFError, OSError):
                 while True:
                     self.events.put((rank, connection.recv()))
-        finally:  # also where a message cannot be unpickled here
+        finally:  # even if a message cannot be unpickled here
             self.events.put((rank, ("gone",)))
 
     def _read_launcher(self) -> None:
-        """In a thread: what the launcher, MPI and C libraries write."""
+        """Queue the lines that the launcher, MPI and C libraries write. Runs in a thread."""
         assert self._launcher.stdout is not None
         with self._launcher.stdout as lines:
             for line in lines:
@@ -125,14 +127,17 @@ class RankJob:
         self.events.put((LAUNCHER, ("over",)))
 
     def send(self, ranks: set[int], kind: str, *content: object) -> None:
-        """Have a message sent to ranks. One that is gone is noticed by its event.
+        """Queue a message to ranks. If a rank has ended, its event "gone" tells so.
 
-        Threads do it: an interrupt of the kernel neither cuts a message off, nor keeps it from some of the ranks.
+        Threads send the message, so that an interrupt of the kernel neither cuts it off nor keeps it from some ranks.
         """
         self._outgoing.put((ranks, (kind, *content)))
 
     def _distribute(self) -> None:
-        """In a thread: hand messages to the threads of their ranks, one of which may be slow; the last one is None."""
+        """Pass messages to the threads of their ranks, until a message is None. Runs in a thread.
+
+        Each rank has its own thread, so that a slow rank does not delay the others.
+        """
         message: tuple[object, ...] | None = ()
         while message is not None:
             ranks, message = self._outgoing.get()
@@ -140,24 +145,24 @@ class RankJob:
                 self._outboxes[rank].put(message)
 
     def begin(self, ranks: set[int], kind: str, *content: object) -> None:
-        """Send ranks something to do."""
+        """Send a task to ranks, and count them as busy."""
         self.busy |= ranks
         self.send(ranks, kind, *content)
 
     @property
     def ranks(self) -> set[int]:
-        """All ranks."""
+        """The set of all ranks."""
         return set(range(self.size))
 
     @property
     def has_ended(self) -> bool:
-        """Whether its launcher has."""
+        """Whether the launcher has ended."""
         return self._launcher.poll() is not None
 
     def last_words(self, heed: Callable[..., None] = lambda *_: None) -> str:
-        """What the launcher has said last, once its end is there or near, and otherwise its exit code.
+        """Wait for the end of the launcher, and return its last lines, or a text with its exit code.
 
-        ``heed`` is called with each other event (rank, kind, ...) that has not been taken.
+        ``heed`` is called with each other event (rank, kind, ...) in the queue.
         """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._launcher.wait(_KILL_SECONDS)
@@ -169,10 +174,10 @@ class RankJob:
                     text += content[0]
                 else:
                     heed(rank, kind, *content)
-        return text.strip() or f"torchmpirun has ended with exit code {self._launcher.poll()}"
+        return text.strip() or f"torchmpirun ended with exit code {self._launcher.poll()}"
 
     def stop(self) -> None:
-        """End the ranks: in order those that are idle, and the others by a signal."""
+        """End the ranks: idle ranks on request, and busy ranks by a signal."""
         self.send(self.ranks, "end")
         self._outgoing.put((self.ranks, None))
         try:
@@ -186,37 +191,37 @@ class RankJob:
                 end()
             self._launcher.wait()
         except KeyboardInterrupt:
-            self._launcher.terminate()  # the launcher ends the ranks without us
+            self._launcher.terminate()  # the launcher ends the ranks even if we do not wait for it
             raise
 
 
 @contextlib.contextmanager
 def _listening(address: str) -> Iterator[tuple[socket.socket, str]]:
-    """A socket for ranks to connect to, and where it is: for ranks of this host a path that no other user can open."""
+    """Yield a listening socket and its address: for ranks of this host a path that no other user can open."""
     if address != variables.LOOPBACK:
         with socket.create_server((address, 0)) as listener:
             yield listener, f"{address}:{listener.getsockname()[1]}"
         return
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as resources:
         try:
-            path = os.path.join(held.enter_context(tempfile.TemporaryDirectory(prefix="torchmpi_py-")), "kernel")
-            listener = held.enter_context(socket.socket(socket.AF_UNIX))
+            path = os.path.join(resources.enter_context(tempfile.TemporaryDirectory(prefix="torchmpi_py-")), "kernel")
+            listener = resources.enter_context(socket.socket(socket.AF_UNIX))
             listener.bind(path)
             listener.listen()
         except OSError as error:
             where = f"TMPDIR is {tempfile.gettempdir()}; set it to /tmp, or to another short path"
-            raise LaunchError(f"cannot make a socket for the ranks: {error}; {where}") from None
+            raise LaunchError(f"cannot create a socket for the ranks: {error}; {where}") from None
         yield listener, path
 
 
 def connect(where: str, key: bytes) -> Connection[Any, Any]:
-    """The connection of a rank to the kernel that listens at ``where``, on which both sides have proved the key."""
+    """Connect a rank to the kernel that listens at ``where``. Both sides prove that they know the key."""
     host, _, port = where.rpartition(":")
     return Client(where if where.startswith("/") else (host, int(port)), authkey=key)
 
 
 def _hear_proof(accepted: socket.socket, key: bytes, unproved: list[socket.socket], proved: Any) -> None:
-    """In a thread: move a connection from ``unproved`` to ``proved``, with what the rank says of itself."""
+    """Check the key of a new connection, and move it to ``proved`` with the rank's first message. Runs in a thread."""
     connection: Connection[Any, Any] = Connection(os.dup(accepted.fileno()))
     with accepted:
         _limit(accepted, _HELLO_SECONDS)
@@ -224,8 +229,8 @@ def _hear_proof(accepted: socket.socket, key: bytes, unproved: list[socket.socke
             deliver_challenge(connection, key)
             answer_challenge(connection, key)
             hello = connection.recv()
-            unproved.remove(accepted)  # ValueError: it was pushed out meanwhile
-        except (AuthenticationError, EOFError, OSError, ValueError):  # a stranger, or one that says nothing
+            unproved.remove(accepted)  # raises ValueError if newer connections have pushed it out
+        except (AuthenticationError, EOFError, OSError, ValueError):  # the peer has no key, or sends nothing
             connection.close()
             with contextlib.suppress(ValueError):
                 unproved.remove(accepted)
@@ -235,45 +240,48 @@ def _hear_proof(accepted: socket.socket, key: bytes, unproved: list[socket.socke
 
 
 def _write_to(connection: Connection[Any, Any], outbox: _Outbox) -> None:
-    """In a thread: send what is in the outbox, until there is None."""
+    """Send the messages of the outbox until a message is None. Runs in a thread."""
     while (message := outbox.get()) is not None:
-        with contextlib.suppress(OSError, TypeError):  # TypeError: it was closed in the middle
+        with contextlib.suppress(OSError, TypeError):  # TypeError: the connection was closed during the send
             connection.send(message)
 
 
 def _limit(connection: socket.socket, seconds: int) -> None:
-    """How long a read or write of a connection may take; 0: for ever."""
+    """Limit the time of each read and write of a connection; 0 means no limit."""
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
 
 
 def _address_for(words: list[str]) -> str:
-    """The address to listen on for ranks that these options start. LaunchError for options that make no sense here."""
+    """Return the address to listen on for the ranks that these options of torchmpirun start.
+
+    Raises LaunchError for options that are not valid in a notebook.
+    """
     try:
         options = parse([*words, *_PROGRAM])
     except SystemExit:
-        raise LaunchError(f"{' '.join(words)}: give options of torchmpirun, as -n 4; the error is above") from None
+        raise LaunchError(f"{' '.join(words)}: pass options of torchmpirun, such as -n 4 (error above)") from None
     if options.program != _PROGRAM:
-        raise LaunchError(f"{options.program[0]!r} is no option of torchmpirun; the program is the cell")
-    if refused := [f"--{name.replace('_', '-')}" for name in _REFUSED.split() if getattr(options, name)]:
-        raise LaunchError(f"{', '.join(refused)}: not for notebooks, in which a death ends the ranks; leave it out")
+        raise LaunchError(f"{options.program[0]!r} is not an option of torchmpirun; omit it, the program is the cell")
+    if invalid := [f"--{name.replace('_', '-')}" for name in _REFUSED.split() if getattr(options, name)]:
+        raise LaunchError(f"{', '.join(invalid)}: not for notebooks, where the death of a rank ends the job; omit it")
     placed = allocation.place(1, options.hosts, options.hostfile, os.environ)
     addresses = (_address_towards(host.name.rpartition("@")[2]) for host in placed.hosts)
     return next((address for address in addresses if not address.startswith("127.")), variables.LOOPBACK)
 
 
 def _address_towards(host: str) -> str:
-    """This host's address on the interface that leads there. LaunchError."""
+    """Return this host's address on the interface that leads to a host. Raises LaunchError if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, 9))  # which sends nothing
+            probe.connect((host, 9))  # selects an interface, and sends nothing
         except OSError as error:
-            raise LaunchError(f"{host}: {error.strerror}; name a host that this one can reach") from None
+            raise LaunchError(f"{host}: {error.strerror}; name a host that this host can reach") from None
         return str(probe.getsockname()[0])
 
 
 def _leave_group() -> None:
-    """In the launcher, before it is executed: heed the death of the kernel, and not the kernel's interrupts."""
+    """Leave the kernel's process group, so that its interrupts do not reach the launcher. Runs in the new process."""
     os.setpgid(0, 0)
-    for signum in (signal.SIGINT, signal.SIGHUP):  # ignored under nohup
+    for signum in (signal.SIGINT, signal.SIGHUP):  # a kernel under nohup ignores them, and children inherit that
         signal.signal(signum, signal.SIG_DFL)

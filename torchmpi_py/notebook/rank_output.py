@@ -1,7 +1,8 @@
-"""Output of several ranks as one text: lines that are equal on several ranks are shown once.
+"""The output of several ranks as one text, in which a line that several ranks have written appears once.
 
-A line of rank 0 alone stands as it is; another one begins with the ranks that have written it, as ``[1]`` or ``[0-3]``.
-Lines of a rank keep their order. A line waits until all ranks have written an equal one, or for ``HOLD_SECONDS``.
+A line that only rank 0 has written appears unchanged. Any other line starts with the ranks that have written it, such
+as ``[1]`` or ``[0-3]``. The lines of each rank keep their order. A line waits until all ranks have written an equal
+line, but at most for ``HOLD_SECONDS``. The alternative, one text per rank, repeats most lines on every rank.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _LINE_END = re.compile(r"\r\n|[\r\n]")
 
 
 class WaitingText(NamedTuple):
-    """A line of a rank, or a value of several lines, and the time since when it waits."""
+    """A line of a rank, or a value of several lines, and the time at which it arrived."""
 
     stream: str
     text: str
@@ -25,17 +26,17 @@ class WaitingText(NamedTuple):
 
 
 class OutputMerger:
-    """The text of ``num_ranks`` ranks on its way to ``write(stream, text)``."""
+    """A buffer that joins the texts of ``num_ranks`` ranks, and calls ``write(stream, text)``."""
 
     def __init__(self, num_ranks: int, write: Callable[[str, str], object]) -> None:
         self._write = write
         self._waiting: list[deque[WaitingText]] = [deque() for _ in range(num_ranks)]
-        self._num_written = [0] * num_ranks  # texts of each rank
-        self._begun: defaultdict[tuple[int, str], list[str]] = defaultdict(list)  # pieces of lines without end
+        self._num_written = [0] * num_ranks  # number of texts of each rank that were written
+        self._begun: defaultdict[tuple[int, str], list[str]] = defaultdict(list)  # pieces of incomplete lines
 
     def add(self, rank: int, stream: str, text: str) -> None:
-        """Text that a rank has written; what follows the last end of a line waits for more."""
-        # Each character is looked at once, however many pieces a line comes in: they are joined at its end.
+        """Add a text that a rank has written. An incomplete last line waits for its end."""
+        # The pieces of a line are joined at its end, so the cost is linear however many pieces it has.
         begin, begun = 0, self._begun[rank, stream]
         for line_end in _LINE_END.finditer(text):
             self.add_block(rank, stream, "".join([*begun, text[begin : line_end.end()]]))
@@ -45,11 +46,11 @@ class OutputMerger:
             begun.append(text[begin:])
 
     def add_block(self, rank: int, stream: str, text: str) -> None:
-        """Text that is shown as a whole."""
+        """Add a text that must appear as a whole."""
         self._waiting[rank].append(WaitingText(stream, text, time.monotonic()))
 
     def flush(self, *, is_end: bool = False) -> None:
-        """Write what need not wait any longer; at the end all."""
+        """Write the texts that need not wait any longer; with ``is_end`` write all of them."""
         if is_end:
             for (rank, stream), pieces in self._begun.items():
                 if pieces:
@@ -64,7 +65,10 @@ class OutputMerger:
             self._write(stream, "".join(f"{label}{line}" for line in text.splitlines(keepends=True)))
 
     def _ranks_to_write(self, is_end: bool) -> list[int]:
-        """The ranks whose next text is equal, and due; ranks that have written less come first, so that others meet."""
+        """Return the ranks whose next text is equal and due; an empty list if no text is due.
+
+        Ranks with fewer written texts come first, so that they catch up and their texts are joined with the others'.
+        """
         heads = {rank: waiting[0] for rank, waiting in enumerate(self._waiting) if waiting}
         due = time.monotonic() - HOLD_SECONDS
         for first in sorted(heads, key=lambda rank: (self._num_written[rank], rank)):
@@ -75,7 +79,7 @@ class OutputMerger:
 
 
 def ranks_as_text(ranks: Collection[int]) -> str:
-    """``0-2,5`` for the ranks 0, 1, 2 and 5."""
+    """Return the ranks as a text, such as ``0-2,5`` for the ranks 0, 1, 2 and 5."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -86,5 +90,5 @@ def ranks_as_text(ranks: Collection[int]) -> str:
 
 
 def name_ranks(ranks: Collection[int]) -> str:
-    """``rank 1`` or ``ranks 0-2,5``, for a message."""
+    """Return the ranks as words of a message, such as ``rank 1`` or ``ranks 0-2,5``."""
     return f"rank{'s' * (len(ranks) > 1)} {ranks_as_text(ranks)}"

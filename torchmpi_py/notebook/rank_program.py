@@ -1,8 +1,8 @@
 """The program of a notebook's rank: an IPython shell that runs the kernel's cells, one after the other.
 
-The main thread runs cells. Another thread listens to the kernel, so that it can interrupt a cell, or say where the cell
-stands. Operations of the package are started with ``at_deadline="raise"``: then no verb blocks inside MPI, where Python
-would hear no interrupt.
+The main thread runs the cells. Another thread listens to the kernel, so that the kernel can interrupt a cell, or ask
+for the line that a cell has reached. The package starts with ``at_deadline="raise"``, because then no collective blocks
+inside MPI, where Python could not react to an interrupt.
 """
 
 from __future__ import annotations
@@ -33,27 +33,29 @@ import torchmpi_py as mpi
 from torchmpi_py.core import communicators, config, journal, sequences, status_board
 from torchmpi_py.notebook.rank_job import VARIABLE, connect
 
-_CELL = "Cell In["  # begins the name of a cell, in place of a file's
+_CELL = "Cell In["  # start of a cell's name, which replaces the name of a file
 
 
 class KernelLink:
-    """The connection to the kernel, by which messages (kind, ...) go out whole, of one thread at a time."""
+    """The connection to the kernel. It sends each message (kind, ...) as a whole, from one thread at a time."""
 
     def __init__(self, connection: Connection[Any, Any]) -> None:
         self.connection = connection
         self.process_id = os.getpid()
         self._lock = threading.RLock()  # a handler may print just before ``_sender`` is set
         self._sender: int | None = None  # the thread that has the lock
-        self._printed_meanwhile: deque[bytes] = deque()  # by destructors in the middle of a send
+        self._printed_meanwhile: deque[bytes] = deque()  # messages of destructors that run during a send
 
     def send(self, kind: str, *content: object) -> None:
-        """Send a message, unless the kernel is gone. In the middle of a send: after that one."""
-        message = pickle.dumps((kind, *content))  # outside of the lock: this may run the user's code, which may print
+        """Send a message, unless the kernel is gone. A call during a send of the same thread sends it after that."""
+        # Pickle outside the lock, because this may run the user's code, which may print.
+        message = pickle.dumps((kind, *content))
         if self._sender == threading.get_ident():
             self._printed_meanwhile.append(message)
             return
         try:
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # after half a message nothing can be read
+            # Block interrupts, because the kernel could not read anything after an incomplete message.
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             with self._lock:
                 self._send_with(message)
         except OSError:
@@ -62,7 +64,7 @@ class KernelLink:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
     def _send_with(self, message: bytes) -> None:
-        """Send a message, and what destructors print meanwhile."""
+        """Send a message, and the messages of destructors that run during the send."""
         self._sender = threading.get_ident()
         try:
             self.connection.send_bytes(message)
@@ -73,7 +75,7 @@ class KernelLink:
 
 
 class RankStream(io.TextIOBase):
-    """``sys.stdout`` or ``sys.stderr`` of a rank. What C libraries and forked children write goes to the launcher."""
+    """The ``sys.stdout`` or ``sys.stderr`` of a rank. The output of C libraries and children goes to the launcher."""
 
     encoding = "utf-8"
 
@@ -95,17 +97,17 @@ class RankStream(io.TextIOBase):
 
 
 class ValueHook(DisplayHook):
-    """Sends the value of a cell's last expression, in all forms that IPython has for it."""
+    """A display hook that sends the value of a cell's last expression, in all of IPython's formats."""
 
     def write_output_prompt(self) -> None:
-        """No prompt."""
+        """Write no prompt."""
 
     def write_format_data(self, format_dict: dict[str, Any], md_dict: dict[str, Any] | None = None) -> None:
         self.shell.link.send("shown", format_dict, md_dict or {}, {})
 
 
 class RichPublisher(DisplayPublisher):
-    """Sends what ``display`` is given, figures of matplotlib among it."""
+    """A publisher that sends the arguments of ``display``, including figures of matplotlib."""
 
     def publish(self, data: dict[str, Any], metadata: dict[str, Any] | None = None, *_: Any, **options: Any) -> None:
         passed_on = {name: options[name] for name in ("transient", "update") if options.get(name)}
@@ -116,7 +118,7 @@ class RichPublisher(DisplayPublisher):
 
 
 class RankShell(InteractiveShell):
-    """IPython without terminal and history, whose errors go to the kernel."""
+    """An IPython shell without terminal and history, which sends its errors to the kernel."""
 
     link: KernelLink
 
@@ -124,12 +126,12 @@ class RankShell(InteractiveShell):
         self.history_manager = HistoryManager(shell=self, parent=self, enabled=False)
 
     def _showtraceback(self, etype: type[BaseException], evalue: BaseException, stb: list[str]) -> None:
-        own = Path(__file__).name  # the frame of the signal's handler
+        own = Path(__file__).name  # so that the frame of the signal handler is not shown
         self.link.send("error", etype.__name__, str(evalue), [frame for frame in stb if own not in frame])
 
 
 class RankProgram:
-    """A rank between ``mpi.start()`` and the kernel's end."""
+    """The work of a rank between ``mpi.start()`` and the end of the kernel."""
 
     def __init__(self, link: KernelLink) -> None:
         self._link = link
@@ -142,16 +144,16 @@ class RankProgram:
         self._shell.link = link
         self._shell.compile.get_code_name = lambda raw, code, number: (
             f"{_CELL}{number}]"
-        )  # for reports, in place of a hash
-        self._shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)  # what `?` shows
+        )  # so that reports name the cell, and not a hash
+        self._shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)  # shows the help of `?` in the cell
         signal.signal(signal.SIGINT, self._hear_interrupt)
         threading.Thread(target=self._listen, daemon=True).start()
 
     def serve(self) -> None:
-        """Carry out what the kernel sends, until it sends the end, or is gone."""
+        """Carry out the kernel's tasks until the kernel sends the end or is gone."""
         while (task := self._tasks.get()) != ("end",):
             try:
-                self._is_running = not self._is_interrupted  # before it began
+                self._is_running = not self._is_interrupted  # an interrupt may come before the start
                 if not self._is_running:
                     raise KeyboardInterrupt
                 self._carry_out(*task)
@@ -172,7 +174,7 @@ class RankProgram:
         self._shell.run_cell(source, store_history=True)
 
     def _listen(self) -> None:
-        """In a thread: messages of the kernel."""
+        """Handle the messages of the kernel. Runs in a thread."""
         try:
             while True:
                 message = self._link.connection.recv()
@@ -194,7 +196,10 @@ class RankProgram:
             raise KeyboardInterrupt
 
     def _where(self) -> tuple[str, str, object]:
-        """The call that the cell waits in, the line of the cell, and what shows progress; "" where there is none."""
+        """Return the call in which the cell waits, the line of the cell, and a measure of progress.
+
+        The call and the line are "" if there are none.
+        """
         frame: FrameType | None = sys._current_frames()[self._main_thread]
         while frame is not None and not frame.f_code.co_filename.startswith(_CELL):
             frame = frame.f_back
@@ -204,7 +209,7 @@ class RankProgram:
 
 
 def open_call() -> str:
-    """The verb, or another call of the package, in which this rank waits; "" if in none."""
+    """Return the collective or other call of the package in which this rank waits, or "" if it waits in none."""
     board = status_board.current
     numbers = () if board is None else journal.under_way(board)
     records = (journal.find_record(board, number) for number in numbers if board is not None)
@@ -212,13 +217,13 @@ def open_call() -> str:
 
 
 def num_called() -> dict[tuple[int, str], int]:
-    """The number of operations that this rank has called on each communicator (generation, ranks)."""
+    """Return the number of operations that this rank has called, by communicator (generation, ranks)."""
     board = status_board.current
     return {} if board is None else sequences.last_places(board, tuple(board.slots_of))
 
 
 def refuse_collectives() -> None:
-    """Have collectives raise from now on: the ranks have called different numbers of them."""
+    """Make all collectives raise from now on, because the ranks have called different numbers of them."""
     if communicators.is_started():
         stack = communicators.stack()
         for each in (*stack.levels, *stack.others):
@@ -227,8 +232,8 @@ def refuse_collectives() -> None:
 
 
 def main() -> None:
-    """Start, connect, serve; end in order."""
-    sys.path.insert(0, os.getcwd())  # for what cells import
+    """Start the package, connect to the kernel, and run its cells until the end."""
+    sys.path.insert(0, os.getcwd())  # so that cells can import modules of the working directory
     where, _, key = os.environ.pop(VARIABLE).rpartition(":")
     os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")  # figures of pyplot are shown
     tuning = dataclasses.replace(config.from_environment(), at_deadline="raise")

@@ -1,6 +1,6 @@
-"""Parameter servers: tensors cut into shards over the ranks, with which each rank exchanges values at any time.
+"""Parameter servers: tensors in shards over the ranks, to which every rank sends and from which it fetches at any time.
 
-After TorchMPI's parameter server (reference section 5).
+The design follows TorchMPI's parameter server (reference section 5).
 """
 
 from torchmpi_py.paramserver.difference import DifferenceUpdate

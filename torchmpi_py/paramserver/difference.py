@@ -1,12 +1,13 @@
-"""Exchange of weight differences: a worker sends how far its parameters have moved, and adds how far the others' have.
+"""Exchange of weight differences: a worker sends the change of its parameters, and adds the changes of the others.
 
-Every worker remembers its *base*, the server's values as it fetched them last. In an exchange it sends the difference
-of its parameters from the base, scaled, and then asks for the server's values. It trains on while they are under way.
-When they arrive it adds to its parameters what they are beyond the parameters at the time of the send, so what it has
-learned since is kept; and the server's values are the new base.
+Every worker keeps its *base*, the values of the server at its last fetch. In an exchange it sends the scaled difference
+between its parameters and the base, starts to fetch the server's values, and continues to train. When the values
+arrive, it adds to its parameters the difference between these values and its parameters at the time of the send. So the
+steps since the send are not lost. The server's values become the new base. The alternative, to replace the parameters
+by the server's values, loses the steps between the send and the arrival.
 
-After multi-node Caffe, whose solvers exchanged differences of weights between nodes, each shared by the threads of a
-node. Here ranks that share their parameters (``Hogwild``) take the place of the threads.
+The method is that of multi-node Caffe. Its solvers exchange weight differences between nodes, and the threads of a node
+share the weights. Here ranks that share their parameters by ``Hogwild`` take the place of the threads.
 """
 
 from __future__ import annotations
@@ -22,51 +23,77 @@ from torchmpi_py.runtime.process import barrier
 
 
 class DifferenceUpdate(Update):
-    """Differences are sent ``prefetch`` steps before the server's values come in, which is every ``update_frequency``.
+    """Exchange weight differences with the server every ``update_frequency`` steps, while training continues.
+
+    A worker sends its difference ``prefetch`` steps before it integrates the server's values, and keeps what it has
+    learned in between. All ranks of the sharding level must call the constructor. Call ``update(step)`` after each
+    optimizer step, as ``Update`` describes.
 
     Args:
-        scale: factor that the server applies to a difference (default: 1 / number of workers, so that the server moves
-            as far as the workers do on average).
-        shares_memory: whether the ranks of a group (``dataparallel_communicator``) share their parameters. The root
-            then sends nothing to the others, and the changes that the others make meanwhile are kept.
+        network (torch.nn.Module): network to train. The server holds its trainable parameters.
+        scale (float): factor that the server applies to a difference. Default None, 1 / number of workers, with which
+            the server moves by the mean of the workers' changes.
+        shares_memory (bool): whether the ranks of a group (``dataparallel_communicator``) share their parameters, by
+            ``Hogwild``, for example. The root then sends no parameters to the group, and the steps of the other ranks
+            during an exchange are not lost. Default False.
+        **options: other arguments of ``Update``: ``update_frequency``, ``init_delay``, ``prefetch``,
+            ``sharding_communicator`` and ``dataparallel_communicator``. ``send_frequency`` is not valid, because each
+            exchange sends.
 
-    Other arguments as for ``Update``, without ``send_frequency``: the send belongs to the exchange.
+    Raises:
+        TypeError: ``send_frequency`` was passed.
+        ValueError: ``shares_memory`` is True without a ``dataparallel_communicator``, or a number of steps is out of
+            range.
+        RanksDisagree: the ranks pass different settings, or train different parameters.
+
+    Examples:
+        >>> network = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        >>> difference = mpi.paramserver.DifferenceUpdate(network, init_delay=0, update_frequency=3, prefetch=1)
+        >>> for step in range(7):
+        ...     optimizer.zero_grad()
+        ...     loss = network(torch.randn(8, 4)).square().mean()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     difference.update(step)
+        >>> difference.take_result()
+        >>> difference.free()
     """
 
     def __init__(
         self, network: torch.nn.Module, *, scale: float | None = None, shares_memory: bool = False, **options: Any
     ) -> None:
-        refuse_options("DifferenceUpdate", options, ["send_frequency"], "it sends when it begins to fetch")
+        refuse_options("DifferenceUpdate", options, ["send_frequency"], "it sends when it starts to fetch")
         super().__init__(network, **options)
         if shares_memory and self.group is None:
             raise ValueError(
-                "shares_memory=True: give the level whose groups share parameters as dataparallel_communicator"
+                "shares_memory=True: pass the level whose groups share parameters as dataparallel_communicator"
             )
         self.check_alike(shares_memory=shares_memory)
         self.scale = 1 / self.num_workers if scale is None else scale
         self.shares_memory = shares_memory
         self._base: list[Tensor] = []
-        self._when_sent: list[Tensor] = []  # while an exchange is under way
+        self._when_sent: list[Tensor] = []  # parameters at the time of the send; empty unless an exchange is pending
 
     def begin(self, served: tensor_lists.ServedTensors) -> None:
-        """The first base of all workers is the server's first values. Collective."""
+        """Fetch the first values of the server, which are the first base of all workers. Collective."""
         if self.is_root:
             bases: dict[Tensor, Tensor] = {}
             tensor_lists.integrate_tensors(served, lambda fetched, p: bases.update({p: fetched.clone()}))
             self._base = [bases[p] for p in self.parameters]
-        barrier(self.sharding)  # nobody sends before all have the base
+        barrier(self.sharding)  # so that no rank sends before all have the same base
 
     def prefetch(self, served: tensor_lists.ServedTensors) -> None:
-        """Send the difference, and ask for the values that the server has after that."""
-        since = self._when_sent or self._base  # an exchange under way has sent its part already
+        """Send the difference, and start to fetch the values that the server has after the send."""
+        since = self._when_sent or self._base  # a pending exchange has already sent the difference up to _when_sent
         self._when_sent = [p.detach().clone() for p in self.parameters]
-        moved = [now - then for now, then in zip(self._when_sent, since, strict=True)]
-        tensor_lists.send_tensors(served, moved, "scaled_add", scale=self.scale)
+        changes = [now - then for now, then in zip(self._when_sent, since, strict=True)]
+        tensor_lists.send_tensors(served, changes, "scaled_add", scale=self.scale)
         tensor_lists.prefetch_tensors(served)
 
     def integrate(self, served: tensor_lists.ServedTensors) -> None:
-        """Move by what the server's values are beyond the parameters that were sent."""
-        if not self._when_sent:  # take_result has ended the exchange
+        """Add the difference between the server's values and the parameters at the time of the send."""
+        if not self._when_sent:  # because take_result has ended the exchange
             self.prefetch(served)
         indices: dict[Tensor, int] = {p: index for index, p in enumerate(self.parameters)}
 
@@ -79,33 +106,33 @@ class DifferenceUpdate(Update):
         self._when_sent = []
 
     def adopt(self, served: tensor_lists.ServedTensors) -> None:
-        """Replace the parameters by the server's values, which are the new base."""
+        """Replace the parameters by the server's values, which become the new base."""
         super().adopt(served)
         copy_all(self._base, self.parameters)
         self._when_sent = []
 
     def send_rest(self, served: tensor_lists.ServedTensors) -> None:
-        """Begin an exchange, if the parameters have moved."""
+        """Start an exchange if the parameters have changed since the last send."""
         since = self._when_sent or self._base
         if not all(torch.equal(p.detach(), then) for p, then in zip(self.parameters, since, strict=True)):
             self.prefetch(served)
 
     def share(self) -> None:
-        """Give the group the root's parameters, unless the group has one copy of them. Collective over the group."""
+        """Copy the root's parameters to the group, unless its ranks share memory. Collective over the group."""
         if not self.shares_memory:
             super().share()
 
     def free(self) -> None:
-        """Free the server, and the base."""
+        """Free the server and the base. All ranks of the sharding level must call it. Idempotent."""
         super().free()
         self._base, self._when_sent = [], []
 
     def worker_state(self) -> dict[str, Any]:
-        """The base, and the parameters as sent in an exchange that is under way."""
+        """Return the base, and the parameters at the time of the send if an exchange is pending."""
         return {"base": [x.clone() for x in self._base], "when_sent": [x.clone() for x in self._when_sent]}
 
     def load_worker_state(self, state: dict[str, Any]) -> None:
-        """Go on from a saved base; an exchange that was under way is completed."""
+        """Restore the saved base. An exchange that was pending is completed later."""
         copy_all(self._base, state["base"])
         self._when_sent = [
             p.detach().clone().copy_(x) for p, x in zip(self.parameters, state["when_sent"], strict=False)

@@ -1,8 +1,9 @@
-"""Downpour SGD: workers send accumulated gradients, and now and then replace their parameters by the server's.
+"""Downpour SGD: workers send accumulated gradients, and replace their parameters by the server's from time to time.
 
-Source: Dean et al., Large Scale Distributed Deep Networks (2012); TorchMPI's ``DownpourUpdate`` (reference 5.9), which
-counted the steps before the server was seeded once more per worker. As in the paper, the server can do the step of an
-optimizer: Adagrad there adapts to what all workers send.
+As in the paper, the server can take the steps of an optimizer, so that Adagrad adapts to the gradients of all workers.
+
+Source: Dean et al., Large Scale Distributed Deep Networks (2012). TorchMPI's ``DownpourUpdate`` (reference 5.9) adds
+the gradients from before the creation of the server once per worker; here the server's first values contain them.
 """
 
 from __future__ import annotations
@@ -20,18 +21,46 @@ from torchmpi_py.paramserver.update import Update, copy_all
 
 
 class DownpourUpdate(Update):
-    """Gradients are summed step by step, and sent; every ``update_frequency`` steps the server's parameters are taken.
+    """Downpour SGD: sum the gradients and send the sum; fetch the server's parameters every ``update_frequency`` steps.
 
-    Every ``send_frequency`` steps ``local_update(sum)`` turns the sum, in place, into what is added to the server
-    (``lambda g: g.mul_(-lr)``), or returns it; and a new sum begins. A sum that is not finite is not sent, but an
-    error: leave out the steps that a GradScaler skips, and do not count them.
+    Every ``send_frequency`` steps a worker sends the sum of its gradients since the last send. The server adds the
+    result of ``local_update``, or takes a step of its own optimizer. All ranks of the sharding level must call the
+    constructor. A sum that is not finite is an error and is not sent. If you use a GradScaler, do not call ``update``
+    for the steps that it skips, and do not count them.
 
     Args:
-        optimizer: "sgd", "adagrad" or "adam": the server makes one step of this optimizer with each sum that it
-            receives. ``local_update`` is then optional, and its result is used as the gradient.
-        optimizer_options: options of that optimizer, such as ``{"lr": 0.01}``. They may be changed between steps.
+        network (torch.nn.Module): network to train. The server holds its trainable parameters.
+        local_update (callable): function that turns a sum of gradients into the value that the server adds, in place
+            or as its result, such as ``lambda g: g.mul_(-lr)``. It is required without ``optimizer``. With
+            ``optimizer`` its result is the gradient. Default None, the sum itself.
+        optimizer (str): optimizer of the server, which takes one step with each sum: "sgd", "adagrad", "adam", or a
+            name that ``register_rule`` registered with ``num_slots``. Default None, the server adds.
+        optimizer_options (dict): options of the server's optimizer, such as ``{"lr": 0.01}``. Default None, torch's
+            defaults. You may change them between steps, in the attribute ``optimizer_options``.
+        **options: other arguments of ``Update``: ``update_frequency``, ``init_delay``, ``prefetch``,
+            ``send_frequency``, ``sharding_communicator`` and ``dataparallel_communicator``.
 
-    Other arguments as for ``Update``.
+    Raises:
+        TypeError: ``local_update`` is not callable, or options do not belong to the optimizer.
+        ValueError: the optimizer is unknown, or a number is out of range.
+        RanksDisagree: the ranks pass different settings, or train different parameters.
+
+    Examples:
+        >>> network = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        >>> downpour = mpi.paramserver.DownpourUpdate(
+        ...     network, local_update=lambda g: g.mul_(-0.1), init_delay=1, update_frequency=2
+        ... )
+        >>> for step in range(6):
+        ...     optimizer.zero_grad()
+        ...     loss = network(torch.randn(8, 4)).square().mean()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     downpour.update(step)
+        >>> downpour.take_result()
+        >>> downpour.free()
+
+    Source: Dean et al., Large Scale Distributed Deep Networks (2012).
     """
 
     def __init__(
@@ -46,36 +75,36 @@ class DownpourUpdate(Update):
         self.optimizer_options = dict(optimizer_options or {})
         if not callable(local_update) and (local_update is not None or optimizer is None):
             raise TypeError(
-                f"local_update={local_update!r}: give a function, such as lambda g: g.mul_(-lr), or "
-                'optimizer="adagrad" for the server to do the step'
+                f"local_update={local_update!r}: pass a function, such as lambda g: g.mul_(-lr), or "
+                'optimizer="adagrad", with which the server takes the step'
             )
         if optimizer is not None:
             trained = [p for p in network.parameters() if p.requires_grad]
             rules.check_optimizer(optimizer, self.optimizer_options, trained)
         elif self.optimizer_options:
-            raise TypeError(f"optimizer_options={self.optimizer_options} are for an optimizer, and none is given")
+            raise TypeError(f"optimizer_options={self.optimizer_options} need an optimizer; pass optimizer= too")
         super().__init__(network, **options)
         self.local_update = local_update
         self.server_optimizer = optimizer
         self._sums: list[Tensor] = []
-        self._num_steps = 0  # in the sums
+        self._num_steps = 0  # number of steps whose gradients are in the sums
 
     def begin(self, served: tensor_lists.ServedTensors) -> None:
-        """Start the sums. The server's first values contain the gradients of the steps before."""
+        """Start the sums at zero, because the server's first values contain the gradients of all earlier steps."""
         if self.is_root:
             self._sums = [torch.zeros_like(p, requires_grad=False) for p in self.parameters]
 
     def follow(self, served: tensor_lists.ServedTensors, step: int) -> None:
-        """Add the gradients of a step, except the step that seeds the server."""
+        """Add the gradients of a step to the sums, except in the step that creates the server."""
         if step <= self.timetable.init_delay:
             return
-        # A later step may be one in which this rank has no samples.
+        # Only the first step is checked, because a rank without samples in a later step has no gradients there.
         if step == self.timetable.init_delay + 1 and self.parameters and all(p.grad is None for p in self.parameters):
             raise ParameterServerError(
                 f"update({step}): no parameter has a gradient; call update before optimizer.zero_grad"
             )
         for total, p in zip(self._sums, self.parameters, strict=True):
-            if p.grad is not None and p.requires_grad:  # not one from before the parameter was frozen
+            if p.grad is not None and p.requires_grad:  # a frozen parameter may still have an old gradient
                 total.add_(p.grad)
         self._num_steps += 1
 
@@ -84,7 +113,10 @@ class DownpourUpdate(Update):
         self.adopt(served)
 
     def send(self, served: tensor_lists.ServedTensors) -> None:
-        """Send the sums of the steps since the last send. Sums that are not finite are dropped, and an error."""
+        """Send the sums of the gradients since the last send, and start new sums.
+
+        Raises ParameterServerError if a sum is not finite. The sums are dropped then, and nothing is sent.
+        """
         has_overflow = not all(is_finite(total) for total in self._sums)
         if not has_overflow:
             rule = self.server_optimizer or "add"
@@ -95,37 +127,37 @@ class DownpourUpdate(Update):
         num_steps, self._num_steps = self._num_steps, 0
         if has_overflow:
             raise ParameterServerError(
-                f"DownpourUpdate: the sum of the last {num_steps} gradients is not finite, and was dropped; with a "
-                "GradScaler leave out the steps that it skips, and do not count them"
+                f"DownpourUpdate: the sum of the last {num_steps} gradients is not finite, and was dropped. With a "
+                "GradScaler, do not call update for the steps that it skips, and do not count them"
             )
 
     def send_rest(self, served: tensor_lists.ServedTensors) -> None:
-        """Send the sums, if they contain a step."""
+        """Send the sums if they contain the gradients of any step."""
         if self._num_steps > 0:
             self.send(served)
 
     def free(self) -> None:
-        """Free the server, and the sums."""
+        """Free the server and the sums. All ranks of the sharding level must call it. Idempotent."""
         super().free()
         self._sums = []
 
     def worker_state(self) -> dict[str, Any]:
-        """The sums, and the number of steps in them."""
+        """Return the sums, and the number of steps in them."""
         return {"sums": [total.clone() for total in self._sums], "num_steps": self._num_steps}
 
     def load_worker_state(self, state: dict[str, Any]) -> None:
-        """Go on with saved sums."""
+        """Restore the saved sums."""
         copy_all(self._sums, state["sums"])
         self._num_steps = state["num_steps"]
 
     def _apply_local_update(self, part: Tensor) -> None:
-        """``local_update`` on a sum that is sent; the function works in place or returns another tensor."""
-        assert self.local_update is not None, "asked for only then"
-        made = self.local_update(part)
-        if isinstance(made, Tensor) and made is not part:
-            if made.shape != part.shape:
+        """Apply ``local_update`` to the copy of a sum. The function changes it in place, or returns another tensor."""
+        assert self.local_update is not None, "send passes this function only with a local_update"
+        result = self.local_update(part)
+        if isinstance(result, Tensor) and result is not part:
+            if result.shape != part.shape:
                 raise ValueError(
-                    f"local_update returned shape {tuple(made.shape)} for a sum of shape {tuple(part.shape)}; "
-                    "change the sum in place, or return as many numbers"
+                    f"local_update returned shape {tuple(result.shape)} for a sum of shape {tuple(part.shape)}; "
+                    "change the sum in place, or return a tensor of the same shape"
                 )
-            part.copy_(made)
+            part.copy_(result)

@@ -1,14 +1,15 @@
-"""Elastic averaging SGD: workers and a centre, the server's values, attract each other.
+"""Elastic averaging SGD: the workers and the centre, which is the value of the server, attract each other.
 
-In an exchange of worker i with the centre c, with a = beta / number of workers: d = a (c - x_i), x_i += d, c -= d.
-The sum of all workers and the centre does not change. Between exchanges each worker trains alone.
+An exchange of worker i with the centre c, where a = beta / number of workers, is d = a (c - x_i), x_i += d, c -= d.
+The sum of all workers and the centre does not change. Between two exchanges each worker trains alone. The alternative,
+to replace a worker's parameters by the server's as Downpour does, ends the worker's exploration at every exchange.
 
-EAMSGD is the form in which workers train with Nesterov's momentum: v' = m v - lr g(x + m v), x' = x + v'. Elastic is x.
-torch's optimizer keeps p = x + m v as the parameters, for the next gradient is taken there, and
+EAMSGD is the version for workers that train with Nesterov's momentum: v' = m v - lr g(x + m v), x' = x + v'. The centre
+attracts x. torch's optimizer keeps p = x + m v as the parameters, because it computes the next gradient at p, and keeps
 b = -v / lr as its ``momentum_buffer``. So x = p + lr m b, and p and x move by the same amount.
 
 Source: Zhang, Choromanska, LeCun: Deep learning with elastic averaging SGD (2015). TorchMPI's ``EASGDUpdate``
-(reference 5.10) computed what to send, and never sent it.
+(reference 5.10) computes the difference for the server, but does not send it.
 """
 
 from __future__ import annotations
@@ -23,21 +24,49 @@ from torchmpi_py.paramserver.update import Update, refuse_options
 
 
 class EASGDUpdate(Update):
-    """An exchange every ``update_frequency`` steps, with the centre as it was ``prefetch`` steps before.
+    """Elastic averaging SGD: every ``update_frequency`` steps a worker and the centre move towards each other.
 
-    beta: how far all workers together move the centre towards their mean, 0 < beta < 1. Other arguments as for
-    ``Update``, without ``send_frequency``: the send belongs to the exchange.
+    The centre is the value of the server, as it was ``prefetch`` steps before the exchange. All ranks of the sharding
+    level must call the constructor. Call ``update(step)`` after each optimizer step, as ``Update`` describes.
+
+    Args:
+        network (torch.nn.Module): network to train. The server holds its trainable parameters.
+        beta (float): fraction of the distance to the workers' mean by which all workers together move the centre,
+            between 0 and 1. Default 0.9.
+        **options: other arguments of ``Update``: ``update_frequency``, ``init_delay``, ``prefetch``,
+            ``sharding_communicator`` and ``dataparallel_communicator``. ``send_frequency`` is not valid, because each
+            exchange sends.
+
+    Raises:
+        TypeError: ``send_frequency`` was passed.
+        ValueError: ``beta`` or a number of steps is out of range.
+        RanksDisagree: the ranks pass different settings, or train different parameters.
+
+    Examples:
+        >>> network = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        >>> easgd = mpi.paramserver.EASGDUpdate(network, beta=0.9, init_delay=0, update_frequency=2)
+        >>> for step in range(5):
+        ...     optimizer.zero_grad()
+        ...     loss = network(torch.randn(8, 4)).square().mean()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     easgd.update(step)
+        >>> easgd.take_result()
+        >>> easgd.free()
+
+    Source: Zhang, Choromanska, LeCun: Deep learning with elastic averaging SGD (2015).
     """
 
     def __init__(self, network: torch.nn.Module, *, beta: float = 0.9, **options: Any) -> None:
         refuse_options(type(self).__name__, options, ["send_frequency"], "it sends whenever it integrates")
         if not 0 < beta < 1:
-            raise ValueError(f"beta={beta}: give a number between 0 and 1")
+            raise ValueError(f"beta={beta}: pass a number between 0 and 1, both excluded")
         super().__init__(network, **options)
         self.beta = beta
 
     def integrate(self, served: tensor_lists.ServedTensors) -> None:
-        """Move towards the centre, and let the centre move as far towards this worker."""
+        """Move the parameters towards the centre, and the centre towards this worker by the same amount."""
         differences: dict[Tensor, Tensor] = {}
 
         def attract(centre: Tensor, p: Tensor) -> None:
@@ -49,16 +78,38 @@ class EASGDUpdate(Update):
         tensor_lists.send_tensors(served, [differences[p] for p in served.tensors], "add")
 
     def position(self, p: Tensor) -> Tensor:
-        """The part of a parameter that the centre attracts."""
+        """Return the position of a parameter, which the centre attracts.
+
+        Args:
+            p (Tensor): parameter of the network.
+
+        Returns:
+            The parameter itself.
+        """
         return p
 
 
 class EAMSGDUpdate(EASGDUpdate):
-    """EASGD for workers that train with momentum, which is taken off the parameters in an exchange with the centre.
+    """Elastic averaging SGD for workers that train with Nesterov's momentum.
 
-    optimizer: the ``torch.optim.SGD(..., momentum=m, nesterov=True)`` that trains all of the network and nothing else.
-    Each worker keeps its own momentum. The learning rate may change from step to step. Other arguments as for
-    ``EASGDUpdate``.
+    An exchange with the centre uses the parameters without the look-ahead of the momentum. Each worker keeps its own
+    momentum, and the learning rate may change from step to step. All ranks of the sharding level must call the
+    constructor. Call ``update(step)`` after each optimizer step, as ``Update`` describes.
+
+    Args:
+        network (torch.nn.Module): network to train. The server holds its trainable parameters.
+        optimizer (torch.optim.SGD): optimizer of exactly the parameters of ``network``, with ``momentum=`` and
+            ``nesterov=True``.
+        **options: other arguments of ``EASGDUpdate``: ``beta``, ``update_frequency``, ``init_delay``, ``prefetch``,
+            ``sharding_communicator`` and ``dataparallel_communicator``.
+
+    Raises:
+        TypeError: ``optimizer`` is not a ``torch.optim.SGD``, or ``send_frequency`` was passed.
+        ValueError: ``optimizer`` lacks Nesterov's momentum or has other parameters than the network, or a number is
+            out of range.
+        RanksDisagree: the ranks pass different settings, or train different parameters.
+
+    Source: Zhang, Choromanska, LeCun: Deep learning with elastic averaging SGD (2015).
     """
 
     def __init__(self, network: torch.nn.Module, optimizer: torch.optim.SGD, **options: Any) -> None:
@@ -68,38 +119,48 @@ class EAMSGDUpdate(EASGDUpdate):
         self._group_of: dict[Tensor, dict[str, Any]] = {}
 
     def integrate(self, served: tensor_lists.ServedTensors) -> None:
-        """As for EASGD, with the learning rate and momentum of this step."""
+        """Move worker and centre towards each other, with the learning rate and momentum of this step."""
         self._group_of = {p: group for group in self.optimizer.param_groups for p in group["params"]}
         super().integrate(served)
 
     def position(self, p: Tensor) -> Tensor:
-        """The worker's position without the look-ahead of Nesterov's momentum."""
+        """Return a parameter without the look-ahead of Nesterov's momentum.
+
+        Args:
+            p (Tensor): parameter of the network.
+
+        Returns:
+            A new tensor, or the parameter itself before its first gradient.
+        """
         buffer = self.optimizer.state[p].get("momentum_buffer") if p in self.optimizer.state else None
-        if buffer is None:  # no gradient so far
+        if buffer is None:  # because the parameter has had no gradient so far
             return p
         group = self._group_of[p]
         return p.add(buffer, alpha=float(group["lr"] * group["momentum"]))
 
 
 def _check_optimizer(optimizer: object, network: torch.nn.Module) -> None:
-    """TypeError or ValueError unless ``optimizer`` is SGD with Nesterov's momentum for the trained parameters alone."""
-    remedy = "give the torch.optim.SGD(network.parameters(), lr=..., momentum=..., nesterov=True) that trains it"
+    """Check that ``optimizer`` is SGD with Nesterov's momentum for exactly the trained parameters.
+
+    Raises TypeError or ValueError.
+    """
+    remedy = "pass the torch.optim.SGD(network.parameters(), lr=..., momentum=..., nesterov=True) that trains it"
     if not isinstance(optimizer, torch.optim.SGD):
         raise TypeError(f"EAMSGDUpdate: optimizer={optimizer!r}: {remedy}")
     for group in optimizer.param_groups:
         if not group["nesterov"]:
             raise ValueError(
-                f"EAMSGDUpdate: the optimizer has momentum={group['momentum']} and nesterov=False: {remedy}; for other "
-                "optimizers there is EASGDUpdate"
+                f"EAMSGDUpdate: the optimizer has momentum={group['momentum']} and nesterov=False: {remedy}; with "
+                "another optimizer use EASGDUpdate"
             )
-    held = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    optimized = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     trained = {p: name for name, p in network.named_parameters() if p.requires_grad}
-    if missing := [name for p, name in trained.items() if p not in held]:
+    if missing := [name for p, name in trained.items() if p not in optimized]:
         raise ValueError(
             f"EAMSGDUpdate: the optimizer lacks parameters of the network ({', '.join(missing)}): {remedy}"
         )
-    if others := len(held - set(trained)):
+    if others := len(optimized - set(trained)):
         raise ValueError(
-            f"EAMSGDUpdate: the optimizer holds {others} parameters that are not the network's, and which would not be "
-            f"exchanged: {remedy}"
+            f"EAMSGDUpdate: the optimizer trains {others} parameters outside the network, which the server would not "
+            f"hold: {remedy}"
         )

@@ -1,14 +1,15 @@
 """Hogwild: the ranks of a node train one copy of the parameters, without locks.
 
-The memory of the copy is the root's part of a segment of symmetric memory (``symmetric.py``); the parameters of every
-rank become views of it. So each rank's optimizer steps in place, and the others see the step at once. When two ranks
-write the same number at the same moment, one of the two changes may be lost; where gradients are sparse, or steps
-small, the loss does not matter. Gradients, buffers and the states of optimizers stay each rank's own.
+The copy lies in the root's part of a segment of symmetric memory (``symmetric.py``), and the parameters of every rank
+become views of it. Each rank's optimizer steps in place, so the other ranks see the step at once. When two ranks write
+the same number at the same moment, one of the two changes may be lost. The loss does not matter if gradients are sparse
+or steps are small. Gradients, buffers and optimizer states stay separate on each rank. The alternative, a lock around
+each step, lets only one rank step at a time.
 
-Whole storages move, not single tensors: parameters that shared memory before (tied or overlapping ones) still do, and
-strides stay. The views keep the mapping alive, so they are valid as long as a view exists, also after ``mpi.stop()``.
-Parameters that leave the memory (``network.to(dtype)``) would be trained by their rank alone: before every step of an
-optimizer a hook looks where its parameters are.
+Whole storages move, not single tensors. So tied or overlapping parameters still share memory, and strides do not
+change. The views keep the mapping alive, so they are valid as long as a view exists, even after ``mpi.stop()``. A
+parameter that leaves the memory (``network.to(dtype)``) would be trained by its rank alone. To detect that, a hook
+checks where the parameters are before every step of an optimizer.
 
 Source: Niu, Recht, Re, Wright: Hogwild: a lock-free approach to parallelizing stochastic gradient descent (2011).
 """
@@ -35,17 +36,38 @@ _ALIGNMENT = 512  # bytes: no two storages share a cache line
 
 
 class Hogwild:
-    """Makes one copy of the parameters of all ranks of ``comm`` (default: the current level). Collective.
+    """Share one copy of a network's parameters among the ranks of a node, which train it without locks.
 
-    The copy holds rank 0's values on return. Then every rank trains as if it were alone: no call per step is needed.
-    With n ranks there are n times as many steps, so a smaller learning rate is in place, and less momentum.
-    ``network.load_state_dict`` copies into the parameters, so one rank's call acts for all. A parameter that is
-    replaced, added, or given other memory (``network.to(dtype)``, ``p.data = ...``) is not shared: the next step of an
-    optimizer that trains it raises ParameterServerError on that rank, and ``free`` does on all. A compiled step does
-    not look.
+    All ranks of ``comm`` must call the constructor, which **overwrites** the parameters with rank 0's values. Then
+    every rank trains as if it were alone, with an optimizer of its own and without a call per step. With n ranks
+    there are n times as many steps, so use a smaller learning rate and less momentum. If one rank calls
+    ``network.load_state_dict``, the parameters of all ranks change.
 
-    Raises Unavailable if the ranks are on several nodes, ValueError for parameters that are not on the CPU,
-    RanksDisagree if the ranks have different parameters; each on every rank.
+    A parameter that is added, replaced, or moved to other memory (``network.to(dtype)``, ``p.data = ...``) is not
+    shared. The next step of an optimizer that trains it raises ParameterServerError on that rank, and ``free`` raises
+    it on every rank. A step inside a compiled function does not check.
+
+    Args:
+        network (torch.nn.Module): network on the CPU whose parameters are shared.
+        comm (Communicator): communicator of ranks on one node. Default None, the current level.
+
+    Raises:
+        Unavailable: the ranks are on several nodes. Raised on every rank, as all errors here.
+        ValueError: a parameter is not on the CPU.
+        RanksDisagree: the ranks have different parameters.
+
+    Examples:
+        >>> network = torch.nn.Linear(4, 2)
+        >>> shared = mpi.paramserver.Hogwild(network)
+        >>> optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+        >>> for step in range(3):
+        ...     optimizer.zero_grad()
+        ...     loss = network(torch.randn(8, 4)).square().mean()
+        ...     loss.backward()
+        ...     optimizer.step()
+        >>> shared.free()
+
+    Source: Niu, Recht, Re, Wright: Hogwild: a lock-free approach to parallelizing stochastic gradient descent (2011).
     """
 
     def __init__(self, network: torch.nn.Module, *, comm: Communicator | None = None) -> None:
@@ -60,24 +82,28 @@ class Hogwild:
         if self._comm.rank == 0:
             for storage, place in zip(storages, places, strict=True):
                 place.copy_(_bytes(storage))
-        wait_for_all(self._comm, "Hogwild")  # the values are there before any rank trains
+        wait_for_all(self._comm, "Hogwild")  # so that no rank trains before rank 0's values are in place
         _move(parameters, storages, places)
         self._watch = _Watch(network, places)
         self.is_free = False
 
     def free(self) -> None:
-        """Give every rank a copy of its own, with the same values on all. Collective; idempotent.
+        """End the sharing: give every rank its own copy of the parameters, with the same values. Idempotent.
 
-        ParameterServerError, on every rank, if a parameter had left the shared memory on any; all are free then, too.
+        All ranks must call it. Each rank sleeps until the last one has called it.
+
+        Raises:
+            ParameterServerError: a parameter of any rank had left the shared memory. Raised on every rank. The sharing
+                has ended nevertheless.
         """
         if self.is_free:
             return
         self.is_free = True
-        left = next((name for name, p in self.network.named_parameters() if not _is_shared(p)), None)
-        by_rank = [left]
+        unshared = next((name for name, p in self.network.named_parameters() if not _is_shared(p)), None)
+        by_rank = [unshared]
         if communicators.is_started() and not self._comm.is_free:
-            wait_for_all_after_training(self._comm, "Hogwild.free")  # all have done their last step
-            by_rank = gathered(self._comm, "Hogwild.free", left)
+            wait_for_all_after_training(self._comm, "Hogwild.free")  # so that all ranks copy the final values
+            by_rank = gathered(self._comm, "Hogwild.free", unshared)
         parameters = [p for p in self.network.parameters() if self._watch.holds(_address(p))]
         storages = _storages(parameters)
         _move(parameters, storages, [_bytes(storage).clone() for storage in storages])
@@ -88,14 +114,14 @@ class Hogwild:
 
 
 class _Watch:
-    """The memory of a Hogwild, and a hook before the steps of optimizers.
+    """The shared memory of a Hogwild, and a hook that runs before every step of an optimizer.
 
-    The memory stays mapped, so that no other memory has its addresses. The watch lasts until the Hogwild is freed, or
-    the network is gone.
+    The memory stays mapped, so that no other memory can get its addresses. The hook stays until the Hogwild is freed or
+    the network is garbage collected.
     """
 
     def __init__(self, network: torch.nn.Module, places: list[Tensor]) -> None:
-        self._places = places  # one after another in one segment
+        self._places = places  # in ascending order of their addresses, all in one segment
         self._begin = places[0].data_ptr() if places else 0
         self._end = places[-1].data_ptr() + places[-1].nbytes if places else 0
         self._network = weakref.ref(network)
@@ -104,17 +130,17 @@ class _Watch:
         weakref.finalize(network, self.end)
 
     def holds(self, address: int) -> bool:
-        """Whether an address lies in the memory."""
+        """Return whether an address lies in the memory."""
         return self._begin <= address < self._end
 
     def end(self) -> None:
-        """Take the hook out. Idempotent."""
+        """Remove the hook. Idempotent."""
         self._hook.remove()
         if self in _watches:
             _watches.remove(self)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """ParameterServerError if the optimizer trains a parameter of the network that is not shared."""
+        """Raise ParameterServerError if the optimizer trains a parameter of the network that is not shared."""
         network = self._network()
         if network is None or torch.compiler.is_compiling():
             return
@@ -127,7 +153,7 @@ _watches: list[_Watch] = []
 
 
 def _is_shared(p: Tensor) -> bool:
-    """Whether a parameter lies in the memory of a Hogwild, be it of another one that has taken the network over."""
+    """Return whether a parameter lies in the memory of any Hogwild, because a later one may share the same network."""
     if p.layout is not torch.strided:
         return False
     address = p.data_ptr()
@@ -136,24 +162,27 @@ def _is_shared(p: Tensor) -> bool:
 
 def _why(name: str) -> str:
     return (
-        f"parameter {name} does not lie in the memory that the ranks share, so this rank would train it alone; it was "
-        "replaced, added, or given other memory (.to(), .data) after Hogwild was made: free() it before such changes, "
-        "and make another after them"
+        f"parameter {name} is not in the memory that the ranks share, so this rank would train it alone. It was added, "
+        "replaced, or moved to other memory (.to(), .data) after Hogwild was created. Call free() before such a "
+        "change, and create another Hogwild after it"
     )
 
 
 def _flatten(network: torch.nn.Module) -> None:
-    """Let blocks be flat now: their first use would move their parameters out of the shared memory."""
+    """Flatten all blocks now, because their first use would move their parameters out of the shared memory."""
     for module in network.modules():
         for block in module.blocks if isinstance(module, BlockSequential) else ():
             _ = block.weights
 
 
 def _check(parameters: list[torch.nn.Parameter], comm: Communicator) -> None:
-    """Unavailable, ValueError or RanksDisagree, on every rank, unless all can share one copy."""
+    """Check that all ranks can share one copy. Collective.
+
+    Raises Unavailable, ValueError or RanksDisagree, on every rank.
+    """
     if comm.num_nodes > 1:
         raise Unavailable(
-            f"Hogwild: {comm!r}: ranks on several nodes have no memory in common; share within each node, with "
+            f"Hogwild: {comm!r}: ranks on different nodes cannot share memory; share within each node, with "
             "comm=mpi.communicator(1), and exchange between nodes with paramserver.DifferenceUpdate"
         )
     storages = {s.data_ptr(): (index, s.nbytes()) for index, s in enumerate(_storages(parameters))}
@@ -165,18 +194,18 @@ def _check(parameters: list[torch.nn.Parameter], comm: Communicator) -> None:
     for rank, theirs in enumerate(everyone):
         if others := {device for device, *_ in theirs if device != "cpu"}:
             raise ValueError(
-                f"Hogwild: rank {rank} has parameters on {', '.join(sorted(others))}; only memory of the host is "
-                "shared: train on the CPU (network.cpu()), or take paramserver.DownpourUpdate for GPUs"
+                f"Hogwild: rank {rank} has parameters on {', '.join(sorted(others))}, but ranks can share only host "
+                "memory; train on the CPU (network.cpu()), or use paramserver.DownpourUpdate for GPUs"
             )
     if (rank_that_differs := agree.first_different(everyone)) is not None:
         raise RanksDisagree(
             f"Hogwild: the parameters of rank {rank_that_differs} differ from rank 0's in number, shape, stride, dtype "
-            "or in what shares memory; make the same network on all ranks"
+            "or in which of them share memory; create the same network on all ranks"
         )
 
 
 def _storages(parameters: list[torch.nn.Parameter]) -> list[torch.UntypedStorage]:
-    """The storages of the parameters, each once; parameters without elements have none."""
+    """Return the storages of the parameters, each once, without the empty storages of parameters without elements."""
     storages = {_address(p): p.untyped_storage() for p in parameters}
     return [storage for storage in storages.values() if storage.nbytes() > 0]
 
@@ -190,7 +219,7 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _places(channel: Channel, storages: list[torch.UntypedStorage]) -> list[Tensor]:
-    """Memory for each storage in the root's part of a new segment. Collective."""
+    """Allocate memory for each storage in the root's part of a new segment. Collective."""
     offsets = [0, *itertools.accumulate(-(-s.nbytes() // _ALIGNMENT) * _ALIGNMENT for s in storages)]
     memory = symmetric.shared_bytes(channel, offsets[-1])[0].numpy()
     return [
@@ -200,7 +229,7 @@ def _places(channel: Channel, storages: list[torch.UntypedStorage]) -> list[Tens
 
 
 def _move(parameters: list[torch.nn.Parameter], storages: list[torch.UntypedStorage], places: list[Tensor]) -> None:
-    """Move the parameters to other memory, with the same offsets, shapes and strides."""
+    """Make the parameters views of other memory, with the same offsets, shapes and strides."""
     place_of = {storage.data_ptr(): place for storage, place in zip(storages, places, strict=True)}
     for p in parameters:
         if (place := place_of.get(_address(p))) is not None:

@@ -1,13 +1,15 @@
-"""Shards on other nodes: the messages between a rank and the service of another node (``service.py``), a rank's side.
+"""Shards on other nodes: the client's side of the messages to the service of another node (``service.py``).
 
-A *request* is for one shard. Its message holds what to do, and the bytes of a small payload; the pieces of a large one
-follow. The *reply* says what went wrong, and holds small values; the pieces of large ones follow. Messages hold plain
-numbers and bytes: the name and options of a rule are unpickled where a failure can be reported to the sender. Requests
-and replies have a communicator each, for a rank may ask one service and be another.
+A *request* is for one shard. Its message holds the action and the bytes of a small payload. The pieces of a large
+payload follow in messages of their own. The *reply* holds the error, if any, and small values. The pieces of large
+values follow. A message consists of plain numbers and bytes, and the name and options of a rule are pickled inside it.
+So the service unpickles them where it can report a failure to the sender. Requests and replies have separate
+communicators, because a rank may be the client of one service and run another.
 
-MPI keeps the order of messages between two ranks, and a service carries out the requests of a rank in the order in
-which they come. So a rank asks on without waiting for replies: the next reply of a service is for the oldest request
-under way there, and the next pieces belong to the oldest one whose pieces have not come.
+MPI keeps the order of messages between two ranks, and a service carries out the requests of a rank in order. So a rank
+sends further requests without a wait for replies. The next reply of a service belongs to the oldest pending request to
+this service, and the next pieces belong to the oldest reply whose pieces are not complete. The alternative, a number
+in every message and a table of pending requests, would allow other orders, which no caller needs.
 """
 
 from __future__ import annotations
@@ -26,38 +28,38 @@ from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import ParameterServerError
 
-HEADER_TAG, BYTES_TAG = 0, 1  # of requests and replies; of their pieces
-_SMALL_BYTES = 16 << 10  # travel within a message: two copies cost less than another message
+HEADER_TAG, BYTES_TAG = 0, 1  # tags of requests and replies, and of the pieces that follow
+_SMALL_BYTES = 16 << 10  # up to this size bytes are part of a message, because two copies cost less than a message
 _PIECE_BYTES = 4 << 20
 
 
 class Kind(enum.IntEnum):
-    """The kinds of requests."""
+    """The action that a request asks for."""
 
-    APPLY = 0  # a rule, to the payload
-    READ = 1  # the values
-    SAVE = 2  # the memory of the shard
-    RESTORE = 3  # the payload becomes the memory of the shard
+    APPLY = 0  # apply a rule with the payload
+    READ = 1  # return the values
+    SAVE = 2  # return the whole memory of the shard
+    RESTORE = 3  # overwrite the memory of the shard with the payload
 
     @property
     def gives(self) -> bool:
-        """Whether bytes come with the reply, and not with the request."""
+        """Whether the reply carries the bytes; otherwise the request carries them."""
         return self in (Kind.READ, Kind.SAVE)
 
 
 class ShardRequest(NamedTuple):
-    """The message of a request. ``num_bytes`` come with it or with the reply."""
+    """The message of a request. ``num_bytes`` is the size of the payload, or of the values in the reply."""
 
     server: int
-    shard: int  # the rank that holds it
+    shard: int  # rank that holds the shard
     kind: int
     num_bytes: int
-    rule: bytes = b""  # name and options, pickled
-    payload: bytearray | None = None  # a small one
+    rule: bytes = b""  # pickled name and options of the rule
+    payload: bytearray | None = None  # None if the payload is large or missing
 
 
 class Links:
-    """The two communicators of a channel; collective."""
+    """The communicators of a channel for requests and replies. The constructor is collective."""
 
     def __init__(self, channel: Channel) -> None:
         self.requests = channel.mpi.Dup()
@@ -65,51 +67,50 @@ class Links:
         ulfm.register(self)
 
     def comms(self) -> list[MPI.Comm]:
-        """The communicators that MPI has to revoke when a rank dies."""
+        """Return the communicators that MPI has to revoke when a rank dies."""
         return [self.requests, self.replies]
 
     def free(self) -> None:
-        """Free both. Collective."""
+        """Free both communicators. Collective."""
         self.replies.Free()
         self.requests.Free()
 
 
 def is_small(num_bytes: int) -> bool:
-    """Whether so many bytes travel within a message, and not in pieces."""
+    """Return whether a payload of this size is part of a message, and not sent in pieces."""
     return num_bytes <= min(_SMALL_BYTES, config.current.message_bytes)
 
 
 def pieces(x: Tensor) -> list[np.ndarray[Any, Any]]:
-    """The memory of a flat tensor, for MPI, in the pieces of a large payload or of large values."""
+    """Return MPI buffers that cover a flat tensor, none longer than one piece."""
     return [part.numpy() for part in torch.split(x.view(torch.uint8), min(_PIECE_BYTES, config.current.message_bytes))]
 
 
 def to_bytes(x: Tensor) -> bytearray:
-    """A copy of the memory of a flat tensor, for a message."""
+    """Copy the memory of a flat tensor for a message."""
     return bytearray(x.view(torch.uint8).numpy())
 
 
 def unpacked(data: bytes) -> Exception:
-    """The exception of a reply; a ParameterServerError if its class is not known here."""
+    """Return the exception of a reply, or a ParameterServerError if this process cannot import its class."""
     try:
         error: Exception = pickle.loads(data)
         return error
     except Exception as failure:
-        return ParameterServerError(f"a shard on another node raised an error that cannot be read here: {failure}")
+        return ParameterServerError(f"a rule on another node raised an error that cannot be unpickled here: {failure}")
 
 
 class PendingReply:
-    """A request under way. Its bytes come from ``memory`` or go there."""
+    """A pending request. ``memory`` holds its payload, or receives the values of its reply."""
 
     def __init__(self, request: ShardRequest, memory: Tensor | None) -> None:
-        self.error: BaseException | None = None  # what was raised at the shard
+        self.error: BaseException | None = None  # exception that the service reported
         self.is_complete = False
-        self._request, self._memory = request, memory  # alive until all is done
+        self._request, self._memory = request, memory  # keeps the memory alive until all transfers are complete
         self._transfers: list[Any] = []
 
     def send(self, requests: MPI.Comm, service: int) -> None:
-        """Send the request."""
-        # A small payload travels in the message; of a large one the pieces follow.
+        """Send the request, with a small payload inside the message or the pieces of a large payload after it."""
         message, following = self._request, []
         if self._memory is not None and not Kind(message.kind).gives:
             if is_small(message.num_bytes):
@@ -121,8 +122,8 @@ class PendingReply:
             self._transfers.append(requests.Isend(piece, service, BYTES_TAG))
 
     def arrive(self, replies: MPI.Comm, service: int, error: bytes | None, values: bytearray | None) -> None:
-        """The reply has come: receive what follows."""
-        # With an error no values come; small values are in the message, the pieces of large ones behind it.
+        """Take the content of the reply, and start to receive the pieces of large values."""
+        # A reply with an error has no values. Small values are in the message, and pieces of large values follow it.
         if error is not None:
             self.error = unpacked(error)
         elif self._memory is not None and values is not None:
@@ -132,51 +133,54 @@ class PendingReply:
         self.advance()
 
     def advance(self) -> bool:
-        """Let MPI move the bytes; whether all have arrived and left."""
+        """Let MPI make progress, and return whether all transfers are complete."""
         if MPI.Request.Testall(self._transfers):
             self._end()
         return self.is_complete
 
     @property
     def is_under_way(self) -> bool:
-        """Whether messages were posted that may not have arrived or left."""
+        """Whether MPI may still access the memory of the request."""
         return bool(self._transfers)
 
     def fail(self, error: BaseException | None) -> None:
-        """The request is over; its memory stays, for messages may still be under way."""
+        """Complete the request with an error, but keep its memory, because MPI may still access it."""
         self.error, self.is_complete = error, True
 
     def _end(self) -> None:
-        """The request is complete."""
+        """Complete the request, and release its memory."""
         self.is_complete = True
         self._transfers, self._memory = [], None
 
 
 class Client:
-    """A rank's requests to the services of other nodes. For its request thread alone.
+    """A rank's requests to the services of other nodes. Only the request thread uses it.
 
-    Replies are told apart by their order alone. So after an error on the way there are no further requests: a reply to
-    an earlier request would be taken for that to a later one.
+    Only the order tells which request a reply belongs to. So no request is sent after an error of the communication,
+    because the client would take the reply to an earlier request for the reply to a later one.
     """
 
     def __init__(self, links: Links) -> None:
         self._links = links
         self._failure: Exception | None = None
-        self._failed: list[PendingReply] = []  # MPI may still read and write their memory
-        self._awaited: dict[int, deque[PendingReply]] = {}  # by service, the oldest first
-        self._arriving: list[PendingReply] = []  # replied to; pieces are under way
+        self._failed: list[PendingReply] = []  # stored because MPI may still access their memory
+        self._awaited: dict[int, deque[PendingReply]] = {}  # requests without a reply, by service, the oldest first
+        self._arriving: list[PendingReply] = []  # requests whose reply has arrived, but not all pieces
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way."""
+        """Whether no request is pending."""
         return not self._arriving and not any(self._awaited.values())
 
     def ask(self, service: int, request: ShardRequest, memory: Tensor | None) -> PendingReply:
-        """Send a request, without waiting for the reply. ParameterServerError after an error on the way."""
+        """Send a request, and return without a wait for the reply.
+
+        Raises ParameterServerError if the communication of an earlier request has failed.
+        """
         if self._failure is not None:
             raise ParameterServerError(
-                f"an earlier request to another node has failed ({self._failure!r}), and a reply to it could be taken "
-                "for that to a later one; start again, from a checkpoint"
+                f"an earlier request to another node has failed ({self._failure!r}), so this rank can no longer match "
+                "replies with requests; restart the job from a checkpoint"
             ) from self._failure
         reply = PendingReply(request, memory)
         self._awaited.setdefault(service, deque()).append(reply)
@@ -190,20 +194,23 @@ class Client:
         return reply
 
     def advance(self) -> bool:
-        """Take the replies that have come; whether there were any. An error ends all that is under way."""
+        """Take all replies that have arrived, and return whether there were any.
+
+        An error of the communication ends all pending requests.
+        """
         try:
-            status, has_come = MPI.Status(), False
+            status, has_replies = MPI.Status(), False
             while any(self._awaited.values()):
                 message = self._links.replies.improbe(tag=HEADER_TAG, status=status)
                 if message is None:
                     break
-                # A service replies in the order of the requests: this is the reply to the oldest one there.
+                # A service replies in the order of the requests, so this reply belongs to the oldest request.
                 reply = self._awaited[status.source].popleft()
                 self._arriving.append(reply)
                 reply.arrive(self._links.replies, status.source, *message.recv())
-                has_come = True
+                has_replies = True
             self._arriving = [reply for reply in self._arriving if not reply.is_complete and not reply.advance()]
-            return has_come
+            return has_replies
         except Exception as error:
             self._fail(error)
             return True

@@ -1,11 +1,14 @@
-"""The thread in which a rank's requests to parameter servers run, in the order in which they are made.
+"""The thread that runs a rank's requests to parameter servers, in the order of the calls.
 
-A request first asks other nodes and works on the shards of its own node, and is complete when the replies have come.
-Meanwhile the next one to the same server begins: a request between nodes costs a round trip only where the program
-waits for it. Each shard takes the requests of a rank in order, and handles are completed in that order.
+A request first sends messages to other nodes, then works on the shards of its own node, and is complete when the
+replies have arrived. In the meantime the next request to the same server starts, so a request between nodes costs a
+round trip only if the program waits for it. Each shard carries out the requests of a rank in order, and the handles of
+a rank complete in the same order. The alternative, to complete each request before the next one starts, would add a
+round trip to every request.
 
-A request to another server begins when those before are complete: a program may tell others by one server that it has
-sent to another. So does a request for a tensor that one under way writes to, or reads from if the request writes.
+A request to another server starts when all requests before it are complete. A program may use one server to announce
+that it has sent to another, as the clocks of bounded staleness do. A request also waits for all earlier requests if it
+uses a tensor that a pending request writes, or writes a tensor that a pending request reads.
 """
 
 from __future__ import annotations
@@ -26,45 +29,45 @@ from torchmpi_py.core.handles import Handle, ThreadHandle, Work
 from torchmpi_py.paramserver.remote import Client, PendingReply
 
 R = TypeVar("R")
-_MOST_UNDER_WAY = 64  # requests; a service keeps the messages of those that it has not carried out
-_LONGEST_NAP_SECONDS = 0.0001  # of a rank that waits for a reply
+_MOST_UNDER_WAY = 64  # pending requests; the limit exists because a service stores the messages of pending requests
+_LONGEST_NAP_SECONDS = 0.0001  # sleep between two looks for a reply
 
 
 class Answers:
-    """The outcome of a request so far: errors, and replies of other nodes."""
+    """The outcome of a request so far: its errors, and the expected replies of other nodes."""
 
     def __init__(self) -> None:
         self._errors: list[BaseException] = []
         self._replies: list[tuple[Client, PendingReply]] = []
 
     def attempt(self, work: Callable[[], object]) -> None:
-        """Do a part of the request; its error is the request's, and the other parts are done as well."""
+        """Do one part of the request. Store an exception instead of raising it, so that the other parts are done."""
         try:
             work()
         except BaseException as error:
             self._errors.append(error)
 
     def expect(self, client: Client, reply: PendingReply) -> None:
-        """The request is not complete without a reply."""
+        """Register a reply without which the request is not complete."""
         self._replies.append((client, reply))
 
     def clients(self) -> list[Client]:
-        """The clients whose replies are expected."""
+        """Return the clients that expect a reply."""
         return [client for client, _ in self._replies]
 
     def are_complete(self) -> bool:
-        """Whether all replies have come."""
+        """Return whether all replies have arrived."""
         return all(reply.is_complete for _, reply in self._replies)
 
     def check(self) -> None:
-        """Raise the first error, if there was one: this node's before those of others."""
+        """Raise the first error, if any. Errors of this node precede errors of other nodes."""
         for error in [*self._errors, *(reply.error for _, reply in self._replies)]:
             if error is not None:
                 raise error
 
 
 class Uses(NamedTuple):
-    """The objects that a request uses: a server, and a tensor of the program, which it reads, or ``writes``."""
+    """The objects that a request uses: a server, and a tensor of the program, which it reads or ``writes``."""
 
     server: object
     memory: Tensor | None = None
@@ -72,7 +75,7 @@ class Uses(NamedTuple):
 
 
 class _Request(Work[R]):
-    """``begin`` asks other nodes, and does what is to do on this one; ``end`` gives the result."""
+    """A request: ``begin`` sends messages to other nodes and works on this node, and ``end`` returns the result."""
 
     def __init__(
         self,
@@ -94,15 +97,15 @@ class _Request(Work[R]):
         return self._label
 
     def begin(self) -> None:
-        """Do what can be done without other nodes, and ask them. An error is raised by ``run``."""
-        assert self._steps is not None, "requests run once"
+        """Send the messages to other nodes, and do the work on this node. ``run`` raises the errors."""
+        assert self._steps is not None, "a request runs once"
         if self.entry is not None:
             journal.begin(self.entry)
         begin = self._steps[0]
         self.answers.attempt(lambda: begin(self.answers))
 
     def run(self, in_background: bool = False) -> R:
-        assert self._steps is not None, "requests run once"
+        assert self._steps is not None, "a request runs once"
         try:
             self.answers.check()
             result = self._steps[1]()
@@ -119,35 +122,35 @@ class _Request(Work[R]):
 
 
 class _Pipeline(CommunicationThread):
-    """Begins requests in the order of the queue, and completes them in that order."""
+    """A thread that starts requests in the order of the queue, and completes them in the same order."""
 
     def __init__(self) -> None:
         super().__init__(inline=False, name="parameter-server")
         self._under_way: deque[ThreadHandle[Any]] = deque()
-        self._server: object = None  # of the requests under way
-        self._in_use: Counter[tuple[int, bool]] = Counter()  # their storages, by address and whether they are written
-        self._clients: list[Client] = []  # that expect replies
+        self._server: object = None  # server of the pending requests
+        self._in_use: Counter[tuple[int, bool]] = Counter()  # pending uses of a storage: (address, is written)
+        self._clients: list[Client] = []  # clients that expect replies
         self._nap = Nap(_LONGEST_NAP_SECONDS, share=0.25)
 
-    @torch.inference_mode()  # in whatever mode the caller's tensors were made
+    @torch.inference_mode()  # because the caller may pass tensors that were created in inference mode
     def _loop(self) -> None:
         end_sleeps_in_time()
         while (handle := self._next()) is not None:
             self._begin(handle)
-            del handle  # or its buffers would live until the next one
+            del handle  # so that its buffers are released before the next request comes
         while self._under_way:
             self._wait()
 
     def _next(self) -> ThreadHandle[Any] | None:
-        """The next request, or the end; replies are taken meanwhile."""
-        # Only with nothing under way does the thread sleep in the queue: else replies have to be looked for.
+        """Return the next request, or None at the end. Take replies while the queue is empty."""
+        # The thread sleeps in the queue only if no request is pending, because otherwise it has to look for replies.
         while self._under_way and (self._queue.empty() or len(self._under_way) >= _MOST_UNDER_WAY):
             self._wait()
         return self._queue.get()
 
     def _begin(self, handle: ThreadHandle[Any]) -> None:
         request = handle._work
-        if isinstance(request, _Request):  # and not an end mark
+        if isinstance(request, _Request):  # an end mark is not a request
             while self._under_way and self._has_to_wait(request):
                 self._wait()
             self._server = request.server
@@ -159,25 +162,25 @@ class _Pipeline(CommunicationThread):
         self._take_replies()
 
     def _has_to_wait(self, request: _Request[Any]) -> bool:
-        """Whether the order in which a request and those under way are carried out matters."""
-        # Readers of a tensor may be under way together; a writer is alone with it.
+        """Return whether a request must not start before all pending requests are complete."""
+        # Several pending requests may read the same tensor. A request that writes it excludes all others.
         is_written = self._in_use[request.storage, True]
         is_in_use = is_written or (request.writes and self._in_use[request.storage, False])
         return request.server is not self._server or bool(request.storage and is_in_use)
 
     def _wait(self) -> None:
-        """Take replies, or nap if there are none."""
+        """Take replies, or sleep for a short time if there are none."""
         if not self._take_replies():
             self._nap.take()
 
     def _take_replies(self) -> bool:
-        """Take the replies that have come, and complete what they were awaited for; whether there were any."""
+        """Take the replies that have arrived, complete their requests, and return whether there were any."""
         has_moved = False
         for client in list(self._clients):
             has_moved |= client.advance()
             if client.is_idle:
                 self._clients.remove(client)
-        # Handles are completed in the order of the requests, whichever replies come first.
+        # Handles complete in the order of the requests, even if the replies arrive in another order.
         while self._under_way and self._is_complete(self._under_way[0]._work):
             self._under_way.popleft().execute()
         if not self._under_way:
@@ -188,7 +191,7 @@ class _Pipeline(CommunicationThread):
 
     def _is_complete(self, work: Work[Any] | None) -> bool:
         if not isinstance(work, _Request):
-            return True  # an end mark
+            return True  # because an end mark expects no replies
         if is_complete := work.answers.are_complete():
             key = work.storage, work.writes
             self._in_use[key] -= 1
@@ -198,14 +201,15 @@ class _Pipeline(CommunicationThread):
 
 
 class RequestThread:
-    """The thread of a rank's requests; kept with the world.
+    """The thread of a rank's requests, which is stored with the channel of all ranks.
 
-    It is not the thread of asynchronous collectives, which wait for other ranks: a parameter server waits for none. It
-    runs from the first request until a server is freed, and again from the next request.
+    It is separate from the thread of asynchronous collectives, because a collective waits for other ranks, and a
+    request to a parameter server must not. The thread starts with the first request, ends when a server is freed, and
+    starts again with the next request.
     """
 
     def __init__(self, world: Channel) -> None:
-        self._lock = threading.Lock()  # no request is queued on a thread that ends
+        self._lock = threading.Lock()  # so that no request is queued on a thread that is about to end
         self._thread = _Pipeline()
 
     def submit(
@@ -217,17 +221,17 @@ class RequestThread:
         *,
         is_recorded: bool = True,
     ) -> Handle[R]:
-        """Queue a request: what ``begin`` expects comes, then ``end`` gives the handle's result.
+        """Queue a request. ``end`` returns the result of the handle when all replies that ``begin`` expects are there.
 
-        Requests that repeat many times in an operation that is recorded as a whole are not recorded: they would push
-        all other records out.
+        Pass ``is_recorded=False`` for a request that a longer operation repeats many times. Its records would displace
+        all others in the flight recorder, and the longer operation has a record of its own.
         """
         entry = journal.record_own(label, communicators.stack().levels[0]) if is_recorded else None
         with self._lock:
             return self._thread.submit(_Request(label, begin, end, entry, uses))
 
     def drain(self) -> None:
-        """Wait until all queued requests are done, and end the thread."""
+        """Wait until all queued requests are complete, and end the thread."""
         with self._lock:
             self._thread.close()
 

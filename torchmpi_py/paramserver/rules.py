@@ -1,13 +1,12 @@
-"""Rules: what a parameter server does to a shard with the part of a sent tensor that belongs to it.
+"""Rules: how a shard of a parameter server changes when it receives its part of a tensor.
 
-A rule is a function ``fn(shard, payload, **options)`` of two flat tensors of equal size and dtype, that changes the
-shard in place. A rule that keeps a state from send to send also gets a ``Memory``: ``fn(shard, payload, memory,
-**options)``. It is carried out under the shard's lock, by the rank that sends, or, for a shard on another node, by the
-service there.
+A rule is a function ``fn(shard, payload, **options)`` of two flat tensors of equal size and dtype, which changes the
+shard in place. A rule with a state also gets a ``Memory``: ``fn(shard, payload, memory, **options)``. The sending rank
+runs the rule under the lock of the shard. For a shard on another node the service of that node runs it.
 
-Optimizers are rules whose payload is a gradient, and whose state lies with the shard. They are torch's own: one send of
-a gradient is one step of ``torch.optim``'s optimizer of that name on the shard, with the same options and the same
-defaults. Every worker's send is a step, so n workers do n times as many.
+Optimizers are rules whose payload is a gradient and whose state lies beside the shard. They call torch's own functions,
+so one send of a gradient is one step of the optimizer of that name in ``torch.optim``, with the same options and
+defaults. Every send of every worker is a step, so n workers take n times as many steps.
 """
 
 from __future__ import annotations
@@ -27,22 +26,25 @@ from torch.optim.sgd import sgd
 
 from torchmpi_py.core.tensors import check_count
 
-_IN_ONE_TENSOR: dict[str, Any] = {"foreach": False, "maximize": False}  # for the functions of torch.optim
+_IN_ONE_TENSOR: dict[str, Any] = {"foreach": False, "maximize": False}  # arguments of torch.optim's functions
 
 
 class Memory(NamedTuple):
-    """A rule's state with a shard: ``slots``, tensors like the shard, and ``times``, a number (float64); at first 0."""
+    """The state of a rule for one shard: ``slots`` are tensors like the shard, and ``times`` is a float64 number.
+
+    All of them are 0 at first.
+    """
 
     slots: list[Tensor]
     times: Tensor
 
 
 class Rule(NamedTuple):
-    """A function and what it needs.
+    """A rule: its function, and its requirements on the server.
 
-    memory: "mean" (a count that every server has), or "optimizer" (``num_slots`` slots and a count, on a server that
-    was made for this rule). needs_bits: floating-point numbers of at least so many; 0 for any numbers. needs_payload:
-    whether what is sent matters.
+    ``memory`` is "mean" for a counter that every server has, or "optimizer" for ``num_slots`` slots and a counter on a
+    server that was created for this rule. ``needs_bits`` is the least number of bits of a floating-point element, or 0
+    if the rule accepts every dtype. ``needs_payload`` is False if the rule ignores the payload.
     """
 
     fn: Callable[..., object]
@@ -53,38 +55,39 @@ class Rule(NamedTuple):
 
 
 def _zero(shard: Tensor, payload: Tensor) -> None:
-    """Zero, whatever is sent."""
+    """Set the shard to zero, and ignore the payload."""
     shard.zero_()
 
 
 def _copy(shard: Tensor, payload: Tensor) -> None:
-    """The values sent take the place of the shard's."""
+    """Replace the values of the shard by the payload."""
     shard.copy_(payload)
 
 
 def _add(shard: Tensor, payload: Tensor) -> None:
-    """The values sent are added."""
+    """Add the payload to the shard."""
     shard.add_(payload)
 
 
 def _scaled_add(shard: Tensor, payload: Tensor, *, scale: float) -> None:
-    """The values sent are added ``scale`` times: a step of gradient descent, with minus the learning rate."""
+    """Add the payload times ``scale``; minus the learning rate gives a step of gradient descent."""
     shard.add_(payload, alpha=scale)
 
 
 def _elastic(shard: Tensor, payload: Tensor, *, weight: float) -> None:
-    """The shard moves towards the values sent, by ``weight`` of the distance; with 0.5 to their mean."""
+    """Move the shard towards the payload by the fraction ``weight`` of the distance; 0.5 gives the mean of both."""
     _move(shard, payload, weight)
 
 
 def _average(shard: Tensor, payload: Tensor, memory: Memory) -> None:
-    """The mean of all sends by this rule since the last send by another one; values from before do not count."""
+    """Keep the mean of all payloads of this rule since the last send with another rule, without the values before."""
     memory.times.add_(1)
     _move(shard, payload, 1 / memory.times.item())
 
 
 def _move(shard: Tensor, payload: Tensor, weight: float) -> None:
-    """Move by ``weight`` of the distance; by all of it also from what is not finite, or so far that the distance is."""
+    """Move the shard by the fraction ``weight`` of the distance."""
+    # Copy if the fraction is 1, because the distance is not finite if the shard is not, or if it is too large.
     if weight == 1:
         shard.copy_(payload)
     else:
@@ -102,7 +105,7 @@ def _sgd(
     weight_decay: float = 0.0,
     nesterov: bool = False,
 ) -> None:
-    """A step of ``torch.optim.SGD``; the slot is the momentum buffer, at first the first gradient."""
+    """Take a step of ``torch.optim.SGD``. The slot is the momentum buffer, which starts as the first gradient."""
     (buffer,) = memory.slots
     buffers: list[Any] = [buffer if momentum and memory.times.item() else None]
     choices: dict[str, Any] = {"dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
@@ -123,7 +126,7 @@ def _adagrad(
     weight_decay: float = 0.0,
     eps: float = 1e-10,
 ) -> None:
-    """A step of ``torch.optim.Adagrad``; the slot is the sum of squares."""
+    """Take a step of ``torch.optim.Adagrad``. The slot is the sum of the squared gradients."""
     choices: dict[str, Any] = {"lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
     adagrad([shard], [grad], memory.slots, [memory.times], lr=lr, **choices, **_IN_ONE_TENSOR)
 
@@ -138,7 +141,7 @@ def _adam(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
 ) -> None:
-    """A step of ``torch.optim.Adam``; the slots are the mean of gradients and of their squares."""
+    """Take a step of ``torch.optim.Adam``. The slots are the means of the gradients and of their squares."""
     mean, square = memory.slots
     choices: dict[str, Any] = {
         "beta1": betas[0],
@@ -166,45 +169,61 @@ _NOT_NEGATIVE = ("lr", "momentum", "weight_decay", "lr_decay", "eps")
 
 
 def register_rule(name: str, fn: Callable[..., object], num_slots: int = 0) -> None:
-    """Let ``send(t, rule=name)`` do ``fn(shard, payload, **options)``. Register it alike on every rank.
+    """Register a function as a rule for ``send(tensor, rule=name)``. Register the same function on every rank.
 
-    The function changes ``shard`` in place, and nothing else: ``payload`` may be the sender's own memory. It keeps
-    neither. It runs without autograd, in another thread, maybe of another process, to which options travel by pickle.
+    ``fn(shard, payload, **options)`` gets two flat tensors of the same size and dtype, and changes ``shard`` in place.
+    It must not change ``payload``, which may be the sender's own memory, and must not keep references to either. It
+    runs without autograd in another thread, perhaps of another process, so the options of a send must be picklable.
 
-    With ``num_slots`` > 0 the rule is an optimizer, for servers made with ``init(tensor, optimizer=name)``, and called
-    as ``fn(shard, payload, memory, **options)``: ``memory.slots`` are so many tensors like the shard, and
-    ``memory.times`` a number, all kept from send to send and 0 at first.
+    With ``num_slots`` > 0 the rule is an optimizer for servers from ``init(tensor, optimizer=name)``. Its function is
+    ``fn(shard, payload, memory, **options)``, where ``memory.slots`` are ``num_slots`` tensors like the shard, and
+    ``memory.times`` is a number in a tensor. The server keeps them from send to send, and they are 0 at first.
 
-    A name may be registered again, for another function; built-in names may not.
+    Args:
+        name (str): name of the rule. A later call with the same name replaces the function.
+        fn (callable): function that changes the shard in place.
+        num_slots (int): number of tensors that the rule keeps per shard. Default 0, a rule without a state.
+
+    Raises:
+        TypeError: ``name`` is not a string or is empty, ``fn`` is not callable, or ``num_slots`` is not an int.
+        ValueError: ``name`` is a built-in rule, or ``num_slots`` is negative.
+
+    Examples:
+        >>> mpi.paramserver.register_rule("largest", lambda shard, payload: shard.copy_(shard.maximum(payload)))
+        >>> server = mpi.paramserver.init(torch.zeros(3))
+        >>> sent = server.send(torch.tensor([-1.0, 0.0, 1.0]), rule="largest").wait()
+        >>> server.receive().wait()
+        tensor([0., 0., 1.])
+        >>> server.free()
     """
     if not isinstance(name, str) or not name:
-        raise TypeError(f"register_rule: name={name!r}: give a name")
+        raise TypeError(f"register_rule: name={name!r}: pass a string that is not empty")
     if not callable(fn):
         raise TypeError(
-            f"register_rule: fn={fn!r}: give a function of (shard, payload) that changes the shard in place"
+            f"register_rule: fn={fn!r}: pass a function of (shard, payload) that changes the shard in place"
         )
     check_count("register_rule: num_slots", num_slots, 0)
     if name in _BUILT_IN:
-        raise ValueError(f"register_rule: {name!r} is built in; take another name")
+        raise ValueError(f"register_rule: {name!r} is a built-in rule; choose another name")
     _rules[name] = Rule(fn, "optimizer", num_slots) if num_slots else Rule(fn)
 
 
 def named(call: str, name: str) -> Rule:
-    """The rule called ``name``, or a ValueError that lists them."""
+    """Return the rule called ``name``. Raise a ValueError that lists all rules if it is unknown."""
     if name not in _rules:
         raise ValueError(f"{call}: rule {name!r} is unknown; known rules: {', '.join(_rules)}")
     return _rules[name]
 
 
 def check_optimizer(name: str, options: Mapping[str, Any], parameters: Iterable[Tensor]) -> None:
-    """ValueError or TypeError unless the optimizer called ``name`` can update these parameters, with these options."""
+    """Raise ValueError or TypeError unless the optimizer called ``name`` accepts these parameters and options."""
     optimizer(name)
     for dtype in {p.dtype for p in parameters}:
         checked(name, options, dtype, name)
 
 
 def optimizer(name: str) -> Rule:
-    """The optimizer called ``name``, or a ValueError that lists them."""
+    """Return the optimizer called ``name``. Raise a ValueError that lists all optimizers if it is unknown."""
     known = [known for known, rule in _rules.items() if rule.memory == "optimizer"]
     if name not in known:
         raise ValueError(f"paramserver.init: optimizer={name!r} is unknown; known optimizers: {', '.join(known)}")
@@ -212,15 +231,16 @@ def optimizer(name: str) -> Rule:
 
 
 def checked(name: str, options: Mapping[str, Any], dtype: torch.dtype, of_server: str | None) -> Rule:
-    """The rule called ``name``, for a server of this dtype made for the optimizer ``of_server``.
+    """Return the rule called ``name``, for a server of this dtype that was created for the optimizer ``of_server``.
 
-    ValueError if there is none, or not for this server; TypeError if it does not take these options.
+    Raises ValueError if the rule is unknown or does not suit the server, and TypeError if it does not accept the
+    options.
     """
     rule = named("send", name)
     if rule.memory == "optimizer" and name != of_server:
-        made = "for no optimizer" if of_server is None else f"for optimizer {of_server!r}"
+        of_this = "without an optimizer" if of_server is None else f"for optimizer {of_server!r}"
         raise ValueError(
-            f"send: rule {name!r} needs a server that was made for it, and this one was made {made}: "
+            f"send: rule {name!r} needs a server that was created for it, but this one was created {of_this}; use "
             f"paramserver.init(tensor, optimizer={name!r})"
         )
     if rule.needs_bits:
@@ -228,37 +248,37 @@ def checked(name: str, options: Mapping[str, Any], dtype: torch.dtype, of_server
         if bits < rule.needs_bits:
             at_least = f" of at least {rule.needs_bits} bits" if rule.needs_bits > 1 else ""
             raise ValueError(f"send: rule {name!r} needs floating-point numbers{at_least}; this server holds {dtype}")
-    if refused := _refused(rule, tuple(options)):
-        raise TypeError(f"send: rule {name!r} does not take the options {dict(options)}: {refused}")
-    if options and name in _BUILT_IN and (wrong := _wrong(name, options, dtype)):
-        raise ValueError(f"send: rule {name!r} does not take the options {dict(options)}: {wrong}")
+    if reason := _wrong_names(rule, tuple(options)):
+        raise TypeError(f"send: rule {name!r} does not accept the options {dict(options)}: {reason}")
+    if options and name in _BUILT_IN and (reason := _wrong_values(options, dtype)):
+        raise ValueError(f"send: rule {name!r} does not accept the options {dict(options)}: {reason}")
     return rule
 
 
-def _wrong(name: str, options: Mapping[str, Any], dtype: torch.dtype) -> str:
-    """Why a built-in rule does not take these values; empty if it does."""
+def _wrong_values(options: Mapping[str, Any], dtype: torch.dtype) -> str:
+    """Return why a built-in rule does not accept these values, or "" if it does."""
     for option, value in options.items():
         if option == "betas":
             if not (isinstance(value, (tuple, list)) and len(value) == 2 and all(0 <= beta < 1 for beta in value)):
-                return f"betas={value!r}: torch takes two numbers of at least 0 and less than 1"
+                return f"betas={value!r}: torch expects two numbers of at least 0 and less than 1"
         elif not isinstance(value, (Number, np.generic, np.ndarray, Tensor)):
-            return f"{option} is no number"
+            return f"{option} is not a number"
         elif option == "scale" and isinstance(value, float) and not (dtype.is_floating_point or dtype.is_complex):
-            return f"scale is a float, and the elements are {dtype}"
+            return f"scale is a float, but the elements are {dtype}"
         elif option in _NOT_NEGATIVE and not value >= 0:  # type: ignore[operator]
-            return f"{option}={value!r}: torch takes no negative number"
+            return f"{option}={value!r}: torch accepts no negative number"
     if options.get("nesterov") and (not options.get("momentum", 0) or options.get("dampening", 0)):
-        return "nesterov=True takes a momentum, and no dampening"
+        return "nesterov=True needs a momentum, and a dampening of 0"
     return ""
 
 
 @functools.lru_cache(maxsize=1024)
-def _refused(rule: Rule, options: tuple[str, ...]) -> str:
-    """Why a rule does not take options of these names; empty if it does."""
+def _wrong_names(rule: Rule, options: tuple[str, ...]) -> str:
+    """Return why a rule does not accept options of these names, or "" if it does."""
     try:
         inspect.signature(rule.fn).bind(*[None] * (2 if rule.memory is None else 3), **dict.fromkeys(options))
     except TypeError as error:
         return str(error)
     except ValueError:
-        pass  # a function of C tells no signature
+        pass  # a function written in C may have no signature that Python can read
     return ""

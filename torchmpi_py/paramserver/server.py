@@ -1,13 +1,13 @@
-"""A parameter server: a tensor whose shards lie with the ranks of a communicator.
+"""A parameter server: a tensor whose shards are distributed over the ranks of a communicator.
 
-On a node no rank serves: the shards are in memory that all ranks map, and a rank that sends or receives works on them
-directly, one after another, each under its lock (``store.py``). A rank begins with its own shard, so that ranks which
-start together do not queue. For the shards of another node it asks the service of that node (``remote.py``). All
-requests of a rank run in one thread of that rank, in the order in which they are made: a receive sees what the same
-rank has sent before, without waiting.
+Within a node no rank acts as a server. All ranks of the node map the memory of the shards, and a rank that sends or
+receives works on each shard directly, under the lock of the shard (``store.py``). A rank starts with its own shard, so
+ranks that start together do not queue for the same lock. For a shard on another node the rank sends a request to the
+service of that node (``remote.py``). All requests of a rank run in one thread of that rank, in the order of the calls.
+So a receive contains everything that the same rank has sent before, even if the rank did not wait for its sends.
 
-After TorchMPI's (reference section 5), where each rank served its shard from a thread that polled, and a send that was
-not waited for could be overtaken.
+The alternative is TorchMPI's design (reference section 5): each rank serves its shard from a thread that polls. A
+polling thread takes time from training, and there a receive could overtake an earlier send of the same rank.
 """
 
 from __future__ import annotations
@@ -29,32 +29,48 @@ from torchmpi_py.paramserver.request_thread import Answers, RequestThread, Uses
 from torchmpi_py.paramserver.shard import Shard
 from torchmpi_py.paramserver.shard_router import ShardRouter
 
-_servers: list[ParameterServer] = []  # in the order in which they were made
+_servers: list[ParameterServer] = []  # in the order of their creation
 
 
 def init(tensor: Tensor, *, comm: Communicator | None = None, optimizer: str | None = None) -> ParameterServer:
-    """A server for a tensor of this shape and dtype. Collective over ``comm`` (default: the current level).
+    """Create a parameter server for a tensor. All ranks of ``comm`` must call it.
 
-    The flat tensor is cut into as many parts as there are ranks (fewer elements than ranks will do). Rank r holds part
-    r, on the host, and seeds it from its own ``tensor``, which is not kept; all parts are seeded on return. The server
-    lives until ``free``, ``free_all``, or the end of its communicator, and takes a file descriptor before Python 3.13.
+    The flat tensor is cut into one shard per rank, as equal as possible; shards may be empty. Rank r holds shard r in
+    host memory and fills it from its own ``tensor``. All shards are filled when the function returns. The server lives
+    until ``free``, ``free_all``, or the end of its communicator. Before Python 3.13 it uses one file descriptor.
 
     Args:
-        tensor: this rank's first values, with the same shape and dtype on every rank.
-        comm: communicator whose ranks hold the parts (default: the current level).
-        optimizer: the server keeps the state of this optimizer, so that ``send(grad, rule=optimizer)`` makes one step
-            of it: "sgd", "adagrad", "adam", or a name that ``register_rule`` registered with ``num_slots``.
+        tensor (Tensor): first values, a dense tensor on the CPU or a GPU, with the same shape and dtype on every rank.
+            It is copied, and not changed.
+        comm (Communicator): communicator whose ranks hold the shards. Default None, the current level.
+        optimizer (str): optimizer whose state the server keeps: "sgd", "adagrad", "adam", or a name that
+            ``register_rule`` registered with ``num_slots``. ``send(grad, rule=optimizer)`` then takes one step of this
+            optimizer. Default None, no optimizer.
 
-    Raises TypeError or ValueError for an unknown optimizer or anything but a dense tensor on the CPU or a GPU,
-    RanksDisagree if the ranks give different shapes, dtypes or optimizers, Unavailable if a node cannot share memory,
-    or the ranks are on several nodes and MPI does not give MPI_THREAD_MULTIPLE; each on every rank.
+    Returns:
+        The server.
+
+    Raises:
+        TypeError: ``tensor`` is not a dense tensor. Raised on every rank, as all errors here.
+        ValueError: the optimizer is unknown, or the tensor is neither on the CPU nor on a CUDA device.
+        RanksDisagree: the ranks pass different shapes, dtypes or optimizers.
+        Unavailable: the ranks of a node cannot share memory; or the ranks are on several nodes, and MPI does not
+            provide MPI_THREAD_MULTIPLE.
+
+    Examples:
+        >>> server = mpi.paramserver.init(torch.zeros(1000))
+        >>> sent = server.send(torch.ones(1000), rule="add").wait()
+        >>> mpi.barrier()  # only to see the sends of all ranks
+        >>> server.receive().wait().eq(mpi.size()).all().item()
+        True
+        >>> server.free()
     """
     comm = resolve(comm)
     source, num_slots = journal.run_together("paramserver.init", comm, lambda: _agreed(tensor, optimizer, comm))
     if comm.num_nodes > 1 and communication_thread.current().inline:
         raise Unavailable(
-            f"paramserver.init: {comm!r} is on several nodes, and this MPI does not give MPI_THREAD_MULTIPLE, which "
-            "the service between nodes needs; give a communicator within a node, such as mpi.communicator(1)"
+            f"paramserver.init: {comm!r} is on several nodes, and this MPI does not provide MPI_THREAD_MULTIPLE, which "
+            "the service between nodes needs; pass a communicator within a node, such as mpi.communicator(1)"
         )
     server = ParameterServer(comm, source, optimizer, num_slots)
     _servers[:] = [*(other for other in _servers if not other._router.is_free), server]
@@ -62,15 +78,19 @@ def init(tensor: Tensor, *, comm: Communicator | None = None, optimizer: str | N
 
 
 def free_all() -> None:
-    """Free all servers, in the order in which they were made. All ranks of each one call it."""
+    """Free all parameter servers, in the order of their creation. All ranks of each server must call it.
+
+    Raises:
+        RanksDisagree: the ranks free different servers, because they did not create the same ones in the same order.
+    """
     for server in list(_servers):
         server.free()
 
 
 def _agreed(tensor: Tensor, optimizer: str | None, comm: Communicator) -> tuple[Tensor, int]:
-    """(the flat tensor, the optimizer's number of slots); shape, dtype and optimizer are equal on all ranks.
+    """Return the flat tensor and the optimizer's number of slots, once all ranks agree on shape, dtype and optimizer.
 
-    Collective. An error of one rank's arguments is raised on every rank.
+    Collective. An error in the arguments of one rank is raised on every rank.
     """
 
     def checked() -> tuple[Tensor, int]:
@@ -86,15 +106,22 @@ def _agreed(tensor: Tensor, optimizer: str | None, comm: Communicator) -> tuple[
     kinds = allgather(kind)
     if agree.first_different(kinds) is not None:
         by_rank = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
-        raise RanksDisagree(f"paramserver.init: the ranks give different tensors ({by_rank})")
+        raise RanksDisagree(f"paramserver.init: the ranks pass different tensors ({by_rank}); pass equal ones")
     return source, num_slots
 
 
 class ParameterServer:
-    """A tensor in shards, made by ``init``. A rank sends and receives without the others; ``free`` is collective.
+    """A tensor in shards, created by ``init``.
 
-    ``shape`` and ``dtype`` are those of the tensor; ``bounds`` are (begin, end) of the elements that each rank holds;
-    ``num_bytes_sent`` and ``num_bytes_received`` count what this rank has exchanged with shards, its own included.
+    Any rank may send and receive at any time, without the other ranks. Only ``free`` is collective.
+
+    Attributes:
+        shape (torch.Size): shape of the whole tensor.
+        dtype (torch.dtype): dtype of the tensor.
+        optimizer (str): name of the optimizer whose state the server keeps, or None.
+        bounds (list): for each rank, the (begin, end) of its shard in the flat tensor.
+        num_bytes_sent (int): number of bytes that this rank has sent to shards, including its own.
+        num_bytes_received (int): number of bytes that this rank has received from shards, including its own.
     """
 
     def __init__(self, comm: Communicator, source: Tensor, optimizer: str | None, num_slots: int) -> None:
@@ -111,16 +138,38 @@ class ParameterServer:
         self.bounds = list(self._router.bounds)
 
     def send(self, tensor: Tensor, rule: str = "add", **options: Any) -> Handle[Tensor]:
-        """Apply a rule to every shard, with the part of ``tensor`` that belongs to it; ``wait`` returns ``tensor``.
+        """Send a tensor, which a rule combines with the values of the server. Any rank may call it, at any time.
 
-        Rules: zero, copy, add, scaled_add (with ``scale=``), average, elastic (with ``weight=``), the server's
-        optimizer with its options, and those that ``register_rule`` has added. A shard takes a send as a whole;
-        different shards may take the sends of several ranks in different orders. When the handle is complete the rule
-        has been applied, once. Until then ``tensor`` must not be changed.
+        Each shard applies the rule to its part of the tensor, exactly once and without interruption. Different shards
+        may apply the sends of several ranks in different orders. The rule has been applied to all shards when the
+        handle is complete. Do not change ``tensor`` before.
 
-        Raises TypeError or ValueError for another shape or dtype, an unknown rule, or options that the rule does not
-        take; ParameterServerError after ``free``. ``wait`` raises the errors of the rule; the other shards take the
-        send.
+        Args:
+            tensor (Tensor): tensor on the CPU or a GPU, with the shape and dtype of the server.
+            rule (str): what each shard does with the tensor. "add" (default) adds it, "copy" replaces the values by
+                it, "zero" sets the values to 0, and "scaled_add" adds ``scale * tensor``. The rule "elastic" moves the
+                values towards the tensor by the fraction ``weight`` of the distance. The rule "average" keeps the
+                mean of all sends since the last send with another rule. The name of the server's optimizer takes one
+                step with the tensor as the gradient. Names from ``register_rule`` are valid too.
+            **options: options of the rule: ``scale=`` for "scaled_add", ``weight=`` for "elastic", and the options of
+                the optimizer, such as ``lr=0.1``.
+
+        Returns:
+            A handle whose ``wait()`` returns ``tensor``. ``wait()`` also raises an error of the rule. Shards on which
+            the rule did not fail have applied the send.
+
+        Raises:
+            TypeError: ``tensor`` is not a dense tensor, or the rule does not accept the options.
+            ValueError: the shape or dtype differs from the server's, the rule is unknown, or an option has an invalid
+                value.
+            ParameterServerError: the server was freed.
+
+        Examples:
+            >>> server = mpi.paramserver.init(torch.zeros(4), optimizer="sgd")
+            >>> handle = server.send(torch.ones(4), rule="sgd", lr=0.5)
+            >>> handle.wait()
+            tensor([1., 1., 1., 1.])
+            >>> server.free()
         """
         known = rules.checked(rule, options, self.dtype, self.optimizer)
         payload = self._checked("send", tensor).detach()
@@ -129,7 +178,7 @@ class ParameterServer:
 
         def begin(answers: Answers) -> None:
             nonlocal payload
-            # Not at the call: a request under way may still have to write to the tensor of which this is a copy.
+            # Copy here and not in the call of send, because an earlier request may still write to the tensor.
             payload = (flat(payload) if copy is None else copy.to_host()).view(-1)
             self._router.apply(rule, known, options, payload, answers)
 
@@ -140,10 +189,22 @@ class ParameterServer:
         return self._requests.submit(f"send to a parameter server, rule {rule}", begin, end, Uses(self, payload))
 
     def receive(self, tensor: Tensor | None = None) -> Handle[Tensor]:
-        """Fetch all shards into ``tensor`` (default: a new one on the CPU), which ``wait`` returns.
+        """Fetch the values of all shards. Any rank may call it, at any time. **Overwrites** ``tensor``.
 
-        Each shard is copied between two sends, perhaps at different times. It contains what this rank has sent before,
-        and the sends that were complete on other ranks. Raises as ``send`` does.
+        The values contain everything that this rank has sent before, and every send of another rank that was complete.
+        No shard is read in the middle of a send, but different shards may be read at different times.
+
+        Args:
+            tensor (Tensor): tensor for the values, on the CPU or a GPU, with the shape and dtype of the server. Do not
+                use it before the handle is complete. Default None, a new tensor on the CPU.
+
+        Returns:
+            A handle whose ``wait()`` returns the tensor with the values.
+
+        Raises:
+            TypeError: ``tensor`` is not a dense tensor.
+            ValueError: the shape or dtype of ``tensor`` differs from the server's.
+            ParameterServerError: the server was freed.
         """
         target = torch.empty(self.shape, dtype=self.dtype, device="cpu") if tensor is None else tensor
         buffer, copy_out = output_buffer("receive", self._checked("receive", target), holds_input=False)
@@ -166,26 +227,43 @@ class ParameterServer:
         return self._requests.submit("receive from a parameter server", begin, end, Uses(self, target, True))
 
     def peek(self, target: Tensor) -> None:
-        """Receive into a tensor on the CPU, wait, and leave no record: for a loop that looks again and again."""
+        """Receive into a tensor on the CPU, wait, and leave no record of the call. For loops that poll the server.
+
+        Args:
+            target (Tensor): flat, contiguous tensor on the CPU, with the size and dtype of the server. It is
+                overwritten.
+        """
         begin = functools.partial(self._router.read, target)
         label = "look at a parameter server"
         self._requests.submit(label, begin, _nothing, Uses(self, target, True), is_recorded=False).wait()
 
     def take_in(self, source: ParameterServer, rule: str = "add", **options: Any) -> Handle[None]:
-        """Apply a rule to this rank's own shard with its shard of the server ``source``, which becomes zero.
+        """Apply a rule to this rank's own shard, with this rank's shard of another server as the payload.
 
-        For synchronous updates: all ranks send gradients to ``source`` and wait for each other; then every rank does
-        the step of its part. ``source`` has the same number of elements, dtype and communicator. Raises as ``send``
-        does.
+        **Overwrites** the shard of ``source`` with zeros. Use it for synchronous training: all ranks send
+        gradients to ``source`` and synchronize, then every rank takes the optimizer's step for its own shard.
+
+        Args:
+            source (ParameterServer): another server, with the same number of elements, dtype and communicator.
+            rule (str): rule, as for ``send``. Default "add".
+            **options: options of the rule, as for ``send``.
+
+        Returns:
+            A handle whose ``wait()`` returns None.
+
+        Raises:
+            TypeError: the rule does not accept the options.
+            ValueError: the rule is unknown, or ``source`` does not match this server.
+            ParameterServerError: one of the two servers was freed.
         """
         known = rules.checked(rule, options, self.dtype, self.optimizer)
         for server in (self, source):
             server._check_alive("take_in")
-        # Part for part both servers hold the same elements, on the same ranks.
-        alike = (source._channel, source.bounds, source.dtype) == (self._channel, self.bounds, self.dtype)
-        if source is self or not alike:
+        # Equal bounds on the same channel mean that each rank holds the same elements of both servers.
+        is_match = (source._channel, source.bounds, source.dtype) == (self._channel, self.bounds, self.dtype)
+        if source is self or not is_match:
             raise ValueError(
-                "take_in: source must be another server of as many elements, the same dtype and communicator"
+                "take_in: source must be another server with the same number of elements, dtype and communicator"
             )
         label = f"step of this rank's shard, rule {rule}"
         return self._requests.submit(
@@ -193,9 +271,16 @@ class ParameterServer:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The values and the optimizer's slots of all shards, to be saved with ``torch.save`` by any one rank.
+        """Return the values and the optimizer's state of all shards. Any one rank may call it, at any time.
 
-        Each shard is copied between two sends. For one moment of all shards call ``mpi.barrier`` before and after.
+        No shard is read in the middle of a send, but different shards may be read at different times. For a consistent
+        state wait for all sends, and call ``mpi.barrier`` on all ranks before and after.
+
+        Returns:
+            A dictionary for ``torch.save`` and ``load_state_dict``.
+
+        Raises:
+            ParameterServerError: the server was freed.
         """
         self._check_alive("state_dict")
         saved = self._router.new_shards()
@@ -204,9 +289,16 @@ class ParameterServer:
         return shard.joined(list(saved.values()), self.shape, self.dtype, self.optimizer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state that was saved on any number of ranks. One rank calls it, and the others go on after it.
+        """Restore a saved state, which may come from a job with another number of ranks. **Overwrites** all shards.
 
-        ValueError if it was saved from a server of another shape, dtype or optimizer.
+        Call it on one rank. The other ranks must not use the server until it has returned; call ``mpi.barrier`` after.
+
+        Args:
+            state (dict): dictionary that ``state_dict`` returned.
+
+        Raises:
+            ValueError: the state belongs to a server of another shape, dtype or optimizer.
+            ParameterServerError: the server was freed.
         """
         self._check_alive("load_state_dict")
         parts = self._parted(state)
@@ -214,31 +306,41 @@ class ParameterServer:
         self._requests.submit("restore a parameter server", begin, _nothing, Uses(self)).wait()
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """ValueError if ``load_state_dict`` would refuse the state."""
+        """Check, without a change to the server, that ``load_state_dict`` accepts a state.
+
+        Args:
+            state (dict): dictionary that ``state_dict`` returned.
+
+        Raises:
+            ValueError: the state belongs to a server of another shape, dtype or optimizer.
+        """
         self._parted(state)
 
     def _parted(self, state: dict[str, Any]) -> list[Shard]:
         return shard.parted(state, self.bounds, self.shape, self.dtype, self.optimizer, self._router.num_slots)
 
     def free(self) -> None:
-        """Free the memory, once every rank has called ``free`` and all requests are done. Collective; idempotent.
+        """Free the memory once all ranks have called ``free`` and all requests are complete. Idempotent.
 
-        A rank sleeps until the others call it too: a rank that only serves others calls it at once. Raises
-        RanksDisagree, on every rank, if one frees another server; then none is freed.
+        All ranks of the server must call it. A rank sleeps until the other ranks call it too. So a rank without work
+        of its own can call it at once, and the other ranks can still use its shard.
+
+        Raises:
+            RanksDisagree: the ranks free different servers. Raised on every rank, and no server is freed.
         """
         try:
             if not self._router.is_free:
-                communicators.stack()  # NotStarted in a forked child
+                communicators.stack()  # raises NotStarted in a forked child
                 journal.run_while_others_work("ParameterServer.free", self._comm, lambda: self._channel.give_back(self))
         finally:
             if self in _servers and (self._router.is_free or self._comm.is_broken):
                 _servers.remove(self)
 
     def _check_alive(self, call: str) -> None:
-        communicators.stack()  # neither in a child process nor after stop
+        communicators.stack()  # raises NotStarted in a forked child and after stop
         if self._router.is_free:
             raise ParameterServerError(
-                f"{call}: this parameter server was freed, or lost when a rank died; make another with paramserver.init"
+                f"{call}: this parameter server was freed, or lost when a rank died; create one with paramserver.init"
             )
 
     def _checked(self, call: str, tensor: Tensor) -> Tensor:
@@ -256,9 +358,9 @@ class ParameterServer:
 def _on_known_device(call: str, tensor: object) -> Tensor:
     x = check_tensor(call, "tensor", tensor)
     if x.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{call}: the tensor is on {x.device}; give one on the CPU or a CUDA device")
+        raise ValueError(f"{call}: the tensor is on {x.device}; pass a tensor on the CPU or a CUDA device")
     return x
 
 
 def _nothing() -> None:
-    """The result of a request that has none."""
+    """Return None, the result of a request without a result."""

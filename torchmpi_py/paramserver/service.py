@@ -1,16 +1,17 @@
 """The service of a node: a thread that works on the node's shards for the ranks of other nodes.
 
-It runs in the first rank of the node, as long as there are servers that spread over nodes. The messages are those of
-``remote.py``. MPI cannot wake a thread, so the service looks for messages in naps, which grow to 50 us within a fifth
-of a millisecond after a request, and on to 2 ms, by half a percent of the time since. So a request is late by half a
-percent of the time that nothing was asked, and an idle service costs about a hundredth of a processor.
+The thread runs in the first rank of the node while there are servers over several nodes. ``remote.py`` defines the
+messages. MPI cannot wake a thread, so the service polls for messages and sleeps in between. The sleep grows to 50 us
+within a fifth of a millisecond after a request. Then it grows by half a percent of the time since the request, up to
+2 ms. So a request is late by at most half a percent of the idle time before it, and an idle service takes about a
+hundredth of a core. The alternative, one-sided MPI operations without a service, cannot run a rule on the target.
 
-Requests of a rank are carried out in the order in which they come; ranks do not wait for each other's payloads. While a
-payload is received, the next one of the same rank comes in, so the network does not wait for the rule. Only a few
-payloads, and a few replies with large values, are under way at a time, which bounds the memory that they take. A rule
-is applied when all of the payload is there: to whom works on the shard meanwhile a slow network makes no difference. A
-request that cannot be carried out is replied to with the reason; the service goes on. It does wait for locks: a rank of
-this node that works long on a shard delays the ranks that ask from elsewhere.
+The requests of a rank are carried out in order, but no rank waits for the payload of another rank. The service receives
+the next payload of a rank while it applies a rule to the one before, so the network does not wait for the rule. Only a
+few payloads and a few replies with large values are in transfer at a time, which bounds their memory. A rule is applied
+when the whole payload has arrived, so a slow network does not hold the lock of a shard. If a request fails, the reply
+holds the reason, and the service continues. The service does wait for locks: a rank of this node that works long on a
+shard delays the requests of other nodes.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from torchmpi_py.watch import abort
 
 logger = logging.getLogger("torchmpi_py")
 
-_LONGEST_NAP_SECONDS = 0.002  # of an idle service
-_NAP_SHARE = 0.005  # of the time since the last request
+_LONGEST_NAP_SECONDS = 0.002  # sleep of an idle service
+_NAP_SHARE = 0.005  # sleep as a fraction of the time since the last request
 _SHORT_NAP_SECONDS = 0.00005
 _LONGEST_NAP_IN_TRANSFER_SECONDS = 0.0001
-_MOST_UNDER_WAY = 4  # payloads, and as many replies with large values
-_MOST_OF_A_CLIENT = 2  # payloads: one is received while the rule is applied to the other
+_MOST_UNDER_WAY = 4  # payloads in transfer, and also replies with large values
+_MOST_OF_A_CLIENT = 2  # payloads of one client, so that one arrives while the rule is applied to the other
 
 
 def packed(error: BaseException) -> bytes:
-    """An exception, pickled; as a ParameterServerError if it cannot be, or is no Exception."""
+    """Pickle an exception, or a ParameterServerError with its text if it is not an Exception or cannot be pickled."""
     try:
         if isinstance(error, Exception):
             data = pickle.dumps(error)
@@ -60,7 +61,7 @@ def packed(error: BaseException) -> bytes:
 
 
 class _Job:
-    """A request that is not carried out yet."""
+    """A request that was not carried out yet."""
 
     def __init__(self, request: remote.ShardRequest) -> None:
         self.request = request
@@ -68,31 +69,31 @@ class _Job:
         is_large = not remote.is_small(request.num_bytes)
         gives = remote.Kind(request.kind).gives
         self.gives_pieces, self.comes_in_pieces = is_large and gives, is_large and not gives
-        self.arriving: list[MPI.Request] | None = None  # the pieces of the payload, once they are received
+        self.arriving: list[MPI.Request] | None = None  # receives of the pieces; None before they start
 
 
 class _Jobs:
-    """The requests of a client that are not carried out yet, in the order in which they came."""
+    """The requests of a client that were not carried out yet, in the order of their arrival."""
 
     def __init__(self) -> None:
         self.waiting: deque[_Job] = deque()
-        self._announced: deque[_Job] = deque()  # their payloads are not received yet
-        self.num_payloads = 0  # received, or under way, of requests that wait
+        self._announced: deque[_Job] = deque()  # requests whose payloads are not being received yet
+        self.num_payloads = 0  # number of payloads in memory, complete or in transfer
 
     def append(self, job: _Job) -> None:
-        """A request has come."""
+        """Add a request that has arrived."""
         self.waiting.append(job)
         if job.comes_in_pieces:
             self._announced.append(job)
 
     def popleft(self) -> _Job:
-        """The oldest request, which is ready."""
+        """Remove and return the oldest request, which is ready."""
         job = self.waiting.popleft()
         self.num_payloads -= job.comes_in_pieces
         return job
 
     def receive_payloads(self, requests: MPI.Comm, client: int, room: int) -> None:
-        """Begin to receive the next payloads, ``room`` at most."""
+        """Start to receive the next payloads, at most ``room``."""
         for _ in range(min(room, _MOST_OF_A_CLIENT - self.num_payloads, len(self._announced))):
             job = self._announced.popleft()
             job.payload = torch.empty(job.request.num_bytes, dtype=torch.uint8, device="cpu")
@@ -101,20 +102,20 @@ class _Jobs:
 
 
 class Service:
-    """Serves the stores that are added to it; its thread ends with the last store."""
+    """The service for the stores that are added to it. Its thread ends when the last store is removed."""
 
     def __init__(self, links: remote.Links) -> None:
         self._links = links
         self._stores: dict[int, Store] = {}
         self._jobs: dict[int, _Jobs] = {}  # by client
-        # MPI's requests hold the memory from which bytes leave.
-        self._values: list[list[MPI.Request]] = []  # the pieces of each reply with large values
+        # The requests of MPI keep the memory of their messages alive.
+        self._values: list[list[MPI.Request]] = []  # sends of the pieces of each reply with large values
         self._replies: list[MPI.Request] = []
         self._thread: threading.Thread | None = None
         self._is_ending = threading.Event()
 
     def add(self, number: int, store: Store) -> None:
-        """Serve a store."""
+        """Start to serve a store."""
         self._stores[number] = store
         if self._thread is None:
             self._is_ending.clear()
@@ -122,7 +123,7 @@ class Service:
             self._thread.start()
 
     def remove(self, number: int) -> None:
-        """Serve a store no longer; all requests for it have been replied to."""
+        """Stop to serve a store, after the replies to all its requests were sent."""
         del self._stores[number]
         if not self._stores and self._thread is not None:
             self._is_ending.set()
@@ -130,7 +131,7 @@ class Service:
             self._thread = None
 
     def abandon(self) -> None:
-        """Wait for the end of the thread: a rank has died, and the links are revoked."""
+        """Wait for the end of the thread, after a rank has died and the links were revoked."""
         if self._thread is not None:
             self._is_ending.set()
             self._thread.join()
@@ -148,15 +149,15 @@ class Service:
                     nap.take(_LONGEST_NAP_IN_TRANSFER_SECONDS if is_moving else _longest_nap(nap.seconds))
         except BaseException as error:
             if ulfm.is_death(error):
-                for comm in self._links.comms():  # ranks that wait for a reply learn of the death
+                for comm in self._links.comms():  # so that ranks that wait for a reply get an error
                     ulfm.revoke(comm)
                 return
-            logger.exception("the service of parameter servers failed: ranks of other nodes would wait for ever")
+            logger.exception("the service of parameter servers failed; the job ends, because other nodes wait for it")
             abort.abort(1)
 
     def _turn(self) -> bool:
-        """Do what can be done now; whether there was anything."""
-        # Memory of replies that have left is free again.
+        """Do everything that can be done now, and return whether there was anything."""
+        # Drop the requests of complete sends, which releases the memory of their messages.
         self._replies = [reply for reply in self._replies if not reply.Test()]
         self._values = [values for values in self._values if not MPI.Request.Testall(values)]
         is_busy = self._receive_requests()
@@ -165,48 +166,48 @@ class Service:
         return is_busy
 
     def _carry_out_one(self) -> bool:
-        """Carry out a request that is ready, of the client that has waited longest; whether there was one."""
+        """Carry out one ready request, of the client that has waited longest, and return whether there was one."""
         for client, jobs in self._jobs.items():
             room = _MOST_UNDER_WAY - sum(each.num_payloads for each in self._jobs.values())
             jobs.receive_payloads(self._links.requests, client, room)
             if jobs.waiting and self._is_ready(jobs.waiting[0]):
-                self._jobs[client] = self._jobs.pop(client)  # its place among the clients is the last one now
+                self._jobs[client] = self._jobs.pop(client)  # move the client to the end of the order
                 self._carry_out(client, jobs.popleft())
                 return True
         return False
 
     def _receive_requests(self) -> bool:
-        """Receive all requests that have come; whether there were any."""
-        status, has_come = MPI.Status(), False
+        """Receive all requests that have arrived, and return whether there were any."""
+        status, has_requests = MPI.Status(), False
         while (message := self._links.requests.improbe(tag=remote.HEADER_TAG, status=status)) is not None:
             job = _Job(remote.ShardRequest._make(message.recv()))
             self._jobs.setdefault(status.source, _Jobs()).append(job)
-            has_come = True
-        return has_come
+            has_requests = True
+        return has_requests
 
     def _is_ready(self, job: _Job) -> bool:
-        """Whether a request can be carried out: its payload has come, or there is room for the reply."""
+        """Return whether a request can be carried out: its payload has arrived, or a further reply may be sent."""
         if job.gives_pieces:
             return len(self._values) < _MOST_UNDER_WAY
         return not job.comes_in_pieces or (job.arriving is not None and MPI.Request.Testall(job.arriving))
 
     def _carry_out(self, client: int, job: _Job) -> None:
-        """Carry out a request, and reply with the values or the error, if any."""
+        """Carry out a request, and reply with the values or the error."""
         try:
             with self._stores[job.request.server].held(job.request.shard) as shard:
                 if remote.Kind(job.request.kind).gives:
                     self._give(client, job, shard)
                     return
                 self._change(job.request, job.payload, shard)
-        except MPI.Exception:  # the reply may have left: another one would be taken for the next request's
+        except MPI.Exception:  # the reply may be on its way, and a second reply would count for the next request
             raise
-        except BaseException as failure:  # an error of a rule concerns its sender alone
+        except BaseException as failure:  # the service survives an error of a rule, which concerns only its sender
             self._reply(client, packed(failure))
         else:
             self._reply(client)
 
     def _change(self, request: remote.ShardRequest, payload: Tensor | None, shard: Shard) -> None:
-        """Apply a rule to a shard, or restore it. Under its lock."""
+        """Apply a rule to a shard, or restore the shard. The caller holds its lock."""
         if request.kind == remote.Kind.APPLY:
             name, options = pickle.loads(request.rule)
             values = shard.values[:0] if payload is None else payload.view(shard.values.dtype)
@@ -216,7 +217,7 @@ class Service:
             shard.memory.copy_(payload)
 
     def _give(self, client: int, job: _Job, shard: Shard) -> None:
-        """Reply with the bytes of a shard. Under its lock."""
+        """Reply with the bytes of a shard. The caller holds its lock."""
         source = (shard.memory if job.request.kind == remote.Kind.SAVE else shard.values).view(torch.uint8)
         if not job.gives_pieces:
             self._reply(client, None, remote.to_bytes(source))
@@ -225,7 +226,7 @@ class Service:
         self._reply(client)
         leaving = []
         for piece, into in zip(remote.pieces(source), remote.pieces(copy), strict=True):
-            into[:] = piece  # the first pieces leave while the others are copied
+            into[:] = piece  # MPI sends the first pieces while the others are copied
             leaving.append(self._links.replies.Isend(into, client, remote.BYTES_TAG))
         self._values.append(leaving)
 
@@ -240,7 +241,7 @@ def _longest_nap(idle_seconds: float) -> float:
 
 
 class ShardExchange:
-    """Kept with a channel over several nodes: its links, a client, and the service in each node's first rank."""
+    """The links and the client of a channel over several nodes, and the service on the first rank of each node."""
 
     def __init__(self, channel: Channel) -> None:
         self.links = remote.Links(channel)
@@ -256,6 +257,6 @@ class ShardExchange:
         self.links.free()
 
     def abandon(self) -> None:
-        """A rank has died; the communicators are revoked, which ends the service."""
+        """Wait for the end of the service after a rank has died, whose communicators were revoked."""
         if self.service is not None:
             self.service.abandon()

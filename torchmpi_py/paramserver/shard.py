@@ -1,8 +1,8 @@
 """A shard, the part of a parameter server that one rank holds: its bounds, its memory, and its saved form.
 
-In memory: two counters, then the values, then the slots of the server's optimizer, each of as many elements as there
-are values, each aligned to 64 bytes. A copy of the memory is a copy of the shard. Saved shards are joined into whole
-tensors, so that any number of ranks can load them.
+The memory contains two counters, the values, and the slots of the server's optimizer. Each slot has as many elements as
+the values, and each part is aligned to 64 bytes. So a copy of the memory is a copy of the shard. A saved state joins
+the shards into whole tensors, so that any number of ranks can load it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from torchmpi_py.paramserver.rules import Memory, Rule
 
-Bounds = tuple[int, int]  # begin, end
+Bounds = tuple[int, int]  # (begin, end) in the flat tensor
 _ALIGNMENT = 64  # bytes
 
 
 def shards(count: int, size: int) -> list[Bounds]:
-    """``count`` elements over ``size`` ranks in order, as equal as can be: the first ``count % size`` get one more.
+    """Divide ``count`` elements among ``size`` ranks in order; the first ``count % size`` ranks get one more.
 
-    There may be fewer elements than ranks. TorchMPI's layout (reference 5.2).
+    With fewer elements than ranks some shards are empty. The layout is TorchMPI's (reference 5.2).
     """
     least, more = divmod(count, size)
     begins = [least * rank + min(more, rank) for rank in range(size + 1)]
@@ -31,7 +31,7 @@ def shards(count: int, size: int) -> list[Bounds]:
 
 
 def num_bytes(count: int, dtype: torch.dtype, num_slots: int) -> int:
-    """The memory of a shard of ``count`` elements."""
+    """Return the size of the memory of a shard of ``count`` elements."""
     return _ALIGNMENT + (1 + num_slots) * _aligned(count * dtype.itemsize)
 
 
@@ -40,9 +40,9 @@ def _aligned(size: int) -> int:
 
 
 class Shard:
-    """``values``, flat, and what the rule "average" (``mean``) and the server's ``optimizer`` keep from send to send.
+    """The flat ``values`` of a shard, and the states of the rule "average" (``mean``) and of the ``optimizer``.
 
-    ``memory`` is a flat tensor of bytes, zero for a new shard.
+    ``memory`` is a flat tensor of bytes, which is zero for a new shard.
     """
 
     def __init__(self, memory: Tensor, count: int, dtype: torch.dtype, num_slots: int) -> None:
@@ -56,12 +56,12 @@ class Shard:
 
     @classmethod
     def zeros(cls, count: int, dtype: torch.dtype, num_slots: int) -> Shard:
-        """A shard in memory of its own, all zero."""
+        """Create a shard of zeros in new memory."""
         memory = torch.zeros(num_bytes(count, dtype, num_slots), dtype=torch.uint8, device="cpu")
         return cls(memory, count, dtype, num_slots)
 
     def apply(self, rule: Rule, payload: Tensor, options: dict[str, Any]) -> None:
-        """Carry out a rule. Under the shard's lock."""
+        """Apply a rule to the values. The caller holds the lock of the shard."""
         if rule.memory != "mean":
             self.mean.times.zero_()
         if rule.memory is None:
@@ -71,7 +71,7 @@ class Shard:
 
 
 def joined(parts: Sequence[Shard], shape: torch.Size, dtype: torch.dtype, optimizer: str | None) -> dict[str, Any]:
-    """One dictionary of all shards that are not empty."""
+    """Join the shards that are not empty into the dictionary of a saved state."""
 
     def whole(lines: Sequence[Tensor]) -> Tensor:
         return (torch.cat(list(lines)) if lines else torch.empty(0, dtype=dtype, device="cpu")).view(shape)
@@ -94,22 +94,25 @@ def parted(
     optimizer: str | None,
     num_slots: int,
 ) -> list[Shard]:
-    """The shards that are not empty. ValueError if the dictionary is of another kind of server."""
+    """Cut a saved state into the shards that are not empty.
+
+    Raises ValueError if the state belongs to a server of another shape, dtype or optimizer.
+    """
     keys = {"values", "optimizer", "slots", "num_averaged", "num_steps"}
     if not keys <= set(state) or not isinstance(state["values"], Tensor):
-        raise ValueError(f"load_state_dict: this is no state_dict() of a parameter server, which has {sorted(keys)}")
+        raise ValueError(f"load_state_dict: expected the state_dict() of a parameter server, with {sorted(keys)}")
     values: Tensor = state["values"]
     num_saved = len(state["slots"]) if values.numel() else num_slots
     saved = (tuple(values.shape), values.dtype, state["optimizer"], num_saved)
     if saved != (tuple(shape), dtype, optimizer, num_slots):
         raise ValueError(
-            f"load_state_dict: saved from a server of shape {saved[0]}, {saved[1]}, optimizer {saved[2]!r} with "
-            f"{saved[3]} slots, but this one has {tuple(shape)}, {dtype}, optimizer {optimizer!r} with {num_slots}"
+            f"load_state_dict: saved from a server of shape {saved[0]}, {saved[1]}, optimizer {saved[2]!r} "
+            f"with {saved[3]} slots, but this one has {tuple(shape)}, {dtype}, optimizer {optimizer!r} with {num_slots}"
         )
-    filled = [(begin, end) for begin, end in bounds if begin < end]
-    averaged, steps = (_counts(state[key], len(filled)) for key in ("num_averaged", "num_steps"))
+    nonempty = [(begin, end) for begin, end in bounds if begin < end]
+    averaged, steps = (_counts(state[key], len(nonempty)) for key in ("num_averaged", "num_steps"))
     parts = []
-    for index, (begin, end) in enumerate(filled):
+    for index, (begin, end) in enumerate(nonempty):
         part = Shard.zeros(end - begin, dtype, num_slots)
         for line, whole in zip([part.values, *part.optimizer.slots], [values, *state["slots"]], strict=True):
             line.copy_(whole.reshape(-1)[begin:end])
@@ -120,5 +123,8 @@ def parted(
 
 
 def _counts(saved: Sequence[float], number: int) -> list[float]:
-    """The counter of each shard; on another number of shards each gets the greatest: they differ only amid sends."""
+    """Return the counter of each shard, or the largest saved counter for all if the number of shards has changed.
+
+    The counters of the shards differ only while a send is in progress.
+    """
     return list(saved) if len(saved) == number else [max(saved, default=0.0)] * number

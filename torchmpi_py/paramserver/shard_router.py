@@ -1,6 +1,6 @@
-"""The way of a request to each shard of a parameter server.
+"""The distribution of a request to all shards of a parameter server.
 
-A rank works on the shards of its own node itself (``store.py``), and asks the services of other nodes for theirs
+A rank works on the shards of its own node directly (``store.py``), and sends messages to the services of other nodes
 (``remote.py``).
 """
 
@@ -25,15 +25,15 @@ from torchmpi_py.paramserver.service import ShardExchange
 from torchmpi_py.paramserver.shard import Shard, shards
 from torchmpi_py.paramserver.store import Store
 
-OnShard = Callable[[Shard, int], object]  # a shard, and the rank that holds it
-_LONGEST_NAP_SECONDS = 0.02  # of a rank that waits in free
+OnShard = Callable[[Shard, int], object]  # function of a shard and of the rank that holds it
+_LONGEST_NAP_SECONDS = 0.02  # longest sleep of a rank that waits in free
 
 
 class ShardRouter:
-    """Carries out a server's requests on all shards; kept with the channel of the server's ranks.
+    """The requests of a server to all its shards. It is stored with the channel of the server's ranks.
 
-    Made collectively: each rank seeds its shard from ``source``. Only the methods that make and free it run outside of
-    the request thread.
+    The constructor is collective, and each rank fills its shard from ``source``. All methods run in the request thread,
+    except the constructor, ``new_shards``, ``abandon`` and ``free``.
     """
 
     def __init__(self, channel: Channel, source: Tensor, num_slots: int, requests: RequestThread) -> None:
@@ -46,45 +46,48 @@ class ShardRouter:
         self._number = self._store.number
         if self._exchange is not None and self._exchange.service is not None:
             self._exchange.service.add(self._number, self._store)
-        backoff.fenced(channel.mpi.Barrier)()  # all shards are seeded, and served
+        backoff.fenced(channel.mpi.Barrier)()  # so that all shards are filled, and served, before the first request
 
     def apply(self, name: str, rule: Rule, options: dict[str, Any], payload: Tensor, answers: Answers) -> None:
-        """Apply a rule to all shards, also if it fails on one."""
+        """Apply a rule to all shards, even if it fails on one of them."""
         packed = pickle.dumps((name, options)) if self._exchange is not None else b""
 
         def ask(rank: int) -> None:
-            sent = self._part(payload, rank) if rule.needs_payload else None
-            self._ask(answers, rank, Kind.APPLY, sent, packed)
+            part = self._part(payload, rank) if rule.needs_payload else None
+            self._ask(answers, rank, Kind.APPLY, part, packed)
 
-        self._on_all(answers, ask, lambda held, rank: held.apply(rule, self._part(payload, rank), options))
+        self._on_all(answers, ask, lambda shard, rank: shard.apply(rule, self._part(payload, rank), options))
 
     def read(self, target: Tensor, answers: Answers) -> None:
         """Copy all values into a flat tensor."""
         self._on_all(
             answers,
             lambda rank: self._ask(answers, rank, Kind.READ, self._part(target, rank)),
-            lambda held, rank: self._part(target, rank).copy_(held.values),
+            lambda shard, rank: self._part(target, rank).copy_(shard.values),
         )
 
     def save(self, copies: dict[int, Shard], answers: Answers) -> None:
-        """Copy the shards into those that ``new_shards`` has made."""
+        """Copy the shards into the shards that ``new_shards`` has created."""
         self._on_all(
             answers,
             lambda rank: self._ask(answers, rank, Kind.SAVE, copies[rank].memory),
-            lambda held, rank: copies[rank].memory.copy_(held.memory),
+            lambda shard, rank: copies[rank].memory.copy_(shard.memory),
         )
 
     def restore(self, saved: list[Shard], answers: Answers) -> None:
-        """Overwrite the shards that are not empty with saved ones, which are in rank order."""
+        """Overwrite the shards that are not empty with the saved shards, which are in rank order."""
         of = dict(zip(self._ranks(), saved, strict=True))
         self._on_all(
             answers,
             lambda rank: self._ask(answers, rank, Kind.RESTORE, of[rank].memory),
-            lambda held, rank: held.memory.copy_(of[rank].memory),
+            lambda shard, rank: shard.memory.copy_(of[rank].memory),
         )
 
     def take_in(self, source: ShardRouter, rule: Rule, options: dict[str, Any]) -> None:
-        """Apply a rule to this rank's shard, with its shard of another server of this layout, which becomes zero."""
+        """Apply a rule to this rank's shard, with its shard of another server of the same layout as the payload.
+
+        The shard of the other server becomes zero.
+        """
         rank = self._channel.rank
         with self._store.held(rank) as mine, source._store.held(rank) as payload:
             if len(mine.values):
@@ -92,17 +95,17 @@ class ShardRouter:
                 payload.apply(rules.named("take_in", "zero"), payload.values, {})
 
     def new_shards(self) -> dict[int, Shard]:
-        """Memory for copies of the shards that are not empty, by rank."""
+        """Allocate a copy for each shard that is not empty, by rank."""
         counts = {rank: self.bounds[rank][1] - self.bounds[rank][0] for rank in self._ranks()}
         return {rank: Shard.zeros(count, self._dtype, self.num_slots) for rank, count in counts.items()}
 
     def abandon(self) -> None:
-        """A rank has died, and its shard with it."""
-        self._requests.drain()  # requests to other nodes have failed
+        """Mark the server as lost, because a rank has died and its shard is gone."""
+        self._requests.drain()  # returns, because the requests to other nodes have failed
         self.is_free = True
 
     def free(self) -> None:
-        """Wait for the requests of all ranks, and let go of the memory. Collective; waits asleep."""
+        """Wait for the requests of all ranks, and release the memory. Collective. The ranks sleep while they wait."""
         self._requests.drain()
         self._wait_for_all()
         if self._exchange is not None and self._exchange.service is not None:
@@ -111,40 +114,41 @@ class ShardRouter:
         del self._store
 
     def _wait_for_all(self) -> None:
-        """Wait for all ranks to free this server; RanksDisagree, on all of them, if one frees another."""
-        # Where the wait breaks off MPI may still write to these.
+        """Wait until all ranks free this server. Raise RanksDisagree, on every rank, if they free different ones."""
+        # The attribute keeps the memory alive, because MPI may still write to it if the wait ends early.
         numbers = self._all_numbers = torch.tensor([self._number, -self._number], device="cpu")
         request = self._channel.mpi.Iallreduce(MPI.IN_PLACE, numbers.numpy(), MPI.MAX)
         backoff.complete(request, backoff.Nap(_LONGEST_NAP_SECONDS))
         if numbers.sum() != 0:
-            raise RanksDisagree("the ranks free different parameter servers: free them in the same order on all ranks")
+            raise RanksDisagree("the ranks free different parameter servers; free them in the same order on all ranks")
 
     def _part(self, whole: Tensor, rank: int) -> Tensor:
-        """The part of a flat tensor that belongs to the shard of a rank."""
+        """Return the part of a flat tensor that belongs to the shard of a rank."""
         begin, end = self.bounds[rank]
         return whole[begin:end]
 
     def _ranks(self) -> list[int]:
-        """The ranks whose shard is not empty."""
+        """Return the ranks whose shard is not empty."""
         return [rank for rank, (begin, end) in enumerate(self.bounds) if begin < end]
 
     def _on_all(self, answers: Answers, ask: Callable[[int], object], here: OnShard) -> None:
-        """Ask for the shards of other nodes, and work on those of this one, its own first."""
+        """Send messages for the shards of other nodes, then work on the shards of this node."""
+        # The order starts with this rank's own shard, so that ranks do not queue for the lock of the same shard.
         first, size = self._channel.rank, self._channel.size
         ranks = sorted(self._ranks(), key=lambda rank: (rank - first) % size)
         for rank in ranks:
             if rank not in self._store:
-                answers.attempt(lambda: ask(rank))  # noqa: B023 - done before the next one
+                answers.attempt(lambda: ask(rank))  # noqa: B023 - the lambda runs before the next iteration
         for rank in ranks:
             if rank in self._store:
                 answers.attempt(lambda: self._here(rank, here))  # noqa: B023
 
     def _here(self, rank: int, work: OnShard) -> None:
-        with self._store.held(rank) as held:
-            work(held, rank)
+        with self._store.held(rank) as shard:
+            work(shard, rank)
 
     def _ask(self, answers: Answers, rank: int, kind: Kind, memory: Tensor | None, rule: bytes = b"") -> None:
-        assert self._exchange is not None, "all shards are here on one node"
+        assert self._exchange is not None, "on a single node no shard is remote"
         request = ShardRequest(self._number, rank, int(kind), 0 if memory is None else memory.nbytes, rule)
         client = self._exchange.client
         answers.expect(client, client.ask(self._exchange.service_of[rank], request, memory))

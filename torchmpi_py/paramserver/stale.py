@@ -1,13 +1,15 @@
-"""Bounded staleness (SSP): workers run ahead of each other, but not further than agreed.
+"""Bounded staleness (SSP): a worker may run ahead of the slowest worker by at most ``staleness`` steps.
 
-Every worker has a *clock*, the number of steps it has completed. In each step it adds what its optimizer changed to the
-server, and advances its clock. It begins step c only once the slowest clock is at c - s or later, s = ``staleness``:
-until then it waits, asleep. Its parameters contain all updates of the steps before c - s of every worker, all of its
-own, and perhaps some later ones. So a worker fetches only when the values that it fetched last are too old for the step
-that it is about to begin: with workers of equal speed every s + 1 steps.
+Every worker has a *clock*, the number of steps that it has completed. In each step it sends the change that its
+optimizer made, and advances its clock. It starts step c when the slowest clock is at c - s or later, where s is the
+staleness, and sleeps until then. Its parameters contain the updates of all workers from the steps before c - s, all of
+its own updates, and perhaps some later ones of other workers. A worker fetches only if the values of its last fetch are
+too old for its next step. Workers of equal speed fetch every s + 1 steps.
 
-With s = 0 this is synchronous training. Then no worker may see an update of the step that has just begun, either, so a
-second set of clocks counts how often each worker has fetched, and an update is sent when all have done so.
+The alternatives are Downpour, which bounds no distance between workers, and synchronous training, in which every step
+lasts as long as the slowest worker's. With s = 0 the method is synchronous training. In that case no worker may fetch
+an update of the step that has just started. So a second set of clocks counts the fetches of each worker, and a worker
+sends when all workers have fetched.
 
 Source: Ho et al.: More effective distributed ML via a stale synchronous parallel parameter server (2013); Cui et al.:
 Exploiting bounded staleness to speed up big data analytics (2014).
@@ -33,61 +35,89 @@ from torchmpi_py.paramserver.update import Update, copy_all, refuse_options
 
 logger = logging.getLogger("torchmpi_py")
 WARN_AFTER_SECONDS = 20.0
-_END_OF_TIME = 1 << 62  # the clock of a worker for which no worker has to wait
+_END_OF_TIME = 1 << 62  # clock of a rank for which no worker has to wait
 _LONGEST_NAP_SECONDS = 0.01
 
 
 class StaleSynchronousUpdate(Update):
-    """Call ``update(step)`` after the optimizer's step: it returns when the next step may begin.
+    """Train with bounded staleness: a worker waits if it is more than ``staleness`` steps ahead of the slowest one.
 
-    staleness: how many steps the fastest worker may be ahead of the slowest one; 0 is synchronous training.
-    scale: the factor of the optimizer's changes; by default 1 / number of workers, so that the learning rate is that of
-        one process with all the data. The paper has 1.
-    init_delay, sharding_communicator, dataparallel_communicator: as for ``Update``. In step ``init_delay`` all workers
-    take rank 0's parameters. Any optimizer will do: each worker has its own.
+    Call ``update(step)`` on every rank after each step of the optimizer, which may be any optimizer of torch. The call
+    returns when the next step may start. In step ``init_delay`` all workers take over rank 0's parameters. A worker
+    with fewer steps than the others must call ``finish`` or ``free`` after its last step, so that the other workers do
+    not wait for it. All ranks of the sharding level must call the constructor.
 
-    A worker that trains fewer steps than others calls ``finish``, or ``free``, so that they do not wait for it.
+    Args:
+        network (torch.nn.Module): network to train. The server holds its trainable parameters.
+        staleness (int): number of steps by which the fastest worker may be ahead of the slowest one; 0 is synchronous
+            training.
+        scale (float): factor of the optimizer's changes. Default None, 1 / number of workers, with which the learning
+            rate is the same as for one process with all data. The paper uses 1.
+        **options: other arguments of ``Update``: ``init_delay``, ``sharding_communicator`` and
+            ``dataparallel_communicator``. ``update_frequency``, ``prefetch`` and ``send_frequency`` are not valid.
+
+    Raises:
+        TypeError: ``staleness`` is not an int, or an option is not valid.
+        ValueError: ``staleness`` is negative, or ``init_delay`` is out of range.
+        RanksDisagree: the ranks pass different settings, or train different parameters.
+
+    Examples:
+        >>> network = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        >>> stale = mpi.paramserver.StaleSynchronousUpdate(network, staleness=2, init_delay=0)
+        >>> for step in range(5):
+        ...     optimizer.zero_grad()
+        ...     loss = network(torch.randn(8, 4)).square().mean()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     stale.update(step)
+        >>> stale.take_result()
+        >>> stale.free()
+
+    Source: Ho et al.: More effective distributed ML via a stale synchronous parallel parameter server (2013).
     """
 
     def __init__(self, network: torch.nn.Module, *, staleness: int, scale: float | None = None, **options: Any) -> None:
         refused = ["update_frequency", "prefetch", "send_frequency"]
-        refuse_options("StaleSynchronousUpdate", options, refused, "it sends in every step, and fetches when due")
+        refuse_options("StaleSynchronousUpdate", options, refused, "it sends in every step and fetches when needed")
         check_count("staleness", staleness, 0, "steps")
         super().__init__(network, **options)
         self.check_alike(staleness=staleness)
         self.staleness = staleness
         self.scale = 1 / self.num_workers if scale is None else scale
         self.clock = 0
-        self._slowest = 0  # the slowest clock before the last fetch
+        self._slowest = 0  # the slowest clock at the time of the last fetch
         self._completed: Clocks | None = None
         self._fetched: Clocks | None = None
-        self._before: list[Tensor] = []  # the parameters before the optimizer's step
+        self._before: list[Tensor] = []  # copies of the parameters before the optimizer's step
         self._is_finished = False
 
     def begin(self, served: tensor_lists.ServedTensors) -> None:
-        """All workers start from the server's parameters. Collective."""
+        """Replace the parameters of all workers by the server's values. Collective."""
         self.adopt(served)
         self._before = [p.detach().clone() for p in self.parameters]
-        self._completed = Clocks(self.sharding, self.is_root)  # collective: nobody sends before all have fetched
+        # The collective constructor also ensures that no worker sends before all workers have fetched.
+        self._completed = Clocks(self.sharding, self.is_root)
         if self.staleness == 0:
             self._fetched = Clocks(self.sharding, self.is_root)
 
     def exchange(self, served: tensor_lists.ServedTensors, step: int, due: Due) -> None:
-        """Send what this step has changed, and return when the next one may begin."""
+        """Send the change that this step made, and return when the next step may start."""
         if self._is_finished:
-            raise ParameterServerError(f"update({step}): this worker has called finish; leave that to its last step")
+            raise ParameterServerError(f"update({step}): this worker has called finish; call it after the last step")
         if due.shard:
             return
-        assert self._completed is not None, "begin has made it"
+        assert self._completed is not None, "begin creates the clocks"
         updates = self._scaled_changes()
         if self.is_root:
-            # With staleness 0 no worker may fetch what belongs to the step that it has just begun.
+            # With staleness 0 no worker may fetch an update of its current step, so wait until all have fetched.
             if self._fetched is not None:
                 self._fetched.wait_for(self.clock)
             tensor_lists.send_tensors(served, updates, "add")
-            self._completed.advance()  # a rank's requests are carried out in their order: after the updates
+            # The clock advances after the updates, because the requests of a rank are carried out in order.
+            self._completed.advance()
         self.clock += 1
-        # The values fetched last are too old for the next step: wait for the slowest worker, and fetch.
+        # If the values of the last fetch are too old for the next step, wait for the slowest worker, and fetch again.
         is_fresh = self.is_root and self.clock - self._slowest > self.staleness
         if is_fresh:
             self._check_still_trained(step)
@@ -95,15 +125,18 @@ class StaleSynchronousUpdate(Update):
             self.integrate(served)
             if self._fetched is not None:
                 self._fetched.advance()
-        # The ranks of a group have made the same change; only fetched values have to be shared.
+        # All ranks of a group make the same change in a step, so only fetched values have to be copied to the group.
         if self.group is not None and self._flag_of_root(self.group, is_fresh):
             self.share()
             copy_all(self._before, self.parameters)
 
     def finish(self) -> None:
-        """After a worker's last step: no worker waits for it any more. Returns when the server has all of its updates.
+        """End the training of this worker: no other worker waits for it from now on.
 
-        Not collective; idempotent.
+        Returns when the server has all updates of this worker. Any rank may call it, without the others. Idempotent.
+
+        Raises:
+            ParameterServerError: a send has failed.
         """
         try:
             super().finish()
@@ -114,7 +147,7 @@ class StaleSynchronousUpdate(Update):
             self._is_finished = True
 
     def free(self) -> None:
-        """Finish, and free the servers. Collective over the level of sharding; idempotent."""
+        """Call ``finish``, and free the servers. All ranks of the sharding level must call it. Idempotent."""
         try:
             self.finish()
         finally:
@@ -125,13 +158,13 @@ class StaleSynchronousUpdate(Update):
             self._before = []
 
     def integrate(self, served: tensor_lists.ServedTensors) -> None:
-        """Replace the parameters by the server's values, which contain what this worker has sent."""
+        """Replace the parameters by the server's values, which contain all updates of this worker."""
         self.adopt(served)
         copy_all(self._before, self.parameters)
 
     @torch.no_grad()
     def _scaled_changes(self) -> list[Tensor]:
-        """The changes of the optimizer's step, scaled. The parameters keep the scaled change alone."""
+        """Return the scaled changes of the optimizer's step, and reduce the step of the parameters to these changes."""
         changes = []
         for p, before in zip(self.parameters, self._before, strict=True):
             changes.append((p - before).mul_(self.scale))
@@ -139,7 +172,7 @@ class StaleSynchronousUpdate(Update):
         return changes
 
     def _flag_of_root(self, group: Communicator, flag: bool) -> bool:
-        """The root's flag on all ranks of the group, which sleep: the root may have to wait for a slow worker."""
+        """Return the root's flag on all ranks of the group, which sleep because the root may wait for a slow worker."""
         flags = bytearray([flag])
 
         def receive() -> None:
@@ -150,24 +183,24 @@ class StaleSynchronousUpdate(Update):
 
 
 class Clocks:
-    """A number for each rank, which that rank alone advances, and all can read: a small server. Made collectively.
+    """One counter per rank, in a small parameter server. Each rank advances its own clock and reads all of them.
 
-    The clocks of ranks that are not ``used`` stand at the end of time.
+    The constructor is collective. A rank with ``is_worker=False`` never delays the others.
     """
 
-    def __init__(self, comm: Communicator, used: bool = True) -> None:
+    def __init__(self, comm: Communicator, is_worker: bool = True) -> None:
         self._comm, self._rank, self._size = comm, comm.rank, comm.size
-        start = 0 if used else _END_OF_TIME
+        start = 0 if is_worker else _END_OF_TIME
         self._server = init(torch.full((comm.size,), start, dtype=torch.int64, device="cpu"), comm=comm)
 
     def advance(self, steps: int = 1) -> None:
-        """Advance this rank's clock behind all earlier requests of this rank. Does not wait for them."""
-        moved = torch.zeros(self._size, dtype=torch.int64, device="cpu")
-        moved[self._rank] = steps
-        self._server.send(moved, "add")
+        """Advance this rank's clock once all earlier requests of this rank are complete. Return without a wait."""
+        increments = torch.zeros(self._size, dtype=torch.int64, device="cpu")
+        increments[self._rank] = steps
+        self._server.send(increments, "add")
 
     def wait_for(self, least: int) -> int:
-        """Sleep until all clocks are at ``least`` or later; where the slowest one is then."""
+        """Sleep until all clocks are at ``least`` or later, and return the slowest clock."""
         clocks = self._server.receive().wait()
         while (slowest := int(clocks.min())) < least:
             name = f"bounded staleness, for rank {int(clocks.argmin())} of {self._comm.key!r}"
@@ -175,7 +208,7 @@ class Clocks:
         return slowest
 
     def _wait_beyond(self, slowest: int, least: int, clocks: Tensor) -> None:
-        """Sleep until the slowest clock advances; warn when the wait is long. ``clocks`` are updated in place."""
+        """Sleep until the slowest clock advances. Update ``clocks`` in place, and log a warning if the wait is long."""
         nap, warn_at = Nap(_LONGEST_NAP_SECONDS), WARN_AFTER_SECONDS
         while int(clocks.min()) == slowest:
             if nap.seconds > warn_at:
@@ -189,5 +222,5 @@ class Clocks:
             self._server.peek(clocks)
 
     def free(self) -> None:
-        """Free the server. Collective; idempotent."""
+        """Free the server of the clocks. Collective. Idempotent."""
         self._server.free()

@@ -1,9 +1,11 @@
-"""The shards of a parameter server that lie on this node: in memory that all its ranks map, with a lock for each.
+"""The shards of a parameter server on this node, in memory that all ranks of the node map, with a lock for each shard.
 
-A process that dies releases its locks, and a process that waits for one sleeps. They are locks on single bytes of a
-file, which each rank of the node has opened on its own. They belong to the open file (OFD locks): what else the process
-opens or closes does not touch them. All threads of a process share the open file, so each lock contains one between
-threads. A forked child shares it too, and would keep a lock for a rank that has died: it closes the file at once.
+A process that dies releases its locks, and a process that waits for a lock sleeps. Each lock is a lock on one byte of a
+file, which every rank of the node opens separately. A plain mutex in shared memory would be faster, but a rank that
+dies would hold it forever. The locks are OFD locks, which belong to the open file. So other files that the process
+opens or closes do not affect them. All threads of a process share the open file, so each lock also contains a lock
+between threads. A forked child shares the open file too, and would hold the lock of a dead rank, so it closes the file
+at once.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ from torchmpi_py.memory import symmetric
 from torchmpi_py.paramserver import shard
 from torchmpi_py.paramserver.shard import Bounds, Shard
 
-_WAIT_FOR_LOCK = 38  # F_OFD_SETLKW on Linux, which a Python built with an old libc does not name
-_NUM_BYTES = 4096  # of the lock file; locks may lie behind its end
+_WAIT_FOR_LOCK = 38  # F_OFD_SETLKW on Linux, which fcntl lacks if Python was built with an old libc
+_NUM_BYTES = 4096  # size of the lock file; a locked byte may lie beyond its end
 
 
 class LockFile:
-    """The locks of a channel, one file per node; kept with the channel. Collective."""
+    """The locks of a channel, in one file per node. It is stored with the channel. The constructor is collective."""
 
     def __init__(self, channel: Channel) -> None:
         node = channel.places[channel.rank].node
@@ -45,7 +47,7 @@ class LockFile:
         _open.add(self)
 
     def allocate(self, number: int) -> list[Lock]:
-        """``number`` locks that are not in use. Every rank of the channel allocates the same number."""
+        """Return ``number`` new locks. Every rank of the channel must allocate the same number."""
         first = self._num_allocated
         self._num_allocated += number
         return [Lock(self._file, byte) for byte in range(first, first + number)]
@@ -80,7 +82,7 @@ class Lock:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """No other thread or process holds the lock in this block."""
+        """Hold the lock during a ``with`` block, against all other threads and processes of the node."""
         with self._between_threads:
             self._set(fcntl.F_WRLCK)
             try:
@@ -93,13 +95,17 @@ class Lock:
 
 
 class Store:
-    """Made collectively: each rank seeds its shard from its flat ``source``. The ranks have to synchronize after it."""
+    """The shards of one server on this node.
+
+    The constructor is collective, and each rank fills its shard from its flat ``source``. The ranks must synchronize
+    before they use the shards.
+    """
 
     def __init__(self, channel: Channel, source: Tensor, bounds: Sequence[Bounds], num_slots: int) -> None:
         self._locks = channel.keep(LockFile, LockFile).allocate(channel.size)
-        self.number = self._locks[0].byte  # the same on all ranks of the channel, and no other server's
+        self.number = self._locks[0].byte  # identifies the server, and is the same on all ranks of the channel
         largest = shard.num_bytes(bounds[0][1] - bounds[0][0], source.dtype, num_slots)
-        with torch.inference_mode(False):  # ordinary tensors, in whatever mode the caller is
+        with torch.inference_mode(False):  # because the shards must be ordinary tensors even if the caller is in it
             self._shards = {
                 rank: Shard(memory, bounds[rank][1] - bounds[rank][0], source.dtype, num_slots)
                 for rank, memory in symmetric.shared_bytes(channel, largest).items()
@@ -108,11 +114,11 @@ class Store:
         self._shards[channel.rank].values.copy_(source[begin:end])
 
     def __contains__(self, rank: int) -> bool:
-        """Whether the shard of a rank is on this node."""
+        """Return whether the shard of a rank is on this node."""
         return rank in self._shards
 
     @contextlib.contextmanager
     def held(self, rank: int) -> Iterator[Shard]:
-        """The shard of a rank of this node; no other thread or process reads or changes it in this block."""
+        """Yield the shard of a rank of this node, under its lock, for a ``with`` block."""
         with self._locks[rank].held():
             yield self._shards[rank]

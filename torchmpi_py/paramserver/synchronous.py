@@ -1,10 +1,13 @@
-"""Training in step: all ranks wait for the slowest one in every exchange. The baseline for asynchronous training.
+"""Synchronous training with parameter servers: in every exchange all ranks wait for the slowest one.
 
-``SynchronousUpdate`` spreads one step of one optimizer, its work and its state, over the ranks: all ranks add their
-gradients, divided by the number of ranks, to a server; each rank does the optimizer's step on its own part of the
-parameters, with the state that it alone keeps; all fetch the new parameters. So every rank sends and receives each
-number once, and keeps 1/n of the optimizer's state. Source: Li et al.: Scaling distributed machine learning with the
-parameter server (2014), and TensorFlow's synchronous replicas.
+It is the baseline for asynchronous training. ``SynchronousUpdate`` distributes one step of one optimizer, its work and
+its state, over the ranks. All ranks add their gradients, divided by the number of ranks, to a server. Each rank takes
+the optimizer's step for its own shard of the parameters, with the state that only this rank keeps. Then all ranks fetch
+the new parameters. So every rank sends and receives each number once, and keeps 1/n of the optimizer's state. The
+alternative, an allreduce and a whole optimizer on every rank, needs the whole state n times.
+
+Source: Li et al.: Scaling distributed machine learning with the parameter server (2014), and the synchronous replicas
+of TensorFlow.
 """
 
 from __future__ import annotations
@@ -22,17 +25,37 @@ from torchmpi_py.paramserver.update import check_alike, check_trained, wait_for_
 
 
 class SynchronousUpdate:
-    """``update()`` after ``backward`` takes the place of ``optimizer.step()``. Made, called and freed collectively.
+    """Train synchronously with parameter servers: ``update()`` after ``backward`` replaces ``optimizer.step()``.
 
-    optimizer: "sgd", "adagrad", "adam", or a registered rule with slots.
-    comm: the ranks that train together; by default those of the current level.
-    options: the optimizer's, such as ``lr=0.1``. They may be changed between steps, alike on all ranks, in ``options``.
+    All ranks of ``comm`` must call the constructor, ``update`` and ``free``. The constructor **overwrites** the
+    parameters with rank 0's values. A parameter without a gradient on a rank counts as a gradient of zero from this
+    rank, and a sparse gradient is sent as a dense one. Buffers, such as the statistics of BatchNorm, stay separate on
+    each rank.
 
-    The constructor gives all ranks rank 0's parameters. A parameter without gradient on a rank counts as zero there,
-    and a sparse gradient is sent as a dense one. Buffers (of BatchNorm, say) stay each rank's own.
+    Args:
+        network (torch.nn.Module): network to train, with the same parameters on every rank.
+        optimizer (str): optimizer of the server: "sgd" (default), "adagrad", "adam", or a name that ``register_rule``
+            registered with ``num_slots``.
+        comm (Communicator): ranks that train together. Default None, the current level.
+        **options: options of the optimizer, such as ``lr=0.1``. You may change them between steps, in the attribute
+            ``options`` and equally on all ranks.
 
-    Raises, on every rank, RanksDisagree for arguments or parameters that differ between ranks, ValueError or TypeError
-    for an unknown optimizer, or options that it does not take.
+    Raises:
+        TypeError: the optimizer does not accept the options.
+        ValueError: the optimizer is unknown, or an option has an invalid value.
+        RanksDisagree: the ranks pass different arguments, or train different parameters. Raised on every rank.
+
+    Examples:
+        >>> network = torch.nn.Linear(4, 2)
+        >>> optimizer = mpi.paramserver.SynchronousUpdate(network, optimizer="adam", lr=0.01)
+        >>> for step in range(3):
+        ...     network.zero_grad()
+        ...     loss = network(torch.randn(8, 4)).square().mean()
+        ...     loss.backward()
+        ...     optimizer.update()
+        >>> optimizer.free()
+
+    Source: Li et al.: Scaling distributed machine learning with the parameter server (2014).
     """
 
     def __init__(
@@ -52,28 +75,38 @@ class SynchronousUpdate:
         self._fetch()
 
     def update(self, step: int | None = None) -> None:
-        """One step with the mean of all ranks' gradients. Collective. The number of the step is not needed."""
+        """Take one step of the optimizer with the mean of all ranks' gradients. All ranks must call it.
+
+        **Overwrites** the parameters of the network.
+
+        Args:
+            step (int): number of the step, which is ignored. It makes the method a substitute for ``Update.update``.
+
+        Raises:
+            ParameterServerError: this object was freed.
+            RuntimeError: a parameter was frozen since the constructor.
+        """
         if self.is_free:
-            raise ParameterServerError("update: this SynchronousUpdate was freed; make another")
+            raise ParameterServerError("update: this SynchronousUpdate was freed; create another one")
         if frozen := [number for number, p in enumerate(self.parameters) if not p.requires_grad]:
             raise RuntimeError(
-                f"trained parameter {frozen[0]} was frozen after the SynchronousUpdate was made, which would still "
-                "move it by its moments: free() this one, and make another"
+                f"trained parameter {frozen[0]} was frozen after the SynchronousUpdate was created, whose optimizer "
+                "state would still change it; call free(), and create another one"
             )
         gradients = [_gradient(p) for p in self.parameters]
         wait_all(tensor_lists.send_tensors(self._gradients, gradients, "scaled_add", scale=1 / self._comm.size))
-        wait_for_all(self._comm, "SynchronousUpdate.update")  # all gradients are there
+        wait_for_all(self._comm, "SynchronousUpdate.update")  # so that the sums contain the gradients of all ranks
         wait_all(
             [
                 pack.server.take_in(sums.server, self.optimizer, **self.options)
                 for pack, sums in zip(self.served.packs, self._gradients.packs, strict=True)
             ]
         )
-        wait_for_all(self._comm, "SynchronousUpdate.update")  # all parts have done the step
+        wait_for_all(self._comm, "SynchronousUpdate.update")  # so that all shards have taken the step
         self._fetch()
 
     def free(self) -> None:
-        """Free the servers. Collective; idempotent."""
+        """Free the servers. All ranks must call it. Idempotent."""
         self.is_free = True
         self._gradients.free()
         self.served.free()
@@ -83,7 +116,7 @@ class SynchronousUpdate:
 
 
 def _gradient(p: Tensor) -> Tensor:
-    """The dense gradient of a parameter; zero if it has none."""
+    """Return the dense gradient of a parameter, or zeros if it has no gradient."""
     if p.grad is None:
         return torch.zeros_like(p)
     return p.grad if p.grad.layout is torch.strided else p.grad.to_dense()

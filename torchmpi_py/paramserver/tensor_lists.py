@@ -1,9 +1,9 @@
 """Parameter servers for lists of tensors, such as the parameters of a module.
 
-Tensors of one dtype and device are packed into one flat server, so that a model of 200 small tensors costs one
-exchange per shard, and not 200. Fetched values arrive in flat buffers first; ``integrate_tensors`` passes them on to
-the tensors. After TorchMPI's functions of these names (reference 5.7), which kept tables by tensor; here
-``init_tensors`` returns the object that the other functions take.
+All tensors of one dtype and device share one flat server, so a model of 200 small tensors costs one exchange per shard
+instead of 200. Fetched values arrive in flat buffers first, and ``integrate_tensors`` passes them to the tensors. The
+functions have the names of TorchMPI's functions (reference 5.7). TorchMPI looked up the server of each tensor in global
+tables; here ``init_tensors`` returns an object, which is an argument of the other functions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchmpi_py.runtime import process
 
 
 class _Pack:
-    """The tensors of one dtype and device, their server, and flat buffers there with a view for each tensor."""
+    """The tensors of one dtype and device, their server, and flat buffers on that device for sends and fetches."""
 
     def __init__(self, tensors: Sequence[Tensor], comm: Communicator, optimizer: str | None) -> None:
         self.tensors = list(tensors)
@@ -37,27 +37,34 @@ class _Pack:
         self.failed: tuple[Handle[Tensor], str, dict[str, Any]] | None = None  # the first send with an unseen error
 
     def wait_for_sent_buffer(self) -> None:
-        """Wait until ``sent`` may be filled again. An error of the send is raised by its handle, or ``check_sends``."""
+        """Wait until ``sent`` may be filled again. The handle or ``check_sends`` raises an error of the send."""
         if (sending := self.sending) is None:
             return
         was_seen = sending._error_was_seen
         try:
             sending.wait()
         except BaseException as error:
-            if error is not sending._error:  # such as a deadline: the send goes on
+            if error is not sending._error:  # a timeout, for example, after which the send is still pending
                 raise
             sending._error_was_seen = was_seen
             if not was_seen and self.failed is None:
                 self.failed = sending, *self.sent_by
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The parts of a flat buffer in the shapes of the tensors."""
+        """Return views of a flat buffer in the shapes of the tensors."""
         parts = torch.split(flat, [x.numel() for x in self.tensors])
         return [part.view(x.shape) for part, x in zip(parts, self.tensors, strict=True)]
 
 
 class ServedTensors:
-    """Tensors and their servers; made by ``init_tensors``."""
+    """A list of tensors with the parameter servers that hold their values, created by ``init_tensors``.
+
+    Attributes:
+        tensors (list): the tensors, in the order of ``init_tensors``.
+        packs (list): one server with its buffers for each combination of dtype and device.
+        fetching (list): handles of the fetch that is in progress; empty without one.
+        names (list): one name per tensor, for error messages.
+    """
 
     def __init__(self, tensors: Iterable[Tensor], comm: Communicator, optimizer: str | None) -> None:
         self.tensors = _same_on_all_ranks(tensors, comm)
@@ -70,9 +77,16 @@ class ServedTensors:
         self.names = [f"tensor {index}" for index in range(len(self.tensors))]  # for errors
 
     def in_packs(self, updates: Sequence[Tensor]) -> list[list[Tensor]]:
-        """The tensors that correspond to the served ones, pack by pack."""
+        """Return the updates grouped by pack.
+
+        Args:
+            updates (list): one tensor per served tensor, in the same order, with the same shape and dtype.
+
+        Raises:
+            ValueError: the number, a shape or a dtype differs.
+        """
         if len(updates) != len(self.tensors):
-            raise ValueError(f"send_tensors: {len(updates)} updates for {len(self.tensors)} tensors")
+            raise ValueError(f"send_tensors: {len(updates)} updates for {len(self.tensors)} tensors; pass one for each")
         check_parts("send_tensors", "updates", updates)
         for index, (update, x) in enumerate(zip(updates, self.tensors, strict=True)):
             if update.shape != x.shape or update.dtype != x.dtype:
@@ -83,15 +97,18 @@ class ServedTensors:
         return [[updates[index] for index in indices] for indices in self._indices]
 
     def _finish_sends(self) -> None:
-        """Wait until the servers have what this rank has sent; raises what the last sends have raised."""
+        """Wait until the servers have applied all sends of this rank, and raise the error of a failed send."""
         for pack in self.packs:
             pack.wait_for_sent_buffer()
         self.check_sends()
 
     def check_sends(self) -> None:
-        """ParameterServerError, once, if sends have failed and nobody has waited for their handles.
+        """Raise the error of failed sends whose handles were not waited for. Each error is raised once.
 
-        Does not block unless one has.
+        The call blocks only if a send has failed: it then waits for the sends of the other packs.
+
+        Raises:
+            ParameterServerError: a send has failed.
         """
         for pack in self.packs:
             if pack.sending is not None and pack.sending.done():
@@ -100,9 +117,9 @@ class ServedTensors:
             return
         failed, names = [], []
         for pack, indices in zip(self.packs, self._indices, strict=True):
-            pack.wait_for_sent_buffer()  # the same send may fail in the other packs as well
+            pack.wait_for_sent_buffer()  # because the same send may fail in the other packs too
             if pack.failed is not None and not pack.failed[0]._error_was_seen:
-                pack.failed[0].give_up()  # its error is raised here
+                pack.failed[0].give_up()  # because this function raises the error of the handle
                 failed.append(pack.failed)
                 names += [self.names[index] for index in indices]
             pack.failed = None
@@ -111,38 +128,54 @@ class ServedTensors:
             error, more = handle._error, f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ParameterServerError(
                 f"a send of {', '.join(names[:3])}{more} to the parameter server by rule {rule!r}, options {options}, "
-                f"has failed: {type(error).__name__}: {error}; what was sent is lost, but for shards where the rule "
-                "did not fail; correct the rule or its options"
+                f"has failed: {type(error).__name__}: {error}; only shards on which the rule did not fail have applied "
+                "the send; correct the rule or its options"
             ) from error
 
     @property
     def num_bytes_sent(self) -> int:
-        """The number of bytes that this rank has sent to shards."""
+        """Number of bytes that this rank has sent to shards."""
         return sum(pack.server.num_bytes_sent for pack in self.packs)
 
     @property
     def num_bytes_received(self) -> int:
-        """The number of bytes that this rank has fetched from shards."""
+        """Number of bytes that this rank has fetched from shards."""
         return sum(pack.server.num_bytes_received for pack in self.packs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of each server (``ParameterServer.state_dict``), and the shapes of the tensors."""
+        """Return the state of all servers, and the shapes of the tensors. Any one rank may call it.
+
+        Returns:
+            A dictionary for ``torch.save`` and ``load_state_dict``.
+
+        Raises:
+            ParameterServerError: the servers were freed.
+        """
         return {"shapes": self._shapes(), "servers": [pack.server.state_dict() for pack in self.packs]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state that was saved from a list of tensors of the same shapes and dtypes, in the same order.
+        """Restore a saved state. **Overwrites** the values of all servers, not the tensors.
 
-        One rank calls it, and the others go on after it. A fetch of this rank that is under way is dropped.
+        Call it on one rank. The other ranks must not use the servers until it has returned; call ``mpi.barrier`` after.
+        The values of a fetch of this rank that is in progress are discarded.
+
+        Args:
+            state (dict): dictionary that ``state_dict`` returned, for tensors of the same shapes and dtypes in the
+                same order.
+
+        Raises:
+            ValueError: the shapes, dtypes or optimizers differ; no server has changed then.
+            ParameterServerError: the servers were freed.
         """
         if state["shapes"] != self._shapes():
             raise ValueError(
-                f"load_state_dict: saved from tensors of shapes {state['shapes']}, these are {self._shapes()}"
+                f"load_state_dict: the state was saved for tensors of shapes {state['shapes']}, not {self._shapes()}"
             )
         pairs = list(zip(self.packs, state["servers"], strict=True))
         for pack, saved in pairs:
-            pack.server.check_state(saved)  # all before the first is changed
+            pack.server.check_state(saved)  # all of them before the first change, so that an error leaves no mixture
         wait_all(self.fetching)
-        self.fetching = []  # the values of before
+        self.fetching = []  # because these are the values before the restore
         for pack, saved in pairs:
             pack.server.load_state_dict(saved)
 
@@ -150,15 +183,16 @@ class ServedTensors:
         return [list(x.shape) for x in self.tensors]
 
     def free(self) -> None:
-        """Free the servers. Collective."""
+        """Free the servers. All ranks must call it. Idempotent."""
         for pack in self.packs:
             pack.server.free()
 
 
 def _same_on_all_ranks(tensors: Iterable[Tensor], comm: Communicator) -> list[Tensor]:
-    """The tensors; RanksDisagree unless all ranks give the same shapes and dtypes in the same order.
+    """Return the tensors as a list, once all ranks agree on their shapes and dtypes. Collective.
 
-    TypeError if a rank gives anything but dense tensors. Both are raised on every rank.
+    Raises RanksDisagree, on every rank, if the ranks pass different shapes, dtypes or orders. Raises TypeError, on
+    every rank, if an element on any rank is not a dense tensor.
     """
     dense = list[Tensor]()
 
@@ -167,13 +201,13 @@ def _same_on_all_ranks(tensors: Iterable[Tensor], comm: Communicator) -> list[Te
         return [f"{list(x.shape)} {x.dtype} on {x.device.type}" for x in dense]
 
     allgather, how = comm.direct.mpi.allgather, ((TypeError,), agree.kind_and_text, agree.same_error)
-    given = journal.run_together(
+    by_rank = journal.run_together(
         "paramserver.init_tensors", comm, lambda: agree.gather_results(allgather, described, *how)
     )
-    if (rank := agree.first_different(given)) is not None:
-        index, there, here = agree.first_difference(given[rank], given[0], "none")
+    if (rank := agree.first_different(by_rank)) is not None:
+        index, there, here = agree.first_difference(by_rank[rank], by_rank[0], "missing")
         raise RanksDisagree(
-            f"init_tensors: tensor {index} is {here} on rank 0, and {there} on rank {rank}; give tensors of the same "
+            f"init_tensors: tensor {index} is {here} on rank 0 and {there} on rank {rank}; pass tensors of the same "
             "shapes and dtypes, in the same order, on all ranks"
         )
     return dense
@@ -182,9 +216,33 @@ def _same_on_all_ranks(tensors: Iterable[Tensor], comm: Communicator) -> list[Te
 def init_tensors(
     tensors: Iterable[Tensor], *, comm: Communicator | None = None, optimizer: str | None = None
 ) -> ServedTensors:
-    """Servers for tensors, which hold rank 0's values when this function returns. Collective over ``comm``.
+    """Create parameter servers for a list of tensors. All ranks of ``comm`` must call it.
 
-    Every rank gives tensors of the same shapes and dtypes, which do not change. ``optimizer`` as for ``init``.
+    The servers hold rank 0's values when the function returns. The tensors themselves do not change.
+
+    Args:
+        tensors (iterable of Tensor): dense tensors, such as ``network.parameters()``, with the same shapes and dtypes
+            in the same order on every rank.
+        comm (Communicator): communicator whose ranks hold the shards. Default None, the current level.
+        optimizer (str): optimizer whose state the servers keep, as for ``init``. Default None, no optimizer.
+
+    Returns:
+        The object that ``send_tensors``, ``prefetch_tensors`` and ``integrate_tensors`` expect.
+
+    Raises:
+        TypeError: an element of ``tensors`` is not a dense tensor. Raised on every rank, as all errors here.
+        ValueError: the optimizer is unknown, or a tensor is neither on the CPU nor on a CUDA device.
+        RanksDisagree: the ranks pass different shapes, dtypes, orders or optimizers.
+        Unavailable: the ranks of a node cannot share memory; or the ranks are on several nodes, and MPI does not
+            provide MPI_THREAD_MULTIPLE.
+
+    Examples:
+        >>> network = torch.nn.Linear(10, 2)
+        >>> served = mpi.paramserver.init_tensors(network.parameters())
+        >>> updates = [torch.full_like(p, 0.1) for p in network.parameters()]
+        >>> sent = mpi.wait_all(mpi.paramserver.send_tensors(served, updates, rule="add"))
+        >>> mpi.paramserver.integrate_tensors(served, lambda fetched, p: p.copy_(fetched))
+        >>> served.free()
     """
     comm = resolve(comm)
     served = ServedTensors(tensors, comm, optimizer)
@@ -195,13 +253,34 @@ def init_tensors(
 
 
 def prefetch_tensors(served: ServedTensors) -> list[Handle[Tensor]]:
-    """Start to fetch the servers' values; ``integrate_tensors`` waits for them."""
+    """Start to fetch the values of the servers. Any rank may call it, at any time.
+
+    Args:
+        served (ServedTensors): tensors and servers from ``init_tensors``.
+
+    Returns:
+        One handle per server. ``integrate_tensors`` waits for them.
+
+    Raises:
+        ParameterServerError: the servers were freed.
+    """
     served.fetching = [pack.server.receive(pack.fetched) for pack in served.packs]
     return served.fetching
 
 
 def integrate_tensors(served: ServedTensors, fn: Callable[[Tensor, Tensor], object]) -> None:
-    """Call ``fn(fetched, tensor)`` for each tensor, with the values fetched last; fetches them if none were."""
+    """Call ``fn(fetched, tensor)`` for each tensor, with the values that ``prefetch_tensors`` has fetched.
+
+    Without an earlier ``prefetch_tensors`` the function fetches the values now. Any rank may call it, at any time.
+
+    Args:
+        served (ServedTensors): tensors and servers from ``init_tensors``.
+        fn (callable): function of the fetched values and the tensor, both of the same shape, which changes the tensor
+            in place, such as ``lambda fetched, p: p.copy_(fetched)``. It runs under ``torch.no_grad()``.
+
+    Raises:
+        ParameterServerError: the servers were freed.
+    """
     fetching, served.fetching = served.fetching or prefetch_tensors(served), []
     wait_all(fetching)
     with torch.no_grad():
@@ -217,19 +296,35 @@ def send_tensors(
     local: Callable[[Tensor], object] | None = None,
     **options: Any,
 ) -> list[Handle[Tensor]]:
-    """Send one update for each tensor; the updates may be changed when this function returns.
+    """Send one update for each tensor. Any rank may call it, at any time.
 
-    ``local(update)`` changes the copy that is sent, in place, and not the caller's tensor: a scaling by the learning
-    rate, say.
+    The updates are copied, so they may be changed as soon as the function returns.
+
+    Args:
+        served (ServedTensors): tensors and servers from ``init_tensors``.
+        updates (list of Tensor): one tensor per served tensor, in the same order, with the same shape and dtype.
+        rule (str): rule that the servers apply, as for ``ParameterServer.send``. Default "add".
+        local (callable): function that changes the copy of each update in place before it is sent. It can scale the
+            update by the learning rate, for example. Default None, the copy is sent unchanged.
+        **options: options of the rule, as for ``ParameterServer.send``.
+
+    Returns:
+        One handle per server. The rule has been applied when all handles are complete.
+
+    Raises:
+        TypeError: an update is not a tensor, or the rule does not accept the options. Nothing is sent then.
+        ValueError: the number, a shape or a dtype of the updates differs from the served tensors, or the rule is
+            unknown. Nothing is sent then.
+        ParameterServerError: the servers were freed.
     """
     handles = []
-    given_by_pack = served.in_packs(updates)
-    # A mistake shows before the first pack is sent.
+    updates_by_pack = served.in_packs(updates)
+    # Check all packs first, so that a mistake raises before anything is sent.
     for pack in served.packs:
         rules.checked(rule, options, pack.server.dtype, pack.server.optimizer)
         pack.wait_for_sent_buffer()
-    for pack, given in zip(served.packs, given_by_pack, strict=True):
-        for part, update in zip(pack.views(pack.sent), given, strict=True):
+    for pack, pack_updates in zip(served.packs, updates_by_pack, strict=True):
+        for part, update in zip(pack.views(pack.sent), pack_updates, strict=True):
             part.copy_(update.detach())
             if local is not None:
                 local(part)

@@ -9,7 +9,11 @@ from torchmpi_py.core.tensors import check_count
 
 
 class Due(NamedTuple):
-    """The actions that are due in a step, in this order; with F = U the fetch comes last."""
+    """Whether each action is due in a step, in the order of the actions; the fetch comes last if F = U.
+
+    ``shard`` creates the server, ``send`` sends an update, ``prefetch`` starts a fetch, and ``integrate`` changes the
+    parameters according to the fetched values.
+    """
 
     shard: bool
     send: bool
@@ -21,13 +25,31 @@ class Due(NamedTuple):
 class Timetable:
     """The steps in which a worker exchanges values with a server.
 
-    With D = ``init_delay``, U = ``update_frequency``, F = ``prefetch`` and S = ``send_frequency``: the server is seeded
-    in step D; updates are sent every S steps after D; the server's values are integrated every U steps after D, and are
-    fetched F steps before each integration. A step sends before it fetches: with F = 0 a worker gets back what it has
-    just sent. With F = U a step fetches, after its own integration, the values for the next one. A send that belongs to
-    an integration (EASGD) follows the integration.
+    Let D be ``init_delay``, U ``update_frequency``, F ``prefetch`` and S ``send_frequency``. The server is created in
+    step D. Updates are sent every S steps after D. The server's values are integrated every U steps after D, and their
+    fetch starts F steps before. A step sends before it fetches, so with F = 0 a worker gets back its own last update.
+    With F = U a step integrates first, and then fetches the values for the next integration. EASGD sends after it has
+    integrated.
 
-    ValueError unless 0 <= prefetch <= update_frequency, and the frequencies are at least 1.
+    Args:
+        init_delay (int): step in which the server is created, from 0. Default 100.
+        update_frequency (int): number of steps from one integration to the next, at least 1. Default 10.
+        prefetch (int): number of steps from the start of a fetch to its integration, at most ``update_frequency``;
+            default 0.
+        send_frequency (int): number of steps from one send to the next, at least 1. Default 1.
+
+    Raises:
+        TypeError: a number is not an int.
+        ValueError: a number is out of range.
+
+    Examples:
+        >>> timetable = mpi.paramserver.Timetable(init_delay=1, update_frequency=2, prefetch=1, send_frequency=2)
+        >>> print(timetable.describe(num_steps=6))
+             1  shard
+             2  prefetch
+             3  send, integrate
+             4  prefetch
+             5  send, integrate
     """
 
     init_delay: int = 100
@@ -40,12 +62,19 @@ class Timetable:
             check_count(name, getattr(self, name), least, "steps")
         if self.prefetch > self.update_frequency:
             raise ValueError(
-                f"prefetch={self.prefetch} is more than update_frequency={self.update_frequency}: values would be "
-                "fetched before those that precede them are integrated"
+                f"prefetch={self.prefetch} is more than update_frequency={self.update_frequency}, so a fetch would "
+                "start before the values of the fetch before are integrated; choose a smaller prefetch"
             )
 
     def at(self, step: int) -> Due:
-        """The actions that are due in a step; steps count from 0."""
+        """Return the actions that are due in a step.
+
+        Args:
+            step (int): number of the step, from 0.
+
+        Returns:
+            A named tuple of the flags ``shard``, ``send``, ``prefetch`` and ``integrate``.
+        """
         since = step - self.init_delay
         return Due(
             shard=since == 0,
@@ -55,7 +84,14 @@ class Timetable:
         )
 
     def describe(self, num_steps: int) -> str:
-        """A text with a line for each of the first ``num_steps`` steps in which an action is due."""
+        """Return a text that lists the due actions, with one line per step that has any.
+
+        Args:
+            num_steps (int): number of steps to describe, from step 0.
+
+        Returns:
+            The lines, without a newline at the end.
+        """
         lines = []
         for step in range(num_steps):
             due = [name for name, is_due in self.at(step)._asdict().items() if is_due]

@@ -1,9 +1,10 @@
-"""Training with a parameter server: which rank seeds, sends, fetches and integrates.
+"""Training with a parameter server: which rank seeds the server, sends, fetches and integrates, and when.
 
-A *worker* is a rank, or a group of ranks that train one copy of the network together (data-parallel: their gradients
-are averaged by other means). Only the root of a group exchanges values with the server; after an integration the
-other ranks of the group get the root's parameters. After TorchMPI's ``Update`` (reference 5.8), in which every rank of
-a group sent, values were fetched F steps too late, and one skipped step stopped the exchange for good.
+A *worker* is a rank, or a group of ranks that train one copy of the network together (data-parallel: another part of
+the program averages their gradients). Only the root of a group exchanges values with the server. After an integration
+the root broadcasts its parameters to the other ranks of the group. The alternative is TorchMPI's ``Update`` (reference
+5.8), in which every rank of a group sends the same gradient. There, values also arrive F steps too late, and one
+skipped step ends the exchange for the rest of the training.
 """
 
 from __future__ import annotations
@@ -26,18 +27,32 @@ T = TypeVar("T")
 
 
 class Update(ABC):
-    """Call ``update(step)`` once per training step, after the optimizer's step, on every rank.
+    """Base class of the ways to train with parameter servers. It decides in which steps a worker sends and fetches.
 
-    The gradients must still be there (``p.grad``): Downpour sends them. The engine's hook ``on_update`` is the place.
-    Steps count from 0, and go up. The constructor, and the step that seeds the server, are collective.
+    Call ``update(step)`` on every rank once per training step, after the optimizer's step and before ``zero_grad``,
+    because Downpour sends the gradients. In the engine the hook ``on_update`` is the right place. Steps start at 0 and
+    increase. All ranks of the sharding level must call the constructor, and ``update`` in the step ``init_delay``,
+    which creates the server.
 
-    network: its trainable parameters are served. sharding_communicator: the level over whose ranks they are sharded.
-    dataparallel_communicator: the level whose groups are the workers; with None every rank is a worker.
-    init_delay, update_frequency, prefetch, send_frequency: see ``Timetable``; the same on all ranks.
+    Args:
+        network (torch.nn.Module): network to train. The server holds its trainable parameters.
+        sharding_communicator (int): level whose ranks hold the shards of the server. Default 0, all ranks.
+        dataparallel_communicator (int): level whose groups are the workers. Default None, every rank is a worker.
+        update_frequency (int): number of steps from one integration of the server's values to the next. Default 10.
+        init_delay (int): step in which the server is created with rank 0's parameters. Default 100.
+        prefetch (int): number of steps before an integration in which the fetch of its values starts. Default 0, at
+            most ``update_frequency``.
+        send_frequency (int): number of steps from one send to the next. Default 1.
+
+    Raises:
+        TypeError: a number of steps is not an int.
+        ValueError: a number of steps is out of range, or a group of ``dataparallel_communicator`` has ranks outside the
+            sharding level.
+        RanksDisagree: the ranks pass different settings, or train parameters of different names, shapes or dtypes.
     """
 
-    server_optimizer: str | None = None  # whose state the server keeps
-    shares_memory = False  # whether the ranks of a group have one copy of the parameters, and need not wait
+    server_optimizer: str | None = None  # the optimizer whose state the server keeps
+    shares_memory = False  # whether the ranks of a group share one copy of the parameters, and need not synchronize
 
     def __init__(
         self,
@@ -68,20 +83,34 @@ class Update(ABC):
         self._last_step = -1
 
     def check_alike(self, **settings: object) -> None:
-        """RanksDisagree, on every rank, unless all ranks give the same. Collective over the level of sharding."""
+        """Check that all ranks of the sharding level pass the same settings. Collective.
+
+        Args:
+            **settings: settings by name, for the error message.
+
+        Raises:
+            RanksDisagree: the settings differ. Raised on every rank.
+        """
         check_alike(self.sharding, self._name, {"the kind of update": self._name, **settings})
 
     def update(self, step: int) -> None:
-        """Do what is due in this step.
+        """Send, fetch and integrate, as far as the timetable says so for this step. Call it on every rank.
 
-        ParameterServerError if the step numbers do not go up, the step that seeds the server was left out, or, after
-        what is due, if a send of this worker has failed (in a group on all of its ranks, in a step that integrates).
+        In a step that integrates, **overwrites** the parameters of the network.
+
+        Args:
+            step (int): number of the step, from 0; larger than in the call before.
+
+        Raises:
+            ParameterServerError: the step does not increase, the step ``init_delay`` was skipped, this object was
+                freed, or the parameters of the network were replaced or frozen. Also, at the end of the call, if a
+                send of this worker has failed; a group raises it on all its ranks, in a step that integrates.
         """
         self._check_usable(f"update({step})")
         if step <= self._last_step:
             raise ParameterServerError(
-                f"update({step}): it was called for step {self._last_step} already, and steps must go up; count on "
-                "through all of the training (a second engine.train begins again with state.t)"
+                f"update({step}): expected a step after {self._last_step}, which was the last one; count the steps "
+                "through the whole training (state.t starts again at 0 in a second engine.train)"
             )
         self._last_step = step
         due = self.timetable.at(step)._replace(shard=self.served is None and step == self.timetable.init_delay)
@@ -93,16 +122,23 @@ class Update(ABC):
         elif step > self.timetable.init_delay:
             raise ParameterServerError(
                 f"update({step}): the parameter server is seeded in step {self.timetable.init_delay} "
-                "(init_delay), for which update was not called; count the steps from 0, or, to go on with a run that "
-                "was saved, call load_state_dict before"
+                "(init_delay), for which update was not called; count the steps from 0, or, to resume a saved run, "
+                "call load_state_dict before"
             )
 
     def exchange(self, served: tensor_lists.ServedTensors, step: int, due: Due) -> None:
-        """The actions of a step once the server is seeded, on every rank."""
+        """Carry out the actions of a step after the server was created. Called on every rank.
+
+        Args:
+            served (ServedTensors): the parameters and their server.
+            step (int): number of the step.
+            due (Due): actions that the timetable names for this step.
+        """
         if due.integrate:
             self._check_still_trained(step)
         if self.is_root:
-            # A fetch U steps before an integration falls into the step of the integration before, and comes after it.
+            # With prefetch = update_frequency the fetch for the next integration starts in the step of the integration
+            # before. It has to follow that integration, which would otherwise use its values.
             fetches_last = due.integrate and self.timetable.prefetch > 0
             self.follow(served, step)
             if due.send:
@@ -117,47 +153,87 @@ class Update(ABC):
             self.share()
 
     def share(self) -> None:
-        """Give the other ranks of the group the root's parameters. Collective over the group."""
+        """Copy the root's parameters to the other ranks of the group. Collective over the group."""
         if self._level is not None:
             nn.synchronize_parameters(self.network, comm=communicators.communicator(self._level))
 
-    # What each kind of update defines; the methods run on the root of a worker unless they say otherwise.
+    # Derived classes define these methods. They run on the root of a worker, except where the docstring says otherwise.
 
     def begin(self, served: tensor_lists.ServedTensors) -> None:  # noqa: B027 - not every update has something to do
-        """The server has just been seeded. Called on every rank."""
+        """Prepare the exchanges, just after the server was created. Called on every rank.
+
+        Args:
+            served (ServedTensors): the parameters and their server.
+        """
 
     def follow(self, served: tensor_lists.ServedTensors, step: int) -> None:  # noqa: B027
-        """A step after the server was seeded; ``p.grad`` holds its gradients."""
+        """Take note of a training step, whose gradients are in ``p.grad``. Called in each step after ``begin``.
+
+        Args:
+            served (ServedTensors): the parameters and their server.
+            step (int): number of the step.
+        """
 
     def send(self, served: tensor_lists.ServedTensors) -> None:  # noqa: B027
-        """Send an update to the server, unless the send belongs to an integration."""
+        """Send an update to the server. Classes whose integration sends leave the method empty.
+
+        Args:
+            served (ServedTensors): the parameters and their server.
+        """
 
     def prefetch(self, served: tensor_lists.ServedTensors) -> None:
-        """Start to fetch the values for the next integration."""
+        """Start to fetch the values for the next integration.
+
+        Args:
+            served (ServedTensors): the parameters and their server.
+        """
         tensor_lists.prefetch_tensors(served)
 
     @abstractmethod
     def integrate(self, served: tensor_lists.ServedTensors) -> None:
-        """Bring the fetched values into the parameters."""
+        """Change the parameters according to the fetched values.
+
+        Args:
+            served (ServedTensors): the parameters and their server.
+        """
 
     def adopt(self, served: tensor_lists.ServedTensors) -> None:
-        """Replace the parameters by the server's values, as they were fetched."""
+        """Replace the parameters by the fetched values of the server.
+
+        Args:
+            served (ServedTensors): the parameters and their server.
+        """
         tensor_lists.integrate_tensors(served, lambda fetched, p: p.copy_(fetched))
 
     def send_rest(self, served: tensor_lists.ServedTensors) -> None:  # noqa: B027
-        """Send what the worker has done since its last send."""
+        """Send what the worker has computed since its last send.
+
+        Args:
+            served (ServedTensors): the parameters and their server.
+        """
 
     def worker_state(self) -> dict[str, Any]:
-        """The state that a worker keeps besides its network and optimizer, in tensors of its own."""
+        """Return copies of the worker's state, without network and optimizer.
+
+        Returns:
+            A dictionary for ``load_worker_state``.
+        """
         return {}
 
     def load_worker_state(self, state: dict[str, Any]) -> None:  # noqa: B027
-        """Take over a saved ``worker_state``; ``begin`` has been called."""
+        """Restore a saved state of a worker. Called after ``begin``.
+
+        Args:
+            state (dict): dictionary that ``worker_state`` returned.
+        """
 
     def finish(self) -> None:
-        """After a worker's last step: send what is left, and wait until the server has all of it.
+        """Send the rest after a worker's last step, and wait until the server has all of it.
 
-        Not collective; idempotent. ParameterServerError if a send has failed.
+        Any rank may call it, without the others. Idempotent.
+
+        Raises:
+            ParameterServerError: a send has failed.
         """
         if self.served is not None:
             if self.is_root:
@@ -165,30 +241,36 @@ class Update(ABC):
             self.served._finish_sends()
 
     def take_result(self) -> None:
-        """After the last step of all workers: the network gets the server's values, the same on all ranks.
+        """Replace the parameters of the network by the final values of the server, the same on all ranks.
 
-        Each worker is finished first. Collective over the level of sharding; waits asleep. ParameterServerError if
-        there were too few steps for the server to be seeded, or, on every rank, if a send has failed on any.
+        All ranks of the sharding level must call it after their last step. It finishes each worker first, and sleeps
+        until the slowest worker has called it. **Overwrites** the parameters.
+
+        Raises:
+            ParameterServerError: the training ended before the step ``init_delay``; or a send has failed on any rank,
+                which is raised on every rank.
         """
         self._check_usable("take_result")
         if (served := self.served) is None:
             raise ParameterServerError(
                 f"take_result: the parameter server is seeded in step {self.timetable.init_delay} (init_delay), which "
-                f"was not reached: the last one was update({self._last_step})"
+                f"was not reached: the last call was update({self._last_step}); choose a smaller init_delay"
             )
         if self.group is not None:
-            self._wait_for_all(self.group, "take_result")  # its ranks have done what they do together
+            self._wait_for_all(self.group, "take_result")  # because the group still has collectives to complete
         self._end_on_all_ranks(self.finish, "take_result")
         if self.is_root:
-            tensor_lists.prefetch_tensors(served)  # what was fetched before is older
+            tensor_lists.prefetch_tensors(served)  # because an earlier prefetch may have older values
             self.adopt(served)
         self.share()
-        self._wait_for_all(self.sharding, "take_result")  # nobody trains on before all have the result
+        self._wait_for_all(self.sharding, "take_result")  # because a send from now on would change the result
 
     def free(self) -> None:
-        """Free the server. Collective over the level of sharding; idempotent.
+        """Free the server. All ranks of the sharding level must call it. Idempotent.
 
-        ParameterServerError if a send of this rank has failed, and no other call has raised it; the server is free.
+        Raises:
+            ParameterServerError: a send of this rank has failed, and no other call has raised the error. The server is
+                free nevertheless.
         """
         self.is_free = True
         served, self.served = self.served, None
@@ -197,10 +279,17 @@ class Update(ABC):
             served.check_sends()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state from which a later run goes on: the server's (on rank 0 alone), and this worker's own.
+        """Return the state from which a later run can resume. All ranks of the sharding level must call it.
 
-        Collective over the level of sharding; the ranks wait for each other, so that all shards are of one moment. Each
-        rank saves its own state, next to its network and optimizer.
+        The ranks synchronize, so the states of all shards and workers belong together. Each rank saves the dictionary
+        that it gets, with its network and optimizer. Only rank 0's dictionary holds the state of the server.
+
+        Returns:
+            A dictionary for ``torch.save`` and ``load_state_dict``.
+
+        Raises:
+            ParameterServerError: this object was freed; or a send has failed on any rank, which is raised on every
+                rank.
         """
         self._check_usable("state_dict")
         state: dict[str, Any] = {**self._origin(), "step": self._last_step, "is_seeded": self.served is not None}
@@ -212,14 +301,22 @@ class Update(ABC):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state, with the server as rank 0 saved it; the next step is ``state["step"] + 1``.
+        """Resume from a saved state. The next step is ``state["step"] + 1``.
 
-        Collective over the level of sharding, before the first ``update``, when network and optimizer are loaded. A
-        fetch that was under way begins again. ValueError, on every rank, if the state does not fit.
+        All ranks of the sharding level must call it before the first ``update``, after network and optimizer were
+        loaded. The server gets the state that rank 0 has saved. A fetch that was in progress starts again.
+
+        Args:
+            state (dict): dictionary that ``state_dict`` returned on this rank.
+
+        Raises:
+            ValueError: the state belongs to another class, other shapes or another ``init_delay``. Raised on every
+                rank.
+            ParameterServerError: ``update`` was called before, or this object was freed.
         """
         self._check_usable("load_state_dict")
         if self._last_step >= 0:
-            raise ParameterServerError("load_state_dict: call it before the first update; make another one for it")
+            raise ParameterServerError("load_state_dict: call it before the first update, or create another one for it")
         self._run_on_all_ranks(lambda: self._check_origin(state))
         self.check_alike(is_seeded=state["is_seeded"])
         if state["is_seeded"]:
@@ -227,16 +324,16 @@ class Update(ABC):
         self._last_step = state["step"]
 
     def _origin(self) -> dict[str, Any]:
-        """The facts that are equal where a run is saved and where it goes on."""
+        """Return the settings that must be equal in the run that saved a state and in the run that resumes."""
         shapes = [list(p.shape) for p in self.parameters]
         return {"kind": self._name, "shapes": shapes, "init_delay": self.timetable.init_delay}
 
     def _check_origin(self, state: dict[str, Any]) -> None:
         if differing := [name for name, value in self._origin().items() if state.get(name) != value]:
-            raise ValueError(f"{self._name}.load_state_dict: was saved with another {', '.join(differing)}")
+            raise ValueError(f"{self._name}.load_state_dict: the state was saved with another {', '.join(differing)}")
 
     def _seed(self, state: dict[str, Any] | None = None) -> None:
-        """Make the server, with rank 0's values, or from a saved state."""
+        """Create the server with rank 0's values or from a saved state."""
         served = tensor_lists.init_tensors(self.parameters, comm=self.sharding, optimizer=self.server_optimizer)
         if state is not None:
             try:
@@ -256,7 +353,10 @@ class Update(ABC):
         wait_for_all_after_training(comm, f"{self._name}.{call}")
 
     def _check_sends(self, served: tensor_lists.ServedTensors, step: int, due: Due) -> None:
-        """ParameterServerError if a send of this worker has failed: on all ranks of a group, where they share."""
+        """Raise ParameterServerError if a send of this worker has failed.
+
+        In a group all ranks raise it, in a step that integrates, so that no rank waits for the root in vain.
+        """
         allgather: agree.AllGather = agree.alone
         if self.group is not None and not self.shares_memory:
             if not due.integrate:
@@ -266,7 +366,10 @@ class Update(ABC):
         agree.run_on_all_ranks(allgather, served.check_sends, (ParameterServerError,), str, failed)
 
     def _end_on_all_ranks(self, step: Callable[[], object], call: str) -> None:
-        """ParameterServerError on every rank if ``step`` raises on any. Collective over the sharding; waits asleep."""
+        """Run ``step``, and raise ParameterServerError on every rank if it raises on any rank.
+
+        Collective over the sharding level. The ranks sleep until the slowest one calls it.
+        """
 
         def allgather(outcome: T) -> list[T]:
             self._wait_for_all(self.sharding, call)
@@ -279,25 +382,25 @@ class Update(ABC):
         agree.run_on_all_ranks(allgather, step, (Exception,), str, failed)
 
     def _run_on_all_ranks(self, step: Callable[[], object]) -> None:
-        """ValueError on every rank if ``step`` raises one, or a TypeError, on any. Collective."""
+        """Run ``step``, and raise ValueError on every rank if it raises ValueError or TypeError on any. Collective."""
         allgather = functools.partial(gathered, self.sharding, "outcomes of an update")
         agree.run_on_all_ranks(allgather, step, (TypeError, ValueError), str, _wrong_on_a_rank)
 
     def _check_usable(self, call: str) -> None:
         if self.is_free:
-            raise ParameterServerError(f"{call}: this {self._name} was freed; make another")
+            raise ParameterServerError(f"{call}: this {self._name} was freed; create another one")
 
     def _check_still_trained(self, step: int) -> None:
-        """ParameterServerError unless the network trains the parameters that are served, in the same order."""
+        """Raise ParameterServerError unless the network still trains the served parameters, in the same order."""
         trained = [id(p) for p in self.network.parameters() if p.requires_grad]
         if trained != [id(p) for p in self.parameters]:
             raise ParameterServerError(
-                f"update({step}): the network does not train the parameters any more with which this {self._name} was "
-                "made (some were added, removed, replaced or frozen); free it, and make another"
+                f"update({step}): the network no longer trains the parameters with which this {self._name} was created "
+                "(some were added, removed, replaced or frozen); free it, and create another one"
             )
 
     def _check_group(self) -> None:
-        """ValueError unless all ranks of this rank's group are among those over which the server is sharded."""
+        """Raise ValueError unless all ranks of this rank's group hold shards of the server."""
         if self.group is None:
             return
         inner, outer = self.group.direct.mpi.Get_group(), self.sharding.direct.mpi.Get_group()
@@ -307,8 +410,8 @@ class Update(ABC):
         if any(place < 0 for place in places):
             raise ValueError(
                 f"{self._name}: a group of dataparallel_communicator has {self.group.size} ranks, not all of which are "
-                f"among the {self.sharding.size} over which the server is sharded; give a sharding_communicator whose "
-                "groups hold whole workers"
+                f"among the {self.sharding.size} ranks that hold the server; pass a sharding_communicator whose groups "
+                "contain whole workers"
             )
 
 
@@ -318,48 +421,54 @@ def _wrong_on_a_rank(failures: Mapping[int, str]) -> ValueError:
 
 
 def gathered(comm: Communicator, what: str, mine: T) -> list[T]:
-    """The value of each rank, in rank order. Collective; recorded as ``what``, which is equal on all ranks."""
+    """Return the value of each rank, in rank order. Collective. ``what`` names the call in reports of hangs."""
     return journal.run_together(what, comm, lambda: comm.direct.mpi.allgather(mine))
 
 
 def wait_for_all(comm: Communicator, what: str) -> None:
-    """Wait asleep for all ranks. Collective; recorded as ``what``, which is equal on all ranks."""
+    """Sleep until all ranks have called it. Collective. ``what`` names the call in reports of hangs."""
     journal.run_together(what, comm, lambda: backoff.barrier(comm.direct.mpi))
 
 
 def wait_for_all_after_training(comm: Communicator, what: str) -> None:
-    """Like ``wait_for_all``, for ranks that train asynchronously: some may arrive long after others."""
+    """Sleep until all ranks have called it. Collective, for ranks that train asynchronously.
+
+    In contrast to ``wait_for_all`` a long wait is no sign of a hang, because some ranks train much longer than others.
+    """
     journal.run_while_others_work(what, comm, lambda: backoff.barrier(comm.direct.mpi))
 
 
 def check_alike(
     comm: Communicator, who: str, settings: Mapping[str, object], what: str = "settings of an update"
 ) -> None:
-    """RanksDisagree, on every rank, unless all ranks give the same settings. Collective; recorded as ``what``."""
-    given = gathered(comm, what, dict(settings))
-    for name in given[0]:
-        by_rank = [theirs.get(name) for theirs in given]
+    """Raise RanksDisagree, on every rank, unless all ranks pass the same settings. Collective.
+
+    ``what`` names the call in reports of hangs.
+    """
+    all_settings = gathered(comm, what, dict(settings))
+    for name in all_settings[0]:
+        by_rank = [theirs.get(name) for theirs in all_settings]
         if agree.first_different(by_rank) is not None:
-            raise RanksDisagree(f"{who}: {name} by rank: {by_rank}; give the same on all ranks")
+            raise RanksDisagree(f"{who}: {name} by rank: {by_rank}; pass the same value on all ranks")
 
 
 def check_trained(comm: Communicator, who: str, network: torch.nn.Module) -> None:
-    """RanksDisagree, on every rank, unless all ranks train parameters of the same names, shapes, dtypes and order."""
+    """Raise RanksDisagree unless all ranks train parameters of the same names, shapes, dtypes and order. Collective."""
     mine = [f"{name} {list(p.shape)} {p.dtype}" for name, p in network.named_parameters() if p.requires_grad]
-    given = gathered(comm, "parameters of an update", mine)
-    if (rank := agree.first_different(given)) is not None:
-        index, there, here = agree.first_difference(given[rank], given[0], "none")
+    by_rank = gathered(comm, "parameters of an update", mine)
+    if (rank := agree.first_different(by_rank)) is not None:
+        index, there, here = agree.first_difference(by_rank[rank], by_rank[0], "missing")
         raise RanksDisagree(
             f"{who}: rank {rank} trains other parameters than rank 0: number {index} is {there}, and {here} on rank "
-            "0; make the same network on all ranks, and freeze the same parameters"
+            "0; create the same network on all ranks, and freeze the same parameters"
         )
 
 
 def refuse_options(who: str, options: Mapping[str, Any], names: Iterable[str], why: str) -> None:
-    """TypeError if the caller has given an option that this kind of update does not take."""
+    """Raise TypeError if ``options`` contain one of the names, which this class of update does not accept."""
     for name in names:
         if name in options:
-            raise TypeError(f"{who} takes no {name}: {why}")
+            raise TypeError(f"{who} does not accept {name}, because {why}; omit it")
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Parallel experiments: groups of ranks that take configurations from a queue."""
+"""Hyperparameter sweeps: groups of ranks run one experiment each, and take further configurations from a queue."""
 
 from torchmpi_py.sweeps.early_stopping import ExperimentStopped, experiment_folder, report, successive_halving
 from torchmpi_py.sweeps.experiments import experiments

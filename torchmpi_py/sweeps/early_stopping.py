@@ -1,8 +1,9 @@
-"""Early stopping: an experiment reports values while it trains, and a function decides whether it goes on.
+"""Early stopping: an experiment reports values while it trains, and a function decides whether it continues.
 
-``successive_halving`` is the stopping form of asynchronous successive halving (Li et al., A System for Massively
-Parallel Hyperparameter Tuning, 2020, algorithm 2): nobody waits for a rung to fill up. An experiment that comes to a
-rung goes on if it is among the best 1/factor of those that have been there so far.
+``successive_halving`` is the stopping variant of asynchronous successive halving (Li et al., A System for Massively
+Parallel Hyperparameter Tuning, 2020, algorithm 2). An experiment that reaches a rung continues if it is among the best
+1/factor of the experiments that have reached the rung so far. In the synchronous variant an experiment waits until all
+experiments have reached the rung, which leaves ranks idle.
 """
 
 from __future__ import annotations
@@ -17,19 +18,22 @@ from torchmpi_py.runtime import process
 from torchmpi_py.sweeps.ledger import Ledger
 
 Reports = dict[int, float]
-"""Values by step, as one experiment has reported them."""
+"""The values that one experiment has reported, by step."""
 
 Stop = Callable[[Reports, Sequence[Reports]], bool]
-"""Whether an experiment is to stop, from its own reports and those of the others."""
+"""A function of an experiment's own reports and the reports of the others, which returns whether it must stop."""
 
 
 class ExperimentStopped(BaseException):
-    """``report`` ends an experiment early. No Exception, so that ``except Exception`` in a loop lets it through."""
+    """``report`` ends the experiment early.
+
+    It does not derive from Exception, so that an ``except Exception`` in a training loop does not catch it.
+    """
 
 
 @dataclass
 class Running:
-    """The experiment under way in this process's group."""
+    """The experiment that the group of this process is running."""
 
     number: int
     ledger: Ledger
@@ -39,17 +43,27 @@ class Running:
 
 
 current: Running | None = None
-"""`experiments` alone assigns it."""
+"""The current experiment, or None outside of an experiment. Only `experiments` assigns it."""
 
 
 def report(value: float, step: int | None = None) -> None:
-    """Report a value of the experiment under way, for ``stop=`` of ``mpi.experiments``. Collective over its group.
+    """Report a value of the current experiment, which ``stop=`` of ``mpi.experiments`` may then end.
 
-    Rank 0's value counts. ``step``: epochs, or whatever is comparable between experiments; default: one more than the
-    last, from 1 also in an experiment that goes on from its checkpoint, which should give ``step``. Raises
-    ExperimentStopped on every rank of the group if the experiment is to end; nothing need be caught.
-    ValueError on every rank if the value is no number, or ``stop=`` raises. Does nothing outside of an experiment, so
-    that a ``train_fn`` can be called alone.
+    All ranks of the experiment's group must call it. Outside of an experiment it does nothing, so you can call a
+    ``train_fn`` without a sweep.
+
+    Args:
+        value (float): value of the experiment, such as its validation accuracy. Rank 0's value counts.
+        step (int): number of epochs, or another number that is comparable between experiments. Default None, one more
+            than in the last call, from 1. Pass it in an experiment that resumes from a checkpoint.
+
+    Raises:
+        ExperimentStopped: the experiment must end. Raised on every rank of the group. Do not catch it.
+        ValueError: the value is not a number, or the function ``stop`` has raised an error. Raised on every rank of
+            the group.
+
+    Examples:
+        >>> mpi.report(0.5, step=1)  # outside of an experiment: does nothing
     """
     if current is None:
         return
@@ -62,20 +76,26 @@ def report(value: float, step: int | None = None) -> None:
 
 
 def experiment_folder() -> Path:
-    """A folder for files of the experiment under way, such as its checkpoints; of all its ranks, and of no other.
+    """Return the folder of the current experiment, for its checkpoints and other files. Any rank may call it.
 
-    Kept when a sweep that was killed goes on, so that the experiment goes on from its last checkpoint. ValueError
-    outside of an experiment.
+    The folder is the same for all ranks of the experiment's group, and no other experiment uses it. A sweep that
+    resumes keeps it, so the experiment can resume from its last checkpoint.
+
+    Returns:
+        The path of the folder, which exists.
+
+    Raises:
+        ValueError: the call is outside of an experiment.
     """
     if current is None:
-        raise ValueError("experiment_folder was called outside of an experiment: call it in the train_fn")
+        raise ValueError("experiment_folder was called outside of an experiment; call it in the train_fn")
     folder = current.ledger.own_folder(current.number)
     folder.mkdir(exist_ok=True)
     return folder
 
 
 def _answer(running: Running, value: float) -> bool | str:
-    """Record the value, and return whether the experiment is to stop, or why that could not be decided."""
+    """Record the value, and return whether the experiment must stop, or the text of an error."""
     try:
         running.last_value = float(value)
         running.ledger.add_report(running.number, running.last_step, running.last_value)
@@ -83,21 +103,40 @@ def _answer(running: Running, value: float) -> bool | str:
             return False
         reports = running.ledger.reports()
         return bool(running.stop(reports.pop(running.number), list(reports.values())))
-    except Exception as error:  # the user's function may raise anything; the other ranks wait for an answer
+    except Exception as error:  # the user's function may raise anything, and the other ranks wait for an answer
         return f"{type(error).__name__}: {error}"
 
 
 def successive_halving(first_step: int = 1, factor: int = 3, *, largest: bool = True) -> Stop:
-    """A function for ``stop=``: at steps first_step, first_step * factor, ... the best 1/factor go on.
+    """Return a function for ``stop=`` of ``mpi.experiments``: only the best 1/factor experiments pass each rung.
 
-    ``largest``: whether larger values are better. ValueError for a first step below 1 or a factor below 2.
+    The rungs are the steps first_step, first_step * factor, first_step * factor^2, and so on. An experiment that
+    reports at a rung continues if it is among the best 1/factor of the experiments that have reported there so far.
+
+    Args:
+        first_step (int): step of the first rung, as passed to ``mpi.report``, at least 1. Default 1.
+        factor (int): divisor of the number of experiments at each rung, at least 2. Default 3.
+        largest (bool): whether larger values are better. Default True.
+
+    Returns:
+        The function for ``stop=``.
+
+    Raises:
+        ValueError: ``first_step`` or ``factor`` is too small.
+
+    Examples:
+        >>> stop = mpi.sweeps.successive_halving(first_step=1, factor=2)
+        >>> stop({1: 0.5}, [{1: 0.9}, {1: 0.7}, {1: 0.1}])  # the third of four, of which two continue
+        True
+
+    Source: Li et al., A System for Massively Parallel Hyperparameter Tuning (2020), algorithm 2.
     """
     if first_step < 1 or factor < 2:
-        raise ValueError(f"first_step={first_step}, factor={factor}: at least 1, and at least 2")
+        raise ValueError(f"first_step={first_step}, factor={factor}: expected at least 1, and at least 2")
     sign = 1 if largest else -1
 
     def stop(own: Reports, others: Sequence[Reports]) -> bool:
-        # The step is a rung if a power of the factor leads there.
+        # The step is a rung if it is first_step times a power of the factor.
         step, rung = max(own), first_step
         while rung < step:
             rung *= factor

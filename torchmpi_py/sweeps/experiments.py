@@ -1,14 +1,16 @@
-"""Many trainings at a time: each group of ranks takes a configuration, runs it, and takes the next one.
+"""Hyperparameter sweeps: each group of ranks takes a configuration, runs it, and takes the next one.
 
-Within an experiment the group is the world: level 0, ``rank``, ``size`` and every verb are the group's, by a stack of
-levels that lives as long as the experiment. So nothing is left of one that has failed, at whichever call.
+Within an experiment the group is the whole world: level 0, ``rank``, ``size`` and every collective refer to the group.
+For that an experiment has its own stack of levels, which is freed at its end. So an experiment that fails at any call
+leaves nothing behind. The alternative, a communicator as an argument of ``train_fn``, would need changes in every call
+of the user's training code.
 
-1. The *chief* (the first group) prepares the folder of the sweep (`ledger`), and the others join.
-2. A group claims the first experiment that nobody has, until there is none.
-3. The ranks of the group exchange how the experiment ended here, on a communicator of their own. Where it failed on one
-   rank alone, others may wait for that rank for ever: then the job ends. ``torchmpirun --groups`` starts the group's
-   job again, for what is left, and the other groups notice nothing.
-4. A group without work waits until all experiments have ended; every rank returns the whole table.
+1. Rank 0 of the first group prepares the folder of the sweep (`ledger`), and the other groups join.
+2. A group claims the first experiment that no group has claimed, until none is left.
+3. The ranks of the group exchange the outcome of the experiment on a communicator of their own. If only some ranks have
+   failed, the others may wait for them forever. In that case the job ends. ``torchmpirun --groups`` starts the job of
+   the group again for the remaining experiments, and the other groups continue.
+4. A group without work waits until all experiments have ended. Then every rank returns the whole table.
 """
 
 from __future__ import annotations
@@ -50,13 +52,13 @@ from torchmpi_py.sweeps.progress import Progress
 
 logger = logging.getLogger("torchmpi_py")
 
-OTHERS_SECONDS = 10.0  # how long the others may take to end an experiment that has failed on this rank
+OTHERS_SECONDS = 10.0  # time for the other ranks to end an experiment that has failed on this rank
 _MOST_TEXT_BYTES = 1000
 _LOOK_SECONDS = 0.1
 _OVER = -1
 _BUSY = "an operation is under way"
 
-_used: list[Path] = []  # folders of the calls in this process, in their order: the same in every group
+_folders: list[Path] = []  # folders of all calls in this process, in order, which is the same in every group
 
 
 def experiments(
@@ -70,31 +72,56 @@ def experiments(
     resume: bool = True,
     progress: bool = True,
 ) -> Results:
-    """Run ``train_fn(configuration)`` for every configuration, on groups of ranks. Collective over the current level.
+    """Run ``train_fn(configuration)`` for every configuration, with one experiment at a time per group of ranks.
 
-    configurations: an iterable, or a mapping of names to lists of values, for every combination (a dict each). Rank 0's
-    count. They must be picklable, and a generator must end.
-    train_fn: called on every rank of a group, where ``rank()``, ``size()``, level 0 and all verbs are the group's. What
-    it returns on rank 0 of the group, which must be picklable, is the value. What it prints goes to ``NUMBER.log``.
-    ranks_per_experiment: the size of a group; default 1, and all ranks of the job under ``torchmpirun --groups``.
-    directory: where the sweep is kept, the same folder on all hosts; no other sweep may use it. Its ``results.csv`` is
-    the table.
-    seed: before experiment ``i`` the generators of torch, numpy and Python are seeded with ``seed + i``.
-    stop: ends experiments early, by what they ``report`` (`early_stopping`).
-    resume: run what is left of the sweep in the directory, which has to be one of the same configurations and seed;
-    False: begin again there.
-    progress: show a bar (with tqdm) and at the end the table, on rank 0.
+    All ranks of the current level must call it. Within ``train_fn``, ``mpi.rank()``, ``mpi.size()``, level 0 and all
+    collectives refer to the ranks of the group. The output of ``train_fn`` goes to the file ``NUMBER.log``.
 
-    Returns all experiments on every rank. One that raises on all ranks of its group is a row with the error, and so is,
-    under ``--groups``, one whose group dies or waits for ever. Without ``--groups`` that ends the job; what has ended
-    is kept. ValueError on every rank for wrong arguments. Distributed TensorFlow's third mode; see docs/sweeps.md.
+    If ``train_fn`` raises and all ranks of the group end it within 10 s, the experiment becomes a row with the error,
+    and the sweep continues. If a rank dies, or other ranks wait for the one that raised, the job ends, and a later call
+    resumes the sweep. Under ``torchmpirun --groups`` only the job of that group ends. The experiment becomes a row with
+    the error, and the group starts again.
+
+    Args:
+        configurations (iterable or mapping): one configuration per experiment, or a mapping of names to lists of
+            values, for a dictionary of each combination. Rank 0's configurations count, and they must be picklable.
+        train_fn (callable): function of a configuration, called on every rank of a group. Its result on rank 0 of the
+            group, which must be picklable, is the value of the experiment.
+        ranks_per_experiment (int): number of ranks per group, which must divide the number of ranks. Default None, 1
+            rank, or all ranks of the job under ``torchmpirun --groups``.
+        directory (str or path): folder of the sweep, the same on all hosts and not used by another sweep. Default
+            "experiments". Its file ``results.csv`` holds the table.
+        seed (int): the random generators of torch, numpy and Python start at ``seed + i`` in experiment ``i``;
+            default 0.
+        stop (callable): function that ends experiments early by the values that they ``report``, such as
+            ``mpi.sweeps.successive_halving()``. Default None, no early stopping.
+        resume (bool): run only the remaining experiments of the sweep in ``directory``, which must have the same
+            configurations and seed. False removes that sweep and runs all experiments. Default True.
+        progress (bool): show a progress bar, if tqdm is installed, and the table at the end, on rank 0. Default True.
+
+    Returns:
+        All experiments, on every rank.
+
+    Raises:
+        ValueError: an argument is wrong, experiments are nested, ``directory`` holds another sweep or other files, or
+            the hosts do not share it. Raised on every rank.
+        TorchMPIError: an experiment failed on some ranks of its group, and the others may wait for them.
+
+    Examples:
+        >>> import tempfile
+        >>> folder = mpi.broadcast_object(tempfile.mkdtemp())
+        >>> def train(configuration):
+        ...     return configuration["lr"] * configuration["width"]
+        >>> results = mpi.experiments({"lr": [0.1, 0.5], "width": [8, 16]}, train, directory=folder, progress=False)
+        >>> results.best().configuration
+        {'lr': 0.5, 'width': 16}
     """
     place = group_of_ranks.group_in(os.environ)
     folder = Path(directory).absolute()
     size = _on_all_ranks(lambda: _group_size(ranks_per_experiment, place, folder), "wrong arguments")[0]
     listed = _listed(configurations)
-    token = f"{place.token}-{len(_used)}" if place else uuid.uuid4().hex
-    _used.append(folder)
+    token = f"{place.token}-{len(_folders)}" if place else uuid.uuid4().hex
+    _folders.append(folder)
     ledger = Ledger(folder, verbs.broadcast_object(token), place.index if place else process.rank() // size)
     num_before = _open(ledger, listed, seed, resume)
     group = communicators.resolve(None).direct.mpi.Split(process.rank() // size)
@@ -107,43 +134,43 @@ def experiments(
 
 
 def _group_size(wanted: int | None, place: group_of_ranks.GroupOfRanks | None, folder: Path) -> int:
-    """Ranks of a group. ValueError if they do not divide the ranks that there are, or the folder was used before."""
-    if place and folder in _used:
-        raise ValueError(f"{folder} was used by an earlier call of mpi.experiments: give each a directory= of its own")
+    """Return the number of ranks of a group. Raise ValueError if it, or the folder, is not valid."""
+    if place and folder in _folders:
+        raise ValueError(f"{folder} was used by an earlier call of mpi.experiments; pass another directory= to each")
     if chief.is_in_experiment():
         raise ValueError("mpi.experiments was called in an experiment; experiments cannot be nested")
     size = process.size() if wanted is None and place else 1 if wanted is None else wanted
     if not isinstance(size, int) or size < 1 or process.size() % size:
-        raise ValueError(f"ranks_per_experiment={wanted!r} does not divide the {process.size()} ranks; start with more")
+        raise ValueError(f"ranks_per_experiment={wanted!r} must be a divisor of the number of ranks, {process.size()}")
     if place and size != process.size():
         raise ValueError(
-            f"ranks_per_experiment={wanted}, but torchmpirun --groups has made groups of {process.size()}; leave it out"
+            f"ranks_per_experiment={wanted}, but groups of torchmpirun --groups have {process.size()} ranks; omit it"
         )
     return size
 
 
 def _listed(configurations: Any) -> list[Any]:
-    """The configurations that rank 0 has, on every rank. Collective; TypeError or ValueError on every rank."""
+    """Return rank 0's configurations on every rank. Collective. Raise ValueError, on every rank, if there are none."""
 
     def read() -> list[Any]:
         if process.rank() != 0:
             return []
         if isinstance(configurations, Mapping):
             values = [list(each) for each in configurations.values()]
-            found = [dict(zip(configurations, each, strict=True)) for each in itertools.product(*values)]
+            items = [dict(zip(configurations, each, strict=True)) for each in itertools.product(*values)]
         else:
-            found = list(configurations)
-        pickle.dumps(found)
-        return found
+            items = list(configurations)
+        pickle.dumps(items)  # so that an object that cannot be pickled raises here, and not in the exchange
+        return items
 
     listed: list[Any] = _on_all_ranks(read, "the configurations cannot be listed")[0]
     if not listed:
-        raise ValueError("there are no configurations: give a list that is not empty, or a mapping of names to lists")
+        raise ValueError("there are no configurations; pass a list that is not empty, or a mapping of names to lists")
     return listed
 
 
 def _on_all_ranks(step: Callable[[], Any], what: str) -> list[Any]:
-    """The results of ``step`` on all ranks; ValueError on every rank if it raises on one. Collective."""
+    """Return the results of ``step`` on all ranks. Raise ValueError, on every rank, if it raises on any. Collective."""
 
     def failed(failures: Mapping[int, str]) -> Exception:
         return ValueError(f"mpi.experiments: {what}: {agree.first_text(failures)}")
@@ -156,7 +183,10 @@ def _described(error: BaseException) -> str:
 
 
 def _open(ledger: Ledger, listed: list[Any], seed: int, resume: bool) -> int:
-    """Prepare the folder on the chief, and join; the number of experiments that had ended before. Collective."""
+    """Prepare the folder on rank 0 of the first group, and join the run. Collective.
+
+    Returns, on this rank 0, the number of experiments that had ended in an earlier run.
+    """
 
     def prepare() -> int:
         return ledger.prepare(listed, seed, resume=resume) if chief.is_chief() else 0
@@ -164,7 +194,7 @@ def _open(ledger: Ledger, listed: list[Any], seed: int, resume: bool) -> int:
     num_before = int(_on_all_ranks(prepare, "the sweep cannot begin")[0])
     _on_all_ranks(ledger.join, "the sweep cannot begin")
     if num_before and chief.is_chief():
-        text = "%d of %d experiments had ended before, and are not run again (resume=False would) in %s"
+        text = "%d of %d experiments ended in an earlier run, and are not run again; resume=False runs them again in %s"
         logger.warning(text, num_before, len(listed), ledger.folder)
     return num_before
 
@@ -180,7 +210,7 @@ class _Group:
     place: group_of_ranks.GroupOfRanks | None
 
     def run_all(self) -> None:
-        """Run experiments until all have ended, those of other groups too. Collective over the group."""
+        """Run experiments until all have ended, including the experiments of other groups. Collective."""
         if self.mpi.rank == 0:
             for number, began in self.ledger.abandoned():
                 self._record(number, FAILED, None, self.place.last_end if self.place else "its job ended", began)
@@ -189,42 +219,43 @@ class _Group:
         self.mpi.Free()
 
     def _next(self) -> int:
-        """The next experiment of this group, or `_OVER` when all have ended; this may take as long as others do."""
+        """Return the next experiment of this group, or `_OVER` when the experiments of all groups have ended."""
         number = np.array([_OVER])
         if self.mpi.rank == 0:
-            found = self._claim()
-            while found is None and not self.ledger.is_over():
+            claimed = self._claim()
+            while claimed is None and not self.ledger.is_over():
                 time.sleep(_LOOK_SECONDS)
-            number[0] = _OVER if found is None else found
+            number[0] = _OVER if claimed is None else claimed
         backoff.complete(self.mpi.Ibcast(number), backoff.Nap(_LOOK_SECONDS))
         return int(number[0])
 
     def _claim(self) -> int | None:
-        """Take an experiment; while it is under way the group has a mark, and none where nothing could be taken."""
-        found = None
+        """Claim an experiment, and record for torchmpirun whether the group is running one."""
+        claimed = None
         try:
             if self.place:
-                self.place.record_experiment()  # before the claim, which nobody would take over
-            found = self.ledger.claim()
+                self.place.record_experiment()  # before the claim, or a death in between would lose the experiment
+            claimed = self.ledger.claim()
         finally:
-            if found is None and self.place:
+            if claimed is None and self.place:
                 self.place.record_no_experiment()
-        return found
+        return claimed
 
     def _run(self, number: int) -> None:
-        """Run an experiment, and record how it ended. Collective over the group."""
+        """Run an experiment, and record its outcome. Collective over the group."""
         began = time.time()
         with _output_to(self.ledger.log(number)), sessions.narrowed(self.mpi) as levels:
             state, value, error = self._outcome(Running(number, self.ledger, self.stop))
             errors = self._exchanged(error)
-            # All have succeeded: their levels are freed together. Else only where no rank is in a call any more.
+            # If all ranks have succeeded they free the levels together. After a failure the levels can be freed only
+            # if no rank is in a call any more.
             if errors is not None and not any(errors):
                 communication_thread.current().drain()
                 levels.free()
             else:
-                is_alike = self._leave_failed(number, levels, errors, error, began)
-                levels.free(is_lost=not is_alike)
-        assert errors is not None, "_leave_failed has raised"
+                is_equal = self._leave_failed(number, levels, errors, error, began)
+                levels.free(is_lost=not is_equal)
+        assert errors is not None, "_leave_failed raises without the errors"
         if self.mpi.rank == 0:
             failed = [(rank, text) for rank, text in enumerate(errors) if text]
             if failed:
@@ -235,26 +266,27 @@ class _Group:
                 self.place.record_no_experiment()
 
     def _leave_failed(self, number: int, levels: Stack, errors: list[str] | None, error: str, began: float) -> bool:
-        """Return if no rank of the group is in a call of the failed experiment any more; else end the job.
+        """Return if no rank of the group is in a call of the failed experiment any more; otherwise end the job.
 
-        Whether the ranks have made the same communicators, and none broke, so that they can be freed together.
+        Returns whether the ranks can free their communicators together, because all ranks created the same ones and
+        none is broken.
         """
-        failed = self.mpi.rank
+        failed_rank = self.mpi.rank
         if errors is not None:
-            made = [*levels.levels, *levels.others]
-            mine = f"{len(made)} {any(each.is_broken for each in made)}" if _is_idle() else _BUSY
+            comms = [*levels.levels, *levels.others]
+            mine = f"{len(comms)} {any(each.is_broken for each in comms)}" if _is_idle() else _BUSY
             all_of_them = self._exchanged(mine)
             if all_of_them is not None and _BUSY not in all_of_them:
-                return set(all_of_them) == {f"{len(made)} False"}
-            failed, error = next((rank, text) for rank, text in enumerate(errors) if text)
-        self._record(number, FAILED, None, f"rank {failed}: {error}", began)
+                return set(all_of_them) == {f"{len(comms)} False"}
+            failed_rank, error = next((rank, text) for rank, text in enumerate(errors) if text)
+        self._record(number, FAILED, None, f"rank {failed_rank}: {error}", began)
         raise TorchMPIError(
-            f"experiment {number} failed on rank {failed} of its group ({error}), and others may wait "
-            "there for ever, so the job ends; torchmpirun --groups goes on with the other experiments"
+            f"experiment {number} failed on rank {failed_rank} of its group ({error}), and the other ranks may wait "
+            "for it forever, so the job ends. Under torchmpirun --groups the other experiments continue."
         )
 
     def _outcome(self, running: Running) -> tuple[Any, Any, str]:
-        """State, value and error of the experiment on this rank."""
+        """Run the experiment on this rank, and return its state, value and error."""
         _seed(self.ledger.seed + running.number)
         early_stopping.current = running
         os.environ[config.EXPERIMENT] = str(self.ledger.own_folder(running.number))
@@ -277,7 +309,10 @@ class _Group:
             os.environ.pop(config.EXPERIMENT, None)
 
     def _exchanged(self, error: str) -> list[str] | None:
-        """The errors of all ranks; None where this rank has failed, and others have not come for `OTHERS_SECONDS`."""
+        """Exchange the errors of all ranks. Collective.
+
+        Returns None if this rank has failed, and another rank has not called it within `OTHERS_SECONDS`.
+        """
         mine = np.zeros(_MOST_TEXT_BYTES, np.uint8)
         text = error.encode()[:_MOST_TEXT_BYTES]
         mine[: len(text)] = np.frombuffer(text, np.uint8)
@@ -295,7 +330,7 @@ class _Group:
 
 
 def _is_idle() -> bool:
-    """Whether no operation of this process is under way, after `OTHERS_SECONDS` at the latest."""
+    """Return whether all operations of this process complete within `OTHERS_SECONDS`."""
     waiting = threading.Thread(target=communication_thread.current().drain, daemon=True)
     waiting.start()
     waiting.join(OTHERS_SECONDS)
@@ -304,15 +339,15 @@ def _is_idle() -> bool:
 
 @contextlib.contextmanager
 def _output_to(path: Path) -> Iterator[None]:
-    """Within the block what this process prints goes to the end of a file, line by line, by whatever code."""
-    kept = [os.dup(1), os.dup(2)]
+    """Append all output of this process to a file during a ``with`` block, including the output of C libraries."""
+    former_outputs = [os.dup(1), os.dup(2)]
     descriptor = trusted_files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     with open(descriptor, "a", buffering=1) as log, contextlib.ExitStack() as redirected:
         for stream, redirect in ((sys.stdout, contextlib.redirect_stdout), (sys.stderr, contextlib.redirect_stderr)):
             if _is_descriptor(stream):
                 stream.flush()
                 stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-            else:  # of a notebook, or a test
+            else:  # a notebook or a test has replaced the stream
                 redirected.enter_context(redirect(log))
         for number in (1, 2):
             os.dup2(log.fileno(), number)
@@ -321,13 +356,13 @@ def _output_to(path: Path) -> Iterator[None]:
         finally:
             for stream in filter(_is_descriptor, (sys.stdout, sys.stderr)):
                 stream.flush()
-            for number, former in enumerate(kept, 1):
+            for number, former in enumerate(former_outputs, 1):
                 os.dup2(former, number)
                 os.close(former)
 
 
 def _is_descriptor(stream: Any) -> bool:
-    """Whether what is written to the stream goes to standard output or error of the process."""
+    """Return whether a stream writes to the standard output or standard error of the process."""
     try:
         return isinstance(stream, io.TextIOWrapper) and stream.fileno() in (1, 2)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""How experiments ended: one row each, as a table to print, as CSV, and the best of them."""
+"""The outcomes of experiments: one row each, a table to print, a CSV file, and the best experiment."""
 
 from __future__ import annotations
 
@@ -16,17 +16,25 @@ from torchmpi_py.core import text_tables
 FINISHED: Literal["finished"] = "finished"
 STOPPED: Literal["stopped"] = "stopped"
 FAILED: Literal["failed"] = "failed"
-_MOST_CHARACTERS = 60  # of a cell in the printed table
+_MOST_CHARACTERS = 60  # longest cell in the printed table
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One configuration and how it ended.
+    """The outcome of one configuration, a row of the results of ``mpi.experiments``.
 
-    ``number``: its place among the configurations, from 0. ``state``: "finished", "stopped" (early) or "failed".
-    ``value``: what ``train_fn`` returned on rank 0 of the group; of a stopped one the last value reported; None of a
-    failed one. ``seconds``: how long it took; ``began``: when, in seconds since 1970. ``group``: which group of ranks
-    ran it. ``log``: the file with its output.
+    Attributes:
+        number (int): index of the configuration, from 0.
+        configuration (object): the argument of ``train_fn``.
+        state (str): "finished", "stopped" (early) or "failed".
+        value (object): the result of ``train_fn`` on rank 0 of the group. The last reported value if the experiment was
+            stopped, None if it failed.
+        error (str): the error of a failed experiment, otherwise empty.
+        seconds (float): duration.
+        began (float): start, in seconds since 1970.
+        seed (int): start of the random generators.
+        group (int): index of the group of ranks that ran the experiment.
+        log (str): path of the file with the output.
     """
 
     number: int
@@ -41,7 +49,11 @@ class Experiment:
     log: str
 
     def cells(self) -> dict[str, Any]:
-        """The row of this experiment, by column: keys of configuration and value that are mappings are columns."""
+        """Return the row of this experiment in the table. Each key of a mapping is a column of its own.
+
+        Returns:
+            A dictionary of the cells by the names of their columns.
+        """
         row: dict[str, Any] = {"number": self.number, "state": self.state}
         for name, content in (("configuration", self.configuration), ("value", self.value)):
             parts = content if isinstance(content, Mapping) else {} if content is None else {name: content}
@@ -55,34 +67,52 @@ _COLUMNS = ("seconds", "group", "seed", "error")
 
 
 class Results(tuple[Experiment, ...]):
-    """All experiments of a sweep, by number; ``str`` is a table with a line for each."""
+    """All experiments of a sweep, a tuple in the order of the configurations. Its text is a table with one row each."""
 
     def best(self, key: str | Callable[[Any], float] | None = None, *, largest: bool = True) -> Experiment:
-        """The experiment with the largest value (or the smallest), stopped ones included.
+        """Return the experiment with the largest or the smallest value, including stopped experiments.
 
-        ``key``: what of the value counts: a key of a mapping, or a function; None: the value itself. NaN is no value,
-        nor is what a stopped one has reported if ``key`` does not fit. ValueError if there is none.
+        Failed experiments and NaN do not count. A stopped experiment does not count if ``key`` is not applicable to
+        the number that it has reported.
+
+        Args:
+            key (str or callable): key of the value, if the value is a mapping, or a function of the value that returns
+                a number. Default None, the value itself.
+            largest (bool): whether the largest value is the best. Default True.
+
+        Returns:
+            The best experiment.
+
+        Raises:
+            ValueError: no experiment has a value that can be compared.
+            TypeError, LookupError: ``key`` is not applicable to the value of a finished experiment.
         """
 
         def amount(row: Experiment) -> float:
             try:
                 return float(key(row.value) if callable(key) else row.value if key is None else row.value[key])
             except (TypeError, ValueError, LookupError, AttributeError):
-                if row.state == STOPPED:  # it has reported a number, say, where train_fn returns a mapping
+                if row.state == STOPPED:  # it has reported a number, but the key may need a mapping from train_fn
                     return math.nan
                 raise
 
         amounts = [(amount(row), row) for row in self if row.state != FAILED and row.value is not None]
         comparable = [pair for pair in amounts if not math.isnan(pair[0])]
         if not comparable:
-            raise ValueError(f"none of {len(self)} experiments has a value that can be compared")
+            raise ValueError(f"none of {len(self)} experiments has a value that can be compared; print the results")
         return (max if largest else min)(comparable, key=lambda pair: pair[0])[1]
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write all rows to a file; a file that is there is replaced at once.
+        """Write all rows to a CSV file, and replace an existing file atomically.
 
-        A spreadsheet takes a cell that begins with "=", "+", "-" or "@" for a formula. Such a text gets a "'" before
-        it, unless it is a number.
+        A text that starts with "=", "+", "-" or "@" gets a "'" before it, unless it is a number, because a spreadsheet
+        would run it as a formula.
+
+        Args:
+            path (str or path): file to write.
+
+        Raises:
+            OSError: the file cannot be written, or belongs to another user.
         """
         trusted_files.refuse_others(path)
         part = Path(f"{path}.{os.getpid()}.part")
@@ -97,7 +127,7 @@ class Results(tuple[Experiment, ...]):
         part.replace(path)
 
     def _columns(self) -> list[str]:
-        """The columns of all rows; error is the last."""
+        """Return the names of all columns; ``error`` is the last."""
         names = dict.fromkeys(name for row in self for name in row.cells())
         return [name for name in names if name not in _COLUMNS] + [name for name in _COLUMNS if name in names]
 
@@ -127,6 +157,6 @@ def _shown(value: Any) -> str:
 
 
 def _cut(value: Any, most: int) -> str:
-    """The value as text, of at most so many characters."""
+    """Return the value as a text of at most ``most`` characters."""
     text = str("" if value is None else value)
     return text if len(text) <= most else f"{text[: most - 3]}..."

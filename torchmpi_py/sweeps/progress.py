@@ -1,6 +1,6 @@
-"""The progress of a sweep, as the chief shows it: ``results.csv``, and a bar on standard error.
+"""The progress of a sweep: ``results.csv``, and a bar on standard error of rank 0.
 
-A thread looks into the ledger, for the experiments are those of all groups.
+A thread polls the ledger, because the experiments of all groups count, and the groups share only files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LOOK_SECONDS = 0.5
 
 
 class Progress:
-    """Within ``with`` the CSV follows the ledger; with ``bar``, and tqdm, a bar too."""
+    """A context manager that keeps ``results.csv`` up to date, and with ``bar`` a progress bar if tqdm is installed."""
 
     def __init__(self, ledger: Ledger, num_before: int, *, bar: bool) -> None:
         self._ledger, self._num_before, self._bar = ledger, num_before, bar
@@ -25,7 +25,7 @@ class Progress:
         self._thread = threading.Thread(target=self._follow, name="torchmpi_py experiments", daemon=True)
 
     def __enter__(self) -> Progress:
-        # Standard error itself is a log during an experiment.
+        # Duplicate standard error, because an experiment redirects it to its log.
         self._stream = os.fdopen(os.dup(2), "w")
         self._thread.start()
         return self
@@ -34,14 +34,14 @@ class Progress:
         self._is_over.set()
         self._thread.join()
         self._stream.close()
-        if not self._is_written:  # where the thread could not: now it is an error
+        if not self._is_written:  # the thread could not write the file; try again, and raise the error this time
             self._write(Results())
 
     def _follow(self) -> None:
         ended, bar = Results(), self._made_bar()
         while True:
             is_last = self._is_over.wait(_LOOK_SECONDS)
-            with contextlib.suppress(OSError):  # a disk that is full for a while
+            with contextlib.suppress(OSError):  # the disk may be full for a short time
                 if is_last or self._ledger.num_ended() != len(ended):
                     ended, self._is_written = self._write(ended), is_last
                     if bar is not None:
@@ -58,7 +58,7 @@ class Progress:
         return ended
 
     def _made_bar(self) -> Any:
-        """The bar; None if it is not wanted, or tqdm is not installed."""
+        """Return the bar, or None if ``bar`` is False or tqdm is not installed."""
         if not self._bar:
             return None
         try:
