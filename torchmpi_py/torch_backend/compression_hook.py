@@ -86,7 +86,7 @@ def compressed(compression: Compression, group: Any = None) -> Hook:
         TypeError: ``compression`` is not a compression, or ``group`` is not a group of backend "torchmpi".
         RuntimeError: ``group`` is None, and there is no default group.
 
-    Example:
+    Examples:
         ::
 
             ddp = torch.nn.parallel.DistributedDataParallel(net)

@@ -74,7 +74,7 @@ def average(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         TypeError: ``state`` is not a group of backend "torchmpi", or the gradients are sparse.
         RuntimeError: ``state`` is None, and there is no default group.
 
-    Example:
+    Examples:
         ::
 
             ddp = torch.nn.parallel.DistributedDataParallel(net)
