@@ -96,7 +96,7 @@ def commands(text):
     for line in text.splitlines():
         if line.startswith("$ ") or end is not None:
             copied.append(line.removeprefix("$ "))
-            heredoc = re.search(r"<<-?\s*['\"]?(\w+)", line) if end is None else None
+            heredoc = re.search(r"(?<!<)<<-?\s*['\"]?([A-Za-z_]\w*)", line) if end is None else None
             if heredoc:
                 end = heredoc[1]
             elif not end:

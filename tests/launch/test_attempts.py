@@ -45,7 +45,7 @@ def test_what_keeps_a_job_from_its_start_is_a_line(before, said):
 
 def test_a_hostfile_that_cannot_be_written(tmp_path):
     job = Job(StarterCommand(["true"], {}, {}, hostfile="a"), JobSpec(), tmp_path / "none")
-    with pytest.raises(LaunchError, match=r"hostfile: No such file .* name another"):
+    with pytest.raises(LaunchError, match=r"hostfile: No such file .* to another"):
         job.run()
 
 
@@ -202,7 +202,7 @@ def test_an_elastic_job_that_all_ranks_have_left_ends(last, code):
     assert job.returncode == code, job.stderr
     first = r"torchmpirun: rank 1 \(process \d+\) was killed by signal 9"
     assert re.match(first + f"{ON}\n", job.stderr)
-    second = r"torchmpirun: rank 0 \(process \d+\) was killed by signal 9\n.*it is ended\n"
+    second = r"torchmpirun: rank 0 \(process \d+\) was killed by signal 9\n.*ending mpirun\n"
     is_told = bool(re.search(rf"{second}{first}; rank 0 .*signal 9\n", job.stderr))
     assert is_told == (code == 137), job.stderr
 

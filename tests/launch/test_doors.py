@@ -48,7 +48,7 @@ def look(job, tmp_path, stage):
 
 def on_the_page(who):
     """The number of ports for two ranks that the page's first table states for ``who`` and this MPI."""
-    rows = [line.split("|") for line in PAGE.read_text().partition("## Who can reach a job")[2].splitlines()]
+    rows = [line.split("|") for line in PAGE.read_text().partition("## Ports and security")[2].splitlines()]
     row = next(row for row in rows if len(row) > 2 and row[1].strip() == who)
     return int(re.findall(r"\d+", row[2])[jobs.VENDOR == "mpich"])
 

@@ -281,4 +281,4 @@ def test_hosts_of_a_batch_system(tmp_path, monkeypatch, options, nodes, named, n
 def test_elsewhere_than_on_linux_it_says_so(monkeypatch, capfd):
     monkeypatch.delattr(launcher.os, "sched_getaffinity")
     assert launcher.main(["-n", "2", "a.py"]) == 2
-    assert "Linux only" in capfd.readouterr().err
+    assert "only on Linux" in capfd.readouterr().err

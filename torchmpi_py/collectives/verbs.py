@@ -1005,7 +1005,7 @@ def broadcast_object_async(
     """Start to send the object of ``root`` to every rank.
 
     Asynchronous version of ``broadcast_object``: every rank of ``comm`` must make this call, which returns at once.
-    Objects travel by pickle, which can run code on arrival: use it among ranks that you trust.  All asynchronous calls
+    Objects travel by pickle, which can run code on arrival: use it among ranks that you trust. All asynchronous calls
     must be in the same order on every rank, across communicators.
 
     Args:
@@ -1073,7 +1073,7 @@ def allgather_object_async(
     """Start to collect the objects of all ranks into a list, in rank order.
 
     Asynchronous version of ``allgather_object``: every rank of ``comm`` must make this call, which returns at once.
-    Objects travel by pickle, which can run code on arrival: use it among ranks that you trust.  All asynchronous calls
+    Objects travel by pickle, which can run code on arrival: use it among ranks that you trust. All asynchronous calls
     must be in the same order on every rank, across communicators.
 
     Args:
