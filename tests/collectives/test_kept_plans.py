@@ -128,7 +128,7 @@ def test_errors_are_those_of_a_first_call(mpi):
         (ValueError, "op 'mean' is unknown", torch.ones(4), {"op": "mean"}),
         (ValueError, "op 'band' is not defined for torch.float32", torch.ones(4), {"op": "band"}),
         (ValueError, "flavour 'fast' is unknown", torch.ones(4), {"flavour": "fast"}),
-        (TypeError, "sparse_coo tensor; pass a dense one", torch.ones(4).to_sparse(), {}),
+        (TypeError, "sparse_coo tensor; pass a dense tensor", torch.ones(4).to_sparse(), {}),
         (TypeError, "group.*comm=", torch.ones(4), {"group": None}),
         (CommunicatorError, "was freed", torch.ones(4), {"comm": comm}),
     ):

@@ -62,7 +62,7 @@ def shard(dataset: Any, *, shuffle: bool = True, seed: int = 0) -> Sampler[int]:
     Examples:
         >>> data = torch.utils.data.TensorDataset(torch.arange(8.0))
         >>> loader = torch.utils.data.DataLoader(data, batch_size=2, sampler=mpi.shard(data))
-        >>> len(loader) == 4 // mpi.size()
+        >>> len(loader) == -(-(-(-8 // mpi.size())) // 2)  # each rank has a share of the 8 samples, in batches of 2
         True
     """
     place = process.size(), process.rank()
