@@ -226,7 +226,13 @@ def test_a_forced_flavour_stays_forced(mpi, selector, asked, form):
         assert asked == [name]
     x, on_meta = torch.ones(mpi.size()), torch.ones(3, device="meta")
     for error, words, verb, args, name in (
-        (Unavailable, "all ranks are on one node; to define groups of your own, call set_collective_span", "allreduce", (x,), "hierarchical"),
+        (
+            Unavailable,
+            "all ranks are on one node; to define groups of your own, call set_collective_span",
+            "allreduce",
+            (x,),
+            "hierarchical",
+        ),
         (Unavailable, "on meta: .*mpi: unavailable: serves cpu, cuda", "allreduce", (on_meta,), None),
         (Unimplemented, "scatter of a tensor on cpu", "scatter", (x,), "hierarchical"),
         (Unimplemented, "shared: unimplemented", "sendreceive", (1, 0, 0), "shared"),
@@ -251,4 +257,7 @@ def test_availability(mpi):
     lines = str(table).splitlines()
     assert max(map(len, lines)) <= 100
     assert lines[4].replace(" ", "") == "|allreduce|yes|yes|yes|no1|no1|no1|no2|yes|"
-    assert any(line.startswith("no 2: all ranks are on one node; to define groups of your own, call set_collective_span") for line in lines)
+    assert any(
+        line.startswith("no 2: all ranks are on one node; to define groups of your own, call set_collective_span")
+        for line in lines
+    )

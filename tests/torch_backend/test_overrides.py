@@ -127,7 +127,9 @@ def test_the_timeout_that_torch_sets_reaches_the_group(mpi):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_part_of_the_ranks_is_refused_as_a_default_group(mpi):
-    with pytest.raises(mpi.TorchMPIError, match=r"expected all \d ranks of MPI in the group, found 1\..*dist\.new_group\(ranks\)"):
+    with pytest.raises(
+        mpi.TorchMPIError, match=r"expected all \d ranks of MPI in the group, found 1\..*dist\.new_group\(ranks\)"
+    ):
         dist.init_process_group("torchmpi", store=dist.HashStore(), rank=0, world_size=1)
 
 
