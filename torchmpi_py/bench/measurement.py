@@ -70,7 +70,7 @@ class Measurement:
         ]
 
     def rows(self, num_bytes: int, buffers: str) -> list[ResultRow]:
-        """One row per candidate, for one size and kind of buffers. WrongValue if a result is wrong."""
+        """Return one row per candidate for a size and a kind of buffers. Raise WrongValue if a result is wrong."""
         is_cold = buffers == "cold"
         rotations = self.rotations(num_bytes, is_cold=is_cold)
         self._verify(rotations, num_bytes, f"{buffers} buffers, before timing")

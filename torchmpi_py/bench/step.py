@@ -54,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 @command_line.with_message
 def _ways(text: str) -> list[str]:
     if unknown := [way for way in text.split(",") if way not in trainers.WAYS]:
-        raise ValueError(f"{unknown[0]!r}: give some of {', '.join(trainers.WAYS)}")
+        raise ValueError(f"{unknown[0]!r} is not a kind of trainer; choose from {', '.join(trainers.WAYS)}")
     return text.split(",")
 
 

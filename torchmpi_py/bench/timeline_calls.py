@@ -59,7 +59,7 @@ class RankCalls:
     calls: list[RecordedCall]
     num_before: int
     num_last: int = 0  # operations to which this rank came last
-    kept_others_us: float = 0.0  # sum of the waits of the other ranks in these
+    kept_others_us: float = 0.0  # total time that the other ranks waited in these operations
 
     @property
     def waited_us(self) -> float:
@@ -82,7 +82,7 @@ def read(directory: Path, about: Mapping[str, Any]) -> JobCalls:
     try:
         num_ranks, kept = kept_boards.load(directory)
     except Exception as error:  # a broken board raises any
-        raise UsageError(f"{directory}: a board cannot be read: {error}") from error
+        raise UsageError(f"cannot read the records of the ranks in {directory}: {error}") from error
     if kept:
         dumps = {rank.dump["rank"]: rank.dump for rank in kept}
         places = {rank.dump["rank"]: (rank.host, f"with{'' if rank.has_left else 'out'} mpi.stop()") for rank in kept}

@@ -20,7 +20,7 @@ _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 def parse_link(text: str) -> float:
-    """Return the bytes a second of ``--link``, such as "1gbit" or "200mbit"."""
+    """Return the rate of ``--link`` (such as "1gbit" or "200mbit") in bytes per second."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]bit)", text.lower())
     if match is None or float(match[1]) == 0:
         raise ValueError(f"{text!r}: give the rate of a link in one direction, such as 200mbit (iperf3 measures it)")

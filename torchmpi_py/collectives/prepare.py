@@ -55,7 +55,10 @@ def blocking(prepare: Callable[P, R]) -> Callable[P, R]:
 
 
 def asynchronous(collective: Callable[P, R]) -> Callable[[Callable[P, Handle[R]]], Callable[P, Handle[R]]]:
-    """Decorator: launch the operation of a collective, and return its handle. The decorated body is never run."""
+    """Return a decorator that makes the asynchronous version of ``collective``.
+
+    The asynchronous version launches the operation and returns a handle. The body of the decorated function never runs.
+    """
     return functools.partial(_form, builder(collective), is_async=True)
 
 

@@ -98,7 +98,7 @@ class Recorded(Protocol):
 
     @property
     def others(self) -> Sequence[Any]:
-        """The remaining arguments; the last one of a message is its source or destination."""
+        """The remaining arguments. For a send or receive, the last argument is the destination or source rank."""
 
     @property
     def fingerprint(self) -> tuple[Any, ...] | None:

@@ -98,10 +98,13 @@ WAYS: tuple[Create, ...] = (nameless, named)
 
 
 def kept(path: str) -> Create:
-    """Return a way to create a file that stays at ``path`` after the job; an older file there loses only its name."""
+    """Return a function that creates a file at ``path``, which stays after the job.
+
+    The new file replaces an older file at ``path``. Processes that have mapped the older file can still use it.
+    """
 
     def create(num_bytes: int, _: contextlib.ExitStack) -> str:
-        """A file that is kept."""
+        """Create the file with ``num_bytes`` bytes, and return its path."""
         file, temporary = tempfile.mkstemp(dir=os.path.dirname(path))
         try:
             os.posix_fallocate(file, 0, num_bytes)  # as in ``named``

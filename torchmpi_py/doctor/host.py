@@ -40,7 +40,7 @@ def cores() -> Iterator[Finding]:
 
 
 def memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Iterable[Path] | None = None) -> Iterator[Finding]:
-    """Report whether memory suffices for one rank per core. ``cgroups``: this process's folders, for tests."""
+    """Report whether memory suffices for one rank per core. Tests pass ``cgroups`` in place of the real folders."""
     free, limit = topology.free_memory(meminfo, cgroups)
     text = f"{free // _MIB} MiB free{limit}"
     num_needed = topology.num_usable_cores() * _BYTES_OF_A_RANK

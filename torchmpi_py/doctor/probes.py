@@ -29,7 +29,8 @@ def ask_mpi() -> dict[str, Any]:
     name, version = MPI.get_vendor()
     granted = MPI.Init_thread(MPI.THREAD_MULTIPLE)
     try:
-        MPI.COMM_SELF.Dup().Revoke()  # Revoke, because mpi4py substitutes other functions that an MPI lacks
+        # Call Revoke, because mpi4py has substitutes for the other ULFM functions that an MPI may lack.
+        MPI.COMM_SELF.Dup().Revoke()
         has_ulfm = name == "Open MPI"  # MPICH has only a part of ULFM
     except (NotImplementedError, AttributeError, MPI.Exception):
         has_ulfm = False

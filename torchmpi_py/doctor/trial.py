@@ -34,7 +34,10 @@ def main() -> None:
 
 
 def outcome(row: AvailabilityRow) -> str:
-    """Return the result of the sum by a flavour, the same on every rank. Collective."""
+    """Test allreduce with the flavour of ``row``. Collective.
+
+    Return RIGHT, WRONG or the status of a flavour that is not available; the result is the same on every rank.
+    """
     if row.status != "available":
         return row.status
     place = mpi.device() if row.device == "cuda" else torch.device("cpu")

@@ -173,7 +173,10 @@ class BatchIterator(ABC):
         return place
 
     def _run(self, place: IterationPlace, batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
-        """Yield the batches of an iteration. Its place is this iterator's place, except during an inner iteration."""
+        """Yield the batches of an iteration, whose position is stored in ``place``.
+
+        While an inner iteration runs, the iterator describes the position of the inner iteration.
+        """
         outer = self._place if self._place.is_running else None
         self._place, self._is_set, place.is_running = place, False, True
         try:

@@ -231,10 +231,9 @@ class Checkpoint(Extension):
     def _restore(self, state: State, parts: dict[str, Any]) -> None:
         experiment, now = parts["experiment"], os.environ.get(config.EXPERIMENT)
         if experiment != now:
-            raise ValueError(
-                f"it belongs to experiment {experiment} of a sweep, and this is experiment {now}: use one folder per "
-                "experiment, such as Checkpoint(mpi.experiment_folder())"
-            )
+            saved, here = (f"experiment {each} of a sweep" if each else "no experiment" for each in (experiment, now))
+            remedy = "use one folder per experiment, such as Checkpoint(mpi.experiment_folder())"
+            raise ValueError(f"it was saved in {saved}, but this run is in {here}; {remedy}")
         trained = parts["trained"]
         for name, module in state.as_one_module().named_children():
             content = trained["modules"].get(name, {})
@@ -254,7 +253,7 @@ class Checkpoint(Extension):
             state.loss = parts["loss"].to(next((tensor.device for tensor in state.parameters()), None))
         requested, last = parts["maxepoch"]
         if state.maxepoch == requested:  # Otherwise the program asks for another number of epochs now.
-            # A hook that lowered maxepoch in the middle of an epoch meant the end of that epoch.
+            # If a hook has lowered maxepoch in the middle of an epoch, the run ends at the end of that epoch.
             state.maxepoch = max(last, state.epoch + (state.position > 0))
 
 

@@ -27,7 +27,11 @@ from torchmpi_py.engine.state import State
 
 
 def length(sample: Any) -> int | None:
-    """Return the number of samples, from the target's length; None if ``hooks.on_sample`` may replace the sample."""
+    """Return the length of the sample's target, which is the number of samples.
+
+    Return 0 for None. Return None if the sample has no target, or a target without a length; ``hooks.on_sample`` may
+    then replace the sample.
+    """
     if sample is None:
         return 0
     try:
@@ -122,8 +126,8 @@ def restore_place(iterator: Any, place: dict[str, Any] | None, position: int) ->
         return position
     if position > 0 and outcomes.rank() == 0:
         name = type(iterator).__name__
-        text = "the position in the epoch of a %s is unknown, so the epoch begins again; a DatasetIterator"
-        logger.warning(text + " continues (on the same number of ranks torchdata's StatefulDataLoader too)", name)
+        text = "the position of a %s in the epoch is unknown, so the epoch begins again; use a DatasetIterator to"
+        logger.warning(f"{text} continue (torchdata's StatefulDataLoader can too, on the same number of ranks)", name)
     return 0
 
 

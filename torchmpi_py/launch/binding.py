@@ -121,8 +121,8 @@ def _visible(environment: Mapping[str, str], num_gpus: int) -> Sequence[int]:
     indices = [int(name) for name in names]
     if len(set(indices)) < len(indices) or max(indices) >= num_gpus:
         return ()
-    # If one of several GPUs is visible, all ranks may share it, or each rank may see another one. Slurm may count from
-    # the first GPU that it has granted.
+    # The indices are unclear in two cases. If one of several GPUs is visible, all ranks may share it, or each rank
+    # may see a different GPU. Slurm may count from the first GPU that it has granted.
     is_cut = len(indices) < num_gpus
     return () if is_cut and (len(indices) == 1 or "SLURM_JOB_ID" in environment) else indices
 

@@ -124,7 +124,7 @@ def record(folder: str, mark: str, process_id: int) -> None:
 
 
 def ranks_running(folder: Path, mark: str = "running") -> dict[int, int]:
-    """Return the process of each rank with this ``mark``; 0 if the process has no number here."""
+    """Return the process ID of each rank that has this ``mark``; 0 if it has no ID in this PID namespace."""
     return {int(rank): process_id for rank, process_id, _ in _processes(folder, mark)}
 
 

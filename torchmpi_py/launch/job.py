@@ -326,7 +326,7 @@ class Job:
         code = 128 - own if own < 0 else int(own)
         failures = exit_marks.failures(self.folder)
         if not failures and (agreed_code := exit_marks.code_of_end(self.folder)):
-            # The ranks were asked to end, and torchmpirun was not: a host may be about to leave.
+            # The ranks received a request to end, but torchmpirun did not: a host may be about to leave.
             self.verb, self.was_ended = "ended, as its ranks were asked to", not self.spec.discover
             return agreed_code
         report = self._starter_report(code)

@@ -20,7 +20,7 @@ from torchmpi_py.launch.mpirun import Vendor
 from torchmpi_py.launch.terminal import say
 
 NETWORKS = Path("/sys/class/net")
-_MOST_RESTARTS = 3  # if the MPI does not support --elastic, and for --elastic-restart
+_MOST_RESTARTS = 3  # default of --max-restarts with --elastic-restart, or if restarts replace --elastic
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def read(options: argparse.Namespace, words: list[str], environment: Mapping[str
 
 
 def _interface(options: argparse.Namespace) -> str:
-    """Return the network interface between hosts. LaunchError if this host lacks it, unless nothing is run."""
+    """Return the network interface between hosts. Raise LaunchError if this host lacks it, except with --dry-run."""
     name: str = options.interface
     if name and not (options.dry_run or (NETWORKS / name).exists()):
         up = ", ".join(sorted(file.parent.name for file in NETWORKS.glob("*/operstate") if file.read_text() == "up\n"))
@@ -145,7 +145,7 @@ def _num_ranks_within(options: argparse.Namespace, num_ranks: int) -> int:
     LaunchError for options that exclude --elastic-restart or --discover.
     """
     if not options.elastic_restart:
-        raise LaunchError("--discover names hosts; add --elastic-restart MIN:MAX, the numbers of ranks that may run")
+        raise LaunchError("--discover needs --elastic-restart MIN:MAX, the least and greatest number of ranks; add it")
     (least, most), script = options.elastic_restart, options.discover
     of_restart = {"-n": options.num_ranks, "--groups": options.groups, "--elastic": options.elastic}
     of_script = {f"--{name}": getattr(options, name) for name in ("hosts", "hostfile")}

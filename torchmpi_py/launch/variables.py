@@ -304,9 +304,10 @@ def _short(name: str) -> str:
 
 
 def _name_for_others(name: str) -> str:
-    """Return a host's name for its peers.
+    """Return the name by which other hosts reach a host.
 
-    For ``user@[::1]`` this is the address; for this host's loopback it is the host's name.
+    A user name and brackets are removed. This host's own name replaces a loopback name (``localhost``, ``::1``,
+    ``127.0.0.1``).
     """
     bare = name.rpartition("@")[2].strip("[]")
     return socket.gethostname() if bare in ("localhost", "::1") or bare.startswith("127.") else bare

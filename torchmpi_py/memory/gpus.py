@@ -39,7 +39,10 @@ _SWITCHED_OFF = "switched off by start(with_ipc_groups=False)"
 
 @dataclasses.dataclass
 class GpuTable:
-    """The GPU of every world rank by its place. ``why_no_ipc``: why ranks cannot map GPU memory of others, or empty."""
+    """The GPU of each world rank, by the rank's place.
+
+    ``why_no_ipc`` says why ranks cannot map each other's GPU memory; it is empty if they can.
+    """
 
     gpus: Mapping[Place, Gpu]
     why_no_ipc: str

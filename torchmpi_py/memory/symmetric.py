@@ -270,7 +270,8 @@ def unmap_peers(node: MPI.Comm) -> None:
     """
     segments = [segment for segment in live.now[1] if isinstance(segment, cuda_ipc.GpuSegment)]
     for device in {part.device for segment in segments for part in segment.parts.values()}:
-        with contextlib.suppress(RuntimeError):  # CUDA raises errors of earlier work; the other ranks wait below.
+        # CUDA may report an error of earlier work here. Ignore it, because the other ranks wait at the barrier below.
+        with contextlib.suppress(RuntimeError):
             devices.of(device).synchronize()  # Work of a broken communicator may still be running.
     for segment in segments:
         live.remove(segment)

@@ -309,7 +309,7 @@ class _TopK(Compressor):
 class PowerSGD(Compression):
     """Send each gradient of at least two dimensions as a product of two matrices of rank ``rank``, if that is smaller.
 
-    The part that the product lacks is added to the next step's gradients. Applies to float32 and float64 gradients.
+    The approximation error is added to the next step's gradients. Only float32 and float64 gradients are compressed.
     Gradients that would not become smaller are sent uncompressed.
 
     Args:

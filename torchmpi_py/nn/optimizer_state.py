@@ -71,7 +71,7 @@ class OptimizerKind(NamedTuple):
             raise ValueError(f"it was trained by the optimizer {saved.name}, and this one is {self.name}")
         for number, (theirs, mine) in enumerate(zip(saved.shapes, self.shapes, strict=False)):
             if theirs != mine:
-                raise ValueError(f"parameter {number} of its {self.name} has shape {theirs}, and of this one {mine}")
+                raise ValueError(f"parameter {number} has shape {theirs} in the saved {saved.name}, but {mine} now")
 
 
 def name_of_class(optimizer: Any, transparent: tuple[type, ...] = ()) -> str:

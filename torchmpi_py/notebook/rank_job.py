@@ -262,7 +262,7 @@ def _address_for(words: list[str]) -> str:
     except SystemExit:
         raise LaunchError(f"{' '.join(words)}: pass options of torchmpirun, such as -n 4 (error above)") from None
     if options.program != _PROGRAM:
-        raise LaunchError(f"{options.program[0]!r} is not an option of torchmpirun; omit it, the program is the cell")
+        raise LaunchError(f"{options.program[0]!r} is not an option of torchmpirun; omit it: the cell is the program")
     if invalid := [f"--{name.replace('_', '-')}" for name in _REFUSED.split() if getattr(options, name)]:
         raise LaunchError(f"{', '.join(invalid)}: not for notebooks, where the death of a rank ends the job; omit it")
     placed = allocation.place(1, options.hosts, options.hostfile, os.environ)

@@ -136,7 +136,7 @@ def experiments(
 def _group_size(wanted: int | None, place: group_of_ranks.GroupOfRanks | None, folder: Path) -> int:
     """Return the number of ranks of a group. Raise ValueError if it, or the folder, is not valid."""
     if place and folder in _folders:
-        raise ValueError(f"{folder} was used by an earlier call of mpi.experiments; pass another directory= to each")
+        raise ValueError(f"mpi.experiments has used {folder} before; pass a different directory= to each call")
     if chief.is_in_experiment():
         raise ValueError("mpi.experiments was called in an experiment; experiments cannot be nested")
     size = process.size() if wanted is None and place else 1 if wanted is None else wanted

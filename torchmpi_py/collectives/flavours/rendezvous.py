@@ -100,7 +100,10 @@ def _connected_later(connect: Callable[[], Any]) -> Any:
 
 
 def _shared_file(channel: Channel) -> str | None:
-    """Return the path of a new file in the job's folder, which the store removes; None if ranks cannot share one."""
+    """Return the path of a new file in the job's folder; None if the ranks cannot share a file.
+
+    The store removes the file.
+    """
     path = os.path.join(os.environ.get("TORCHMPIRUN_JOB_DIR", ""), f"store-{secrets.token_hex(8)}")
     is_shared = channel.num_nodes == 1 and "TORCHMPIRUN_JOB_DIR" in os.environ
     if channel.rank == 0 and is_shared:

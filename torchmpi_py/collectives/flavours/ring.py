@@ -219,7 +219,8 @@ class _Reduction:
             chunk = incoming[: (end - begin) * dtype.itemsize].view(dtype)
             yield post(self.comm, step, mpi_buffers.raw(sent)[0], mpi_buffers.raw(chunk)[0])
             chunk, as_it_is = how.partial(chunk) if as_it_is else chunk, False
-            # Both are complete: add this rank's values to the received chunk, in the last step right into the target.
+            # The send and the receive are complete. Add this rank's values to the received chunk. The last step writes
+            # the sum directly into the target.
             if end > begin:
                 out = plain_target if plain_target is not None and step is steps[-1] else chunk
                 last_bounds, partial = step.received, how.combine(mine(step.received), chunk, out=out)
