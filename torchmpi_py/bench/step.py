@@ -1,10 +1,11 @@
 """The command ``step``: the time that averaging the gradients adds to one training step.
 
-The same network, data and optimizer, with the gradients averaged in several ways. Each way is a *trainer*: a function
-that takes some steps of an ongoing training and calls ``done`` after each one. The time between two calls is one whole
-step, from taking the sample to the new parameters, also where the loop is the engine's. The trainers take turns in
-short runs of several steps. The first step of each run is not counted: it follows another trainer's, and the engine's
-includes the begin of ``train``. On a GPU ``done`` waits for the GPU after every step of every trainer.
+The network, data and optimizer stay the same, and the gradients are averaged in several ways. Each way is a *trainer*:
+a function that makes some steps of an ongoing training and calls ``done`` after each step. The time between two calls
+is one whole step, from taking the sample to the new parameters, also in the engine's loop. The trainers make short runs
+of several steps alternately. The first step of each run is not counted, because it follows a step of a different
+trainer, and the engine's first step includes the start of ``train``. On a GPU ``done`` waits for the GPU after every
+step of every trainer.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _CPU = torch.device("cpu")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of ``step``."""
+    """Add the options of ``step``."""
     add = parser.add_argument
     networks = "perceptron: few large gradients (default); gpt: 0.8 M parameters, 128 tokens a sample"
     add("--network", choices=trainers.NETWORKS, default="perceptron", help=networks)
@@ -129,7 +130,7 @@ def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
 
 
 def render(report: StepReport) -> str:
-    """The report in Markdown."""
+    """Return the report in Markdown."""
     network = f"{report.network} {'-'.join(map(str, report.layers))}"
     where = "" if report.device == "cpu" else f" on {report.device}"
     batches = f"{report.optimizer}, batches of {report.batch} a rank"
@@ -160,11 +161,11 @@ def _row(report: StepReport, name: str) -> list[str]:
 def _measured(
     comm: MPI.Comm, made: Sequence[trainers.Trainer], samples: Sequence[trainers.Sample], options: argparse.Namespace
 ) -> dict[str, list[float]]:
-    """The seconds of the timed steps of each trainer, each of the slowest rank. Collective."""
+    """Return the seconds of each trainer's timed steps; each step counts as on the slowest rank. Collective."""
     for trainer in made:
         trainer.train(samples, lambda: None)  # untimed: DDP builds its buckets, memory is allocated
     _check_alike(made)
-    # Short runs in turn, in an order that changes: load on the machine hits all trainers alike.
+    # The trainers make short runs alternately, in a changing order, so load on the machine slows all of them equally.
     times: dict[str, list[float]] = {trainer.name: [] for trainer in made}
     rounds = range(-(-options.steps // STEPS_PER_RUN))
     for turn in progress_bar.shown(rounds, lambda turn: "steps", rank=comm.rank, always=options.progress):
@@ -172,14 +173,14 @@ def _measured(
             comm.Barrier()
             times[made[index].name] += _run(made[index], samples)
     for trainer in made:
-        # The ranks of these differ.
+        # These trainers leave different parameters on each rank.
         if trainer.name not in (trainers.NONE, trainers.DDP_ALONE, trainers.FSDP, trainers.FSDP_TORCHMPI):
             mpinn.check_with_allreduce(trainer.network)
     return {name: np.max(comm.allgather(of_trainer), axis=0).tolist() for name, of_trainer in times.items()}
 
 
 def _run(trainer: trainers.Trainer, samples: Sequence[trainers.Sample]) -> list[float]:
-    """The seconds of all steps but the first."""
+    """Run the steps, and return the seconds of each step except the first."""
     ends: list[float] = []
     device = devices.of(samples[0][0].device)
 
@@ -201,16 +202,16 @@ def _check_alike(made: Sequence[trainers.Trainer]) -> None:
 
 
 def _whole(x: Any) -> torch.Tensor:
-    """A parameter; collective where the ranks share it out."""
+    """Return the whole parameter. Collective if each rank has only a part of the parameter."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x  # type: ignore[no-any-return]
 
 
 def make_samples(
     layers: Sequence[int], batch: int, num_steps: int, rank: int, *, device: torch.device = _CPU, is_text: bool = False
 ) -> list[trainers.Sample]:
-    """The batches of ``rank`` on ``device``: inputs (batch, layers[0]), and a class index for each input.
+    """Return the batches of ``rank`` on ``device``: inputs (batch, layers[0]), and a class index for each input.
 
-    ``is_text``: inputs are tokens, and each token has a class index.
+    With ``is_text`` the inputs are tokens, and each token has a class index.
     """
     generator = torch.Generator().manual_seed(trainers.SEED + rank)
     samples = []

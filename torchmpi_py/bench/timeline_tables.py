@@ -18,7 +18,7 @@ _RATES = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1.0, "B/s"))
 
 
 def parts(job: JobCalls, about: Mapping[str, Any]) -> dict[str, str]:
-    """The parts of the page by the names of their places in it."""
+    """Return the parts of the page by the names of their placeholders."""
     title = f"Timeline of {about['command']}" if about else "Timeline of a job that hung"
     return {
         "TITLE": escape(title),
@@ -30,12 +30,12 @@ def parts(job: JobCalls, about: Mapping[str, Any]) -> dict[str, str]:
 
 
 def duration(microseconds: float) -> str:
-    """A time with three digits and its unit."""
+    """Return a time with three digits and its unit."""
     return _with_unit(microseconds, _TIMES)
 
 
 def bandwidth(bytes_per_second: float) -> str:
-    """A bandwidth with three digits and its unit."""
+    """Return a bandwidth with three digits and its unit."""
     return _with_unit(bytes_per_second, _RATES)
 
 
@@ -69,7 +69,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _whose_records(job: JobCalls, about: Mapping[str, Any]) -> str:
-    """Which start of the job has left the records, if it is not the last one; else empty."""
+    """Return which start of the job has left the records; empty for the last start."""
     if job.is_of_last:
         return ""
     whose = f"restart {job.restart}" if job.restart else "the first start"
@@ -77,7 +77,7 @@ def _whose_records(job: JobCalls, about: Mapping[str, Any]) -> str:
 
 
 def _end(about: Mapping[str, Any]) -> str:
-    """Why the job has ended; empty for a job that ended in order."""
+    """Return why the job has ended; empty for a job that ended in order."""
     if not about.get("reason") or not about["exit_code"]:
         return ""
     return f"<section><h2>Why it ended</h2><p><strong>{escape(about['reason'])}</strong></p></section>"

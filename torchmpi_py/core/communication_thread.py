@@ -185,5 +185,5 @@ def current() -> CommunicationThread:
 
 
 def is_installed() -> bool:
-    """Whether there is a communication thread."""
+    """Return whether there is a communication thread."""
     return current_thread is not None

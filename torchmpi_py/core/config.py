@@ -186,7 +186,10 @@ def log_level(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def keep(path: pathlib.Path, content: object) -> None:
-    """Write ``content`` as JSON to a file for later jobs. Readers see the whole file or none. OSError if it fails."""
+    """Write ``content`` as JSON to a file for later jobs. Raise OSError if the file cannot be written.
+
+    Readers see the whole file or none.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     trusted_files.refuse_others(path)
     file, temporary = tempfile.mkstemp(prefix=path.name, dir=path.parent)

@@ -186,7 +186,7 @@ def _open_nameless() -> None:
 
 
 def _read_other_process() -> None:
-    """Let a child read its parent's memory, as ranks read each other's. OSError if that is not allowed."""
+    """Let a child read its parent's memory, as ranks read each other's. Raise OSError if that is not allowed."""
     source, read_end, write_end = ctypes.create_string_buffer(b"memory"), *os.pipe()
     libc, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
     # Open MPI also does this, for the security module yama

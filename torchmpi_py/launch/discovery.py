@@ -36,7 +36,10 @@ _WAIT_SECONDS = 600.0  # limit for enough hosts, in a job without --timeout
 
 
 def ask(script: str) -> tuple[Host, ...]:
-    """Return the hosts that the script prints. LaunchError if it fails, does not end, or prints something else."""
+    """Return the hosts that the script prints.
+
+    Raise LaunchError if the script fails, does not end, or prints something else.
+    """
     # Use a file, because a process that the script leaves behind would keep a pipe open. The script's process group is
     # killed.
     with tempfile.TemporaryFile("w+", errors="replace") as out:

@@ -5,17 +5,19 @@ written under another name and then renamed, so a reader sees a complete mark or
 
 - running-R: rank R has not ended in order yet. Holds its process number, the namespace in which this number is valid
   (another host or container may share the folder), a checksum of its command line, and its start time
-- alive-R: a pipe that rank R holds open until it ends, and writes into when it fails failed-R rank R failed: when,
-- with: which exit code, what it reported about another rank, and the shared memory it held through-R rank R's program
-  has
-- returned;: functions registered with atexit may still run stage-R where rank R is from its first ``mpi.stop()`` on,
-- and: how long it may wait there (`Stage`) over-R running-R under a new name, once rank R has run everything that its
-- program: had registered with atexit alone-R rank R ended in order without contacting another rank met-R rank R,
-- or: a process that it started, began to contact other ranks heard-R Ctrl-C reached rank R's program own-R rank
-- R's: program has installed its own handler for Ctrl-C, which leaves no ``heard-R`` ended-R rank R ended because all
-- ranks: agreed to end the job on request: its exit code ending torchmpirun itself: it passes on a signal that asks the
-- job: to end remains torchmpirun itself: what must be cleared away if torchmpirun is killed (`cleanup`) guard-P
-- process: P, which is torchmpirun or its guardian, clears the folder away; in the form of ``running-R``
+- alive-R: a pipe that rank R holds open until it ends, and writes into when it fails
+- failed-R: rank R failed. Holds the time, the exit code, a report about another rank, and the shared memory of R
+- through-R: the program of rank R has returned; functions registered with atexit may still run
+- stage-R: where rank R is from its first ``mpi.stop()`` on, and how long it may wait there (`Stage`)
+- over-R: running-R under a new name, once rank R has run everything that its program had registered with atexit
+- alone-R: rank R ended in order without contacting another rank
+- met-R: rank R, or a process that it started, began to contact other ranks
+- heard-R: Ctrl-C reached the program of rank R
+- own-R: the program of rank R has installed its own handler for Ctrl-C, which leaves no ``heard-R``
+- ended-R: rank R ended because all ranks agreed to end the job on request. Holds its exit code
+- ending: torchmpirun passes on a signal that asks the job to end
+- remains: torchmpirun lists here what must be cleared away if torchmpirun is killed (`cleanup`)
+- guard-P: process P, which is torchmpirun or its guardian, clears the folder away. In the form of ``running-R``
 
 On a full disk some marks are missing, but the job still ends. The end of this file holds the function by which a
 failing rank aborts the job.

@@ -81,7 +81,7 @@ def refusing(subject: str, remedy: str) -> Iterator[None]:
 
 
 def new_folder() -> tempfile.TemporaryDirectory[str]:
-    """Create a folder for the marks of a job. LaunchError if none can be created."""
+    """Create a folder for the marks of a job. Raise LaunchError if none can be created."""
     with refusing("no folder for the job", ROOM_REMEDY):
         return tempfile.TemporaryDirectory(prefix=cleanup.FOLDER_PREFIX, ignore_cleanup_errors=True)
 

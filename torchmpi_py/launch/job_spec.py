@@ -71,7 +71,10 @@ class JobSpec:
 
 
 def read(options: argparse.Namespace, words: list[str], environment: Mapping[str, str]) -> JobSpec:
-    """Return the job that the options describe; ``words``: the command line. LaunchError if they do not fit."""
+    """Return the job that the options describe. Raise LaunchError if options do not fit together.
+
+    ``words`` is the command line.
+    """
     vendor, starter = _mpi(options, environment)
     placed = allocation.place(options.num_ranks, options.hosts, options.hostfile, environment)
     num_ranks = placed.num_ranks
@@ -142,7 +145,7 @@ def _max_restarts(options: argparse.Namespace, vendor: Vendor) -> int:
 def _num_ranks_within(options: argparse.Namespace, num_ranks: int) -> int:
     """Return the number of ranks by --elastic-restart; its maximum with --discover.
 
-    LaunchError for options that exclude --elastic-restart or --discover.
+    Raise LaunchError for options that exclude --elastic-restart or --discover.
     """
     if not options.elastic_restart:
         raise LaunchError("--discover needs --elastic-restart MIN:MAX, the least and greatest number of ranks; add it")
@@ -160,7 +163,10 @@ def _num_ranks_within(options: argparse.Namespace, num_ranks: int) -> int:
 
 
 def _variables(pairs: list[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of --env; ``NAME`` alone takes its value from ``environment``. LaunchError for others."""
+    """Return the variables of --env; ``NAME`` alone takes its value from ``environment``.
+
+    Raise LaunchError for variables that are not allowed.
+    """
     variables = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")

@@ -64,7 +64,7 @@ class TimelinePage:
 def kept(spec: JobSpec) -> Iterator[tuple[JobSpec, TimelinePage]]:
     """Yield the job with the setting by which its ranks store records, and the page.
 
-    LaunchError if the page cannot be written.
+    Raise LaunchError if the page cannot be written.
     """
     if spec.timeline is None:
         yield spec, TimelinePage(None, "", "")

@@ -109,7 +109,7 @@ def log_to(folder: Path, rank: int) -> None:
     """Redirect this process's output, including that of libraries and children, to its own file.
 
     The descriptors are replaced, because children inherit them. A restarted job appends to the files of the earlier
-    attempt. SystemExit if the log cannot be opened.
+    attempt. Raise SystemExit if the log cannot be opened.
     """
     is_first = os.environ.get("TORCHMPIRUN_RESTART", "0") == "0"
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if is_first else 0)

@@ -41,7 +41,10 @@ Call = tuple[Sequence[Operation[Any]], list[Tensor], Sequence[Callable[[], objec
 
 
 def _record(call: Call, thread_role: int, form: int, frame: FrameType) -> None:
-    """Record all operations of a call in the journal before the first one runs. RanksDisagree as in collectives."""
+    """Record all operations of a call in the journal before the first one runs.
+
+    Raise RanksDisagree if the ranks make different calls, as a collective does.
+    """
     try:
         for operation in call[0]:
             operation.entry = journal.record(operation.plan, thread_role, form, frame)

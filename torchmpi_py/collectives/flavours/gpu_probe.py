@@ -218,7 +218,7 @@ def read(facts: GpuFacts) -> Verdict | None:
 
 
 def write(facts: GpuFacts, verdict: Verdict) -> None:
-    """Save a verdict in its file; readers see the whole file or none. OSError if the file cannot be written."""
+    """Save a verdict in its file; readers see the whole file or none. Raise OSError if the file cannot be written."""
     config.keep(facts.path(), {"format": FORMAT, "facts": facts._asdict(), "why_not": verdict.why_not})
 
 

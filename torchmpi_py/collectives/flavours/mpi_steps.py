@@ -137,7 +137,10 @@ def _messages(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
 
 
 def _exchanges(comm: MPI.Comm, source: Tensor, target: Tensor, plan: Iterable[Iterable[schedule.Step]]) -> Steps:
-    """Yield a Sendrecv for every step of a plan, whose messages may be empty. RanksDisagree if fewer bytes arrive."""
+    """Yield a Sendrecv for every step of a plan. The messages may be empty.
+
+    Raise RanksDisagree if fewer bytes arrive than the plan says.
+    """
     (sent, _), (room, _), tag = mpi_buffers.raw(source), mpi_buffers.raw(target), INTERNAL + _CODES[source.dtype]
     for step in itertools.chain.from_iterable(plan):
         status, piece = MPI.Status(), room[slice(*step.received)]
@@ -238,7 +241,10 @@ class Receipt:
         return is_of_kind and (self.status.tag != self.tag or self.status.Get_elements(MPI.BYTE) > most_bytes)
 
     def _is_cut_off(self) -> bool:
-        """Return whether the receive is complete after all; RanksDisagree if a message of another dtype has arrived."""
+        """Return whether the receive is complete after all.
+
+        Raise RanksDisagree if a message of a different dtype has arrived.
+        """
         if (now := time.monotonic()) < self._next_look:
             return False
         self._next_look = now + _LOOK_SECONDS
