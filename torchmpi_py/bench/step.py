@@ -95,7 +95,7 @@ class StepReport:
 def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
     """Measure on ``mpi.device()``, print on rank 0, and store. Collective over ``comm``, which holds all ranks.
 
-    Raises RanksDisagree if a trainer leaves different parameters on different ranks, and WrongValue if its parameters
+    Raise RanksDisagree if a trainer leaves different parameters on different ranks, and WrongValue if its parameters
     after the first steps are not those of the others.
     """
     if options.layers is not None and options.network != "perceptron":

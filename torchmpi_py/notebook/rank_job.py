@@ -255,7 +255,7 @@ def _limit(connection: socket.socket, seconds: int) -> None:
 def _address_for(words: list[str]) -> str:
     """Return the address to listen on for the ranks that these options of torchmpirun start.
 
-    Raises LaunchError for options that are not valid in a notebook.
+    Raise LaunchError for options that are not valid in a notebook.
     """
     try:
         options = parse([*words, *_PROGRAM])
@@ -271,7 +271,7 @@ def _address_for(words: list[str]) -> str:
 
 
 def _address_towards(host: str) -> str:
-    """Return this host's address on the interface that leads to a host. Raises LaunchError if there is none."""
+    """Return this host's address on the interface that leads to a host. Raise LaunchError if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))  # selects an interface, and sends nothing

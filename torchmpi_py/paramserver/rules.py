@@ -233,7 +233,7 @@ def optimizer(name: str) -> Rule:
 def checked(name: str, options: Mapping[str, Any], dtype: torch.dtype, of_server: str | None) -> Rule:
     """Return the rule called ``name``, for a server of this dtype that was created for the optimizer ``of_server``.
 
-    Raises ValueError if the rule is unknown or does not suit the server, and TypeError if it does not accept the
+    Raise ValueError if the rule is unknown or does not suit the server, and TypeError if it does not accept the
     options.
     """
     rule = named("send", name)

@@ -268,7 +268,7 @@ class _Group:
     def _leave_failed(self, number: int, levels: Stack, errors: list[str] | None, error: str, began: float) -> bool:
         """Return if no rank of the group is in a call of the failed experiment any more; otherwise end the job.
 
-        Returns whether the ranks can free their communicators together, because all ranks created the same ones and
+        Return whether the ranks can free their communicators together, because all ranks created the same ones and
         none is broken.
         """
         failed_rank = self.mpi.rank
@@ -311,7 +311,7 @@ class _Group:
     def _exchanged(self, error: str) -> list[str] | None:
         """Exchange the errors of all ranks. Collective.
 
-        Returns None if this rank has failed, and another rank has not called it within `OTHERS_SECONDS`.
+        Return None if this rank has failed, and another rank has not called it within `OTHERS_SECONDS`.
         """
         mine = np.zeros(_MOST_TEXT_BYTES, np.uint8)
         text = error.encode()[:_MOST_TEXT_BYTES]
