@@ -149,7 +149,7 @@ def test_an_epoch_of_a_loader_whose_place_is_not_known_begins_again(tmp_path, ca
 
 @pytest.mark.parametrize(
     ("now", "message"),
-    [("inline", "'seed': 1, .*; this is another order: .* 'seed': 0"), ("fewer samples", "over {'samples': 50, ")],
+    [("inline", "'seed': 1, .*; this is a different order: .* 'seed': 0"), ("fewer samples", "over {'samples': 50, ")],
 )
 def test_another_order_in_the_middle_of_an_epoch_is_refused(tmp_path, now, message):
     assert trained(tmp_path, every=3, killed_at=4, iterator="prefetch") is None
@@ -270,6 +270,6 @@ def test_another_network_in_the_same_folder_is_refused(tmp_path):
     network = torch.nn.Linear(6, 3)
     options = {"criterion": loss_of, "iterator": DatasetIterator(samples(), 8), "lr": 0.1}
     SGDEngine().train(network=network, extensions=[Checkpoint(tmp_path)], **options)
-    with pytest.raises(errors.CheckpointError, match=r"has trained another network .*: use one folder"):
+    with pytest.raises(errors.CheckpointError, match=r"has trained a different network .*: use one folder"):
         SGDEngine().train(network=torch.nn.Linear(6, 3), maxepoch=2, extensions=[Checkpoint(tmp_path)], **options)
     assert SGDEngine().train(network=network, maxepoch=2, extensions=[Checkpoint(tmp_path)], **options).epoch == 2

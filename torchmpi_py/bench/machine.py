@@ -33,7 +33,7 @@ _MOST_BYTES = {"cpu": 1 << 30, "cuda": 8 << 30}  # on a GPU, for 1 GiB of each v
 
 
 def start(device: str) -> None:
-    """Start the package for measurements on "cpu" or "cuda". UsageError, on every rank, if a rank has no GPU."""
+    """Start the package for measurements on "cpu" or "cuda". Raise UsageError on every rank if a rank has no GPU."""
     if device == "cpu":
         mpi.start()
         return
@@ -78,9 +78,9 @@ def agreed_cache_bytes(comm: MPI.Comm, device: torch.device) -> int:
 
 
 def agreed_max_bytes(comm: MPI.Comm, given: int | None, device: torch.device) -> int:
-    """Bytes of buffers a rank: ``given``, or a quarter of the free memory over the ranks that share it.
+    """Return the bytes of buffers per rank: ``given``, or this rank's share of a quarter of the free memory.
 
-    At most 1 GiB of a machine's memory, 8 GiB of a GPU's. Collective; the same on all ranks.
+    The share is at most 1 GiB of host memory, or 8 GiB of GPU memory. Collective, with one result on all ranks.
     """
     if device.type == "cuda":
         identity = gpus.identity(device.index)

@@ -67,7 +67,7 @@ class Report:
     device: str = "cpu"
 
     def bus_bytes_per_second(self, row: ResultRow) -> float:
-        """Bus bandwidth: comparable across verbs and numbers of ranks (``cases``)."""
+        """Return the bus bandwidth, which is comparable across collectives and numbers of ranks (``cases``)."""
         return row.bytes_per_second * VERBS[self.verb].bus_factor(self.num_ranks)
 
     @property
@@ -78,12 +78,15 @@ class Report:
         return f"{self.verb}{op} of {self.dtype}{where}"
 
     def seconds(self, num_bytes: int, buffers: str, what: str) -> float | None:
-        """Median time of the candidate ``what``; None where it was not measured."""
+        """Return the median time of the candidate ``what``; None if it was not measured."""
         key = (num_bytes, buffers, what)
         return next((row.median_seconds for row in self.rows if (row.num_bytes, row.buffers, row.what) == key), None)
 
     def times_faster(self, row: ResultRow, than: str) -> float | None:
-        """Time of the candidate ``than`` at the same size and buffers / time of ``row``; None without such a row."""
+        """Return (time of the candidate ``than`` at the same size and buffers) / (time of ``row``).
+
+        Return None if ``than`` was not measured there.
+        """
         seconds = self.seconds(row.num_bytes, row.buffers, than)
         return None if seconds is None else seconds / row.median_seconds
 
@@ -128,7 +131,7 @@ def store(format_name: str, report: Any, path: Path) -> None:
 
 
 def load(path: Path) -> Report:
-    """Read a report of ``run`` or ``compare``. Raise UsageError for another file."""
+    """Read a report of ``run`` or ``compare``. Raise UsageError for other files."""
     try:
         stored: dict[str, Any] = trusted_files.read_json(path, MOST_BYTES, owners=None)
         if stored.pop("format") != COLLECTIVE:

@@ -107,11 +107,11 @@ _OPERATION_COLUMNS = ("operation", "bytes", "calls", "time per rank", "waiting",
 
 
 def _operations(job: JobCalls) -> str:
-    """Operations by verb and size, those that take the most time first."""
+    """Return a table of the operations by text and size, the operation with the most time first."""
     found: dict[tuple[str, int], list[tuple[int, RecordedCall]]] = {}
     for rank in job.ranks:
         for call in rank.calls:
-            num_bytes = 0 if "any-size" in call.text else call.num_bytes  # which differ between ranks
+            num_bytes = 0 if "any-size" in call.text else call.num_bytes  # sizes that differ between ranks do not count
             found.setdefault((call.text, num_bytes), []).append((rank.rank, call))
     rows = sorted((_operation_row(*what, calls) for what, calls in found.items()), key=lambda row: -row[0])
     left = len(rows) - _MOST_ROWS
@@ -120,7 +120,7 @@ def _operations(job: JobCalls) -> str:
 
 
 def _operation_row(text: str, num_bytes: int, calls: Sequence[tuple[int, RecordedCall]]) -> tuple[float, Sequence[str]]:
-    """(time in us, cells). A collective operation counts once, whatever the number of its ranks."""
+    """Return (time in us, cells). A collective counts once, for any number of ranks."""
     keys = {call.key for _, call in calls if call.key is not None}
     num_operations = len(keys) + sum(call.key is None for _, call in calls)
     mean_us = sum(call.duration_us for _, call in calls) / len({rank for rank, _ in calls})

@@ -133,8 +133,8 @@ LAYERS = {"perceptron": [784, 4096, 4096, 10], "gpt": [128, 128]}
 
 
 def _averaging(plain: MakeOptimizer, torchmpi: Any) -> list[_Kind]:
-    """Ways to average the gradients; and DDP_ALONE, which does all that DDP does except that."""
-    from torchmpi_py.torch_backend import average  # here, for only this command needs it
+    """Return trainers that average the gradients, and DDP_ALONE, which is DDP without the averaging."""
+    from torchmpi_py.torch_backend import average  # imported here, because only this command needs it
 
     on_gloo = functools.partial(_ddp, plain=plain)
     on_torchmpi = functools.partial(_ddp, plain=plain, group=torchmpi)
@@ -159,7 +159,7 @@ def _averaging(plain: MakeOptimizer, torchmpi: Any) -> list[_Kind]:
 
 
 def _sharded(plain: functools.partial[Any], torchmpi: Any) -> list[_Kind]:
-    """ShardedOptimizer, and torch's ways to divide the state."""
+    """Return trainers that divide the optimizer's state: ShardedOptimizer, and torch's classes."""
     optimizer_class: Any = plain.func
 
     def zero(parameters: Iterable[Any], group: Any = None) -> Any:
@@ -185,9 +185,10 @@ def _sharded(plain: functools.partial[Any], torchmpi: Any) -> list[_Kind]:
 
 
 def _compressed(plain: MakeOptimizer) -> list[_Kind]:
-    """DistributedOptimizer with each compression, and DDP with torch's hook.
+    """Return trainers with DistributedOptimizer and each compression, and with DDP and torch's hook.
 
-    Not torch's powerSGD_hook: with several buckets gloo matches its callbacks in another order, and aborts.
+    torch's powerSGD_hook is not among them: with several buckets gloo runs its callbacks in different orders on the
+    ranks, and aborts.
     """
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 

@@ -3,9 +3,9 @@
 For each collective, and for ordinary and symmetric tensors, sizes grow by factors of 4. At each size the flavours are
 timed alternately (``timing.py``). On a GPU the time of a call ends when the GPU has carried the call out.
 
-``choose`` turns times into choices. It goes up in size, and changes to another flavour where that flavour is more than
-5 % faster in both halves of the measurements. A choice ends at the geometric mean of the sizes on both sides of the
-change. Alternative: the fastest flavour at each size. It is not used, because noise would make the table alternate
+``choose`` turns times into choices. It goes up in size, and changes to a different flavour where that flavour is more
+than 5 % faster in both halves of the measurements. A choice ends at the geometric mean of the sizes on both sides of
+the change. Alternative: the fastest flavour at each size. It is not used, because noise would make the table alternate
 between flavours of equal speed.
 """
 

@@ -120,12 +120,12 @@ def read(path: pathlib.Path, expected: MachineFacts) -> tuple[Rows, str]:
         if not differing:
             return dict(_row(record) for record in content["rows"]), str(content["date"])
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"it is damaged, or has another format ({type(error).__name__}: {error})") from error
+        raise ValueError(f"it is damaged, or has a different format ({type(error).__name__}: {error})") from error
     raise ValueError(f"it was measured with {', '.join(differing)}")
 
 
 def _row(record: Mapping[str, Any]) -> tuple[Key, list[Choice]]:
-    """Return the key and the choices of a record in a file. ValueError or another error if the record is damaged."""
+    """Return the key and the choices of a record in a file. Raise an exception if the record is damaged."""
     key = Key(record["verb"], record["scope"], record["symmetric"], record["device"])
     choices = [Choice(math.inf if most is None else most, flavour, why) for most, flavour, why in record["choices"]]
     Selector()[key] = [(choice.max_bytes, choice.flavour) for choice in choices]  # an assignment checks the choices

@@ -44,7 +44,7 @@ _abandoned: list[object] = []  # launches that broke off: MPI may still write in
 
 
 def of_a_part(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: mark the errors of a flavour's method as raised by some ranks only; other ranks may wait for them."""
+    """Return ``method`` with its errors marked as raised by some ranks only; other ranks may wait for these ranks."""
 
     @functools.wraps(method)
     def marked(*arguments: P.args, **named: P.kwargs) -> R:

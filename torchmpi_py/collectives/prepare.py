@@ -47,9 +47,9 @@ _CPU = torch.device("cpu")
 
 
 def blocking(prepare: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: carry out the operation that ``prepare`` makes of the arguments, and return its result.
+    """Return a function that carries out the operation that ``prepare`` creates, and returns the result.
 
-    ``prepare`` returns an operation. Its annotation names the type of the result, which the decorated function returns.
+    The return annotation of ``prepare`` names the type of the result, not of the operation.
     """
     return _form(prepare, prepare, is_async=False)
 

@@ -150,7 +150,8 @@ class Selector:
     ) -> Flavour:
         """Return the flavour called ``name``, or the table's flavour for ``num_bytes``.
 
-        Unavailable or Unimplemented, with the reasons, if no flavour can carry out the call, or the named one cannot.
+        Raise Unavailable or Unimplemented, with the reasons, if the named flavour, or every flavour, cannot carry out
+        the call.
         """
         return self.choices(verb, comm, device, symmetric=symmetric, name=name).flavour_for(num_bytes)
 

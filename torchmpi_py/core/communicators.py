@@ -383,7 +383,7 @@ def split(color: int | None, key: int = 0) -> Communicator:
         The communicator, to pass as ``comm=``. With ``color=None``, an object that is false and an error as ``comm=``.
 
     Raises:
-        ValueError: a rank passes another kind of color or key; raised on every rank.
+        ValueError: a rank passes a different kind of color or key; raised on every rank.
         NotStarted: ``mpi.start()`` was not called.
 
     Examples:

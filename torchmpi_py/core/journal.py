@@ -158,7 +158,7 @@ def record(operation: Recorded, thread_role: int, form: int = 0, frame: FrameTyp
     words = board.words
     words[mine] = fingerprint
     theirs = words[neighbours]
-    # The word of a neighbour that is behind or ahead has another sequence number, which is not a difference.
+    # The word of a neighbour that is behind or ahead has a different sequence number, which is not a difference.
     if theirs != fingerprint and theirs ^ fingerprint < _NEXT and not operation.flavour.exchanges_headers:
         fail(entry)
         sequence.is_broken = True  # The neighbour is in its operation of this number, and this rank never enters it.
@@ -181,7 +181,8 @@ def run_together(
 ) -> R:
     """Run ``step``, recorded as an operation that all ranks call, and in which they wait for each other.
 
-    Hang detection applies no timeout to an operation that ``is_patient``. ``frame``: as for ``record``.
+    Hang detection applies no timeout to an operation that ``is_patient``. ``frame`` has the meaning that it has in
+    ``record``.
     """
     return _until_over(record(Plain(name, comm, (name,)), DIRECT, IS_LAUNCH * is_patient, frame), step)
 

@@ -73,7 +73,7 @@ def check_rank(verb: str, what: str, value: int, size: int) -> int:
 
 
 def check_count(what: str, value: int, least: int, unit: str = "") -> int:
-    """Return ``value``; raise ValueError unless it is an int of at least ``least``. ``unit``: such as "steps"."""
+    """Return ``value``; raise ValueError unless it is an int of at least ``least``. ``unit`` is a plural noun."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         number = f"a whole number of {unit}" if unit else "a whole number"
         raise ValueError(f"{what}={value!r}: give {number}, at least {least}")

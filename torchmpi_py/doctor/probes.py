@@ -20,7 +20,7 @@ def ask_torch() -> dict[str, Any]:
 
 
 def ask_mpi() -> dict[str, Any]:
-    """Return the MPI's name and version, its level of thread support, and whether it has ULFM. Starts MPI."""
+    """Return the MPI's name and version, its level of thread support, and whether it has ULFM. Start MPI."""
     import mpi4py
 
     mpi4py.rc.initialize = False

@@ -16,7 +16,7 @@ import torchmpi_py as mpi
 from torchmpi_py.collectives.registry import AvailabilityRow
 from torchmpi_py.doctor.probes import MARK
 
-NUM_ELEMENTS = 1 << 18  # 1 MiB, because large messages use another protocol than small ones
+NUM_ELEMENTS = 1 << 18  # 1 MiB, because large messages use a different protocol than small ones
 TRYING, RIGHT, WRONG = "trying", "right", "gives wrong values"
 
 

@@ -152,12 +152,12 @@ class BatchIterator(ABC):
             state (mapping): result of ``state_dict``.
 
         Raises:
-            ValueError: the position is in the middle of an epoch that has another order.
+            ValueError: the position is in the middle of an epoch that has a different order.
         """
         order = self._order_facts()
         if state["position"] > 0 and state["order"] != order:
             raise ValueError(
-                f"the place is in the middle of an epoch over {state['order']}; this is another order: {order}"
+                f"the place is in the middle of an epoch over {state['order']}; this is a different order: {order}"
             )
         self.set_epoch(state["epoch"])
         self.set_position(state["position"])

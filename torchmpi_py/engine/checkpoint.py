@@ -163,7 +163,7 @@ class Checkpoint(Extension):
         self._save(state, is_due=self.every == "epoch" or is_over, may_end=not is_over)
 
     def on_end(self, state: State) -> None:
-        """Note the network that was trained. Every rank must make this call.
+        """Record which network was trained. Every rank must make this call.
 
         Args:
             state (State): state of the run.
@@ -176,11 +176,11 @@ class Checkpoint(Extension):
             self._end(state)
 
     def _check_network(self, state: State) -> None:
-        """Raise ValueError if this process has trained another network with this folder. Each rank calls it."""
+        """Raise ValueError if this process has trained a different network with this folder. Each rank calls it."""
         before = completed.get(self.folder)
         if before is not None and before() is not state.network:
             raise ValueError(
-                f"this process has trained another network with Checkpoint({str(self.folder)!r}): use "
+                f"this process has trained a different network with Checkpoint({str(self.folder)!r}): use "
                 "one folder per network, or start the program again to continue with that network"
             )
 
@@ -252,7 +252,7 @@ class Checkpoint(Extension):
         if parts["loss"] is not None:
             state.loss = parts["loss"].to(next((tensor.device for tensor in state.parameters()), None))
         requested, last = parts["maxepoch"]
-        if state.maxepoch == requested:  # Otherwise the program asks for another number of epochs now.
+        if state.maxepoch == requested:  # Otherwise the program asks for a different number of epochs now.
             # If a hook has lowered maxepoch in the middle of an epoch, the run ends at the end of that epoch.
             state.maxepoch = max(last, state.epoch + (state.position > 0))
 

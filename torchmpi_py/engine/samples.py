@@ -95,8 +95,8 @@ def _started(iterator: Any) -> Iterator[Any]:
     """Return ``iter(iterator)`` without changing the loader's generator when persistent workers start.
 
     torch draws a seed from that generator when the workers start, in the first epoch of a process. So a resumed run
-    would be one number ahead. Here the workers' seed comes from another generator, which is seeded from the state of
-    the loader's.
+    would be one number ahead. Here the workers' seed comes from a different generator, which is seeded from the state
+    of the loader's.
     """
     has_lasting_workers = isinstance(iterator, DataLoader) and iterator.persistent_workers
     if not has_lasting_workers or isinstance(iterator.dataset, IterDataPipe):  # A DataPipe draws a number every epoch.

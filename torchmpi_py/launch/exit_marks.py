@@ -1,7 +1,7 @@
 """Marks: files that ranks leave in the job's folder for torchmpirun.
 
 Files serve where the MPI does not: they need no connection, and they outlive a rank that was killed. Each mark is
-written under another name and then renamed, so a reader sees a complete mark or none. R is a rank, P a process.
+written under a different name and then renamed, so a reader sees a complete mark or none. R is a rank, P a process.
 
 - running-R: rank R has not ended in order yet. Holds its process number, the namespace in which this number is valid
   (another host or container may share the folder), a checksum of its command line, and its start time
@@ -222,7 +222,7 @@ class Failure(NamedTuple):
 
 
 def record_failure(folder: str, rank: int, code: int, report: str = "") -> None:
-    """Record when this rank failed, its exit code, and its ``report``. Does nothing on another host."""
+    """Record when this rank failed, its exit code, and its ``report``. Do nothing on another host."""
     if not folder or not os.path.isdir(folder):
         return
     # This rank may fail because it noticed that another rank is ending. A process that ends loses its memory first,

@@ -100,7 +100,7 @@ def start_job(
 ) -> "subprocess.Popen[bytes]":
     """Start a torchmpirun for the job, whose description is written to the ``file``.
 
-    ``cores``: the cores that it may use; empty for all cores.
+    ``cores`` are the cores that the job may use; empty for all cores.
     """
 
     def prepare() -> None:  # runs in the new process before the exec

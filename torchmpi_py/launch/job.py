@@ -307,7 +307,7 @@ class Job:
     def _failed_for(self) -> float:
         """Return the seconds since a failed or dead rank was first seen.
 
-        The time in a failed rank's mark cannot be used, because it comes from another clock.
+        The time in a failed rank's mark cannot be used, because it comes from a different clock.
         """
         has_died = not self.spec.elastic and any(death.status != 0 for death in self._deaths)
         if not (has_died or exit_marks.failures(self.folder)):
@@ -383,8 +383,8 @@ class Job:
         """Return the ranks that left in the middle of the program.
 
         os._exit(0) after the program counts as an end in order. In an elastic job the result is the ranks that still
-        run without their mpirun. Dead ranks are left out. So are ranks of other hosts that share the folder, because
-        their state is unknown.
+        run without their mpirun. Dead ranks are left out. Ranks of other hosts that share the folder are left out too,
+        because their state is unknown.
         """
         running, died = exit_marks.ranks_running(self.folder), {death.rank for death in self._deaths if death.status}
         if self.spec.elastic:

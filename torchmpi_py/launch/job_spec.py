@@ -173,7 +173,7 @@ def _variables(pairs: list[str], environment: Mapping[str, str]) -> dict[str, st
         if not name or not (equals or name in environment):
             raise LaunchError(f"--env {pair!r}: write NAME=VALUE, or NAME if the variable is set here")
         if name.startswith("TORCHMPIRUN_"):
-            raise LaunchError(f"--env {name}: torchmpirun itself sets variables of this name; choose another name")
+            raise LaunchError(f"--env {name}: torchmpirun itself sets variables of this name; choose a different name")
         variables[name] = value if equals else environment[name]
     return variables
 

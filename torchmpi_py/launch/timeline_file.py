@@ -30,7 +30,7 @@ _PAGE_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class TimelinePage:
-    """The page of a job; ``path`` is None without ``--timeline``. ``folder``: the ranks' records."""
+    """The page of a job; ``path`` is None without ``--timeline``. ``folder`` holds the ranks' records."""
 
     path: Path | None
     folder: str

@@ -161,8 +161,8 @@ def exit_code(error: BaseException) -> int:
 def explain(error: BaseException, rank: int, folder: str, outlets: Sequence[int]) -> None:
     """Print what plain Python would, with the rank, and without the frames of this file and runpy.
 
-    If another rank of the host prints the same error, this rank prints only the last line. ``folder``: the job's
-    folder. ``outlets``: duplicates of descriptor 2 from before the program ran. If there are two, the first one is a
+    If another rank of the host prints the same error, this rank prints only the last line. ``folder`` is the job's
+    folder. ``outlets`` are duplicates of descriptor 2 from before the program ran. If there are two, the first one is a
     complete log, and the second one takes what cannot be written to the log.
     """
     if isinstance(error, SystemExit):

@@ -43,8 +43,8 @@ class Segment:
     """A segment on the host as one rank sees it, without owning the memory.
 
     ``key`` is equal on all ranks of the segment. ``indices`` are the ranks of its parts, by their index on the node.
-    ``is_declared``: whether the program created its tensors as symmetric, which it then did on all ranks. ``is_live``:
-    whether this rank's part is still in use.
+    ``is_declared`` says whether the program created its tensors as symmetric (then it did so on all ranks).
+    ``is_live`` says whether this rank's part is still in use.
     """
 
     device_type, is_declared, is_live = "cpu", True, True

@@ -96,7 +96,7 @@ def join(module_or_optimizer: torch.nn.Module | DistributedOptimizer, *stateful:
         >>> mpi.nn.synchronize_parameters(net)
         >>> optimizer = mpi.optim.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net)
         >>> with mpi.join(optimizer):
-        ...     for x in torch.randn(1 + mpi.rank(), 8, 4):  # each rank has another number of batches
+        ...     for x in torch.randn(1 + mpi.rank(), 8, 4):  # each rank has a different number of batches
         ...         optimizer.zero_grad()
         ...         net(x).square().mean().backward()
         ...         optimizer.step()

@@ -310,7 +310,7 @@ class Update(ABC):
             state (dict): dictionary that ``state_dict`` returned on this rank.
 
         Raises:
-            ValueError: the state belongs to another class, other shapes or another ``init_delay``. Raised on every
+            ValueError: the state belongs to a different class, other shapes or another ``init_delay``. Raised on every
                 rank.
             ParameterServerError: ``update`` was called before, or this object was freed.
         """

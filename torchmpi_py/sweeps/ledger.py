@@ -73,8 +73,8 @@ class Ledger:
     def prepare(self, configurations: Sequence[Any], seed: int, *, resume: bool) -> int:
         """Start a run of a new sweep, or of the sweep in the folder. Only rank 0 of the first group calls it.
 
-        Return the number of experiments that have already ended. A group that was started again joins its run. Raise
-        ValueError if the folder holds a sweep of other configurations, or other files.
+        Return the number of experiments that have already ended. A group that was started again joins its run.
+        Raise ValueError if the folder holds a sweep of other configurations, or other files.
         """
         if self._run.exists():
             self.join()

@@ -190,7 +190,7 @@ class CallQueue:
         return queued
 
     def enter(self) -> None:
-        """Note that this thread begins a call."""
+        """Record that this thread begins a call."""
         self._direct.acquire()
         self._runner = threading.get_ident()
 
@@ -228,7 +228,7 @@ class CallQueue:
             call.end()
 
     def give_up(self) -> None:
-        """Note that the program no longer waits for a call, which continues."""
+        """Record that the program no longer waits for a call. The call continues."""
         with self._order:
             if self._under_way:
                 self._set_stuck(True)

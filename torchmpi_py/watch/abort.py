@@ -20,7 +20,7 @@ EXIT_CODE = 1
 def abort(code: int, report: str = "") -> None:
     """End the whole job with ``code`` if the job has other ranks; else do nothing.
 
-    ``report``: a few words about the fault, if this rank ends the job because of a fault of another rank.
+    ``report`` describes the fault in a few words, if this rank ends the job because of a fault of another rank.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or mpi_api.is_forked() or not mpi.Is_initialized() or mpi.Is_finalized():

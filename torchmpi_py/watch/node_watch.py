@@ -214,7 +214,7 @@ class NodeWatch:
         link.close()
 
     def _lose(self, node: int) -> None:
-        """Note that a leader's link has ended, and why."""
+        """Record that a leader's link has ended, and why."""
         link, now = self._links.pop(node), time.monotonic()
         with contextlib.suppress(OSError, ValueError):
             link.receive()  # the last message may be "leaving"

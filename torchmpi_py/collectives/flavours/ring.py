@@ -20,8 +20,8 @@ other step.
 
 One rank computes the total of an element, in an order that the plan fixes, and the others pass it on unchanged. So all
 ranks get the same bits, and so do two runs. In addition to the tensors, a reduction uses 2 * ROUNDS_UNDER_WAY *
-CHUNK_BYTES of memory for received chunks, which it keeps for the next reduction. If values travel in another form than
-they are stored in, it uses about as much again for a short time. The other collectives need no memory.
+CHUNK_BYTES of memory for received chunks, which it keeps for the next reduction. If values travel in a different form
+than they are stored in, it uses about as much again for a short time. The other collectives need no memory.
 
 The ring is the algorithm of Baidu's and Horovod's allreduce and of TorchMPI's p2p collectives. No allreduce can send
 less: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
