@@ -174,9 +174,9 @@ def test_what_does_not_fit_is_an_error(tmp_path):
     run(torch.nn.Linear(3, 1))
     with pytest.raises(errors.CheckpointError, match=r"step 1 of .* does not fit (.|\n)*size mismatch"):
         run(torch.nn.Linear(3, 2), criterion=lambda output, target: output.mean())
-    with pytest.raises(errors.CheckpointError, match="one of them has no optimizer"):
+    with pytest.raises(errors.CheckpointError, match="only one of the saved run and this run has an optimizer"):
         run(torch.nn.Linear(3, 1), lr=0)
-    with pytest.raises(errors.CheckpointError, match=r"holds nothing of stateful\['loss'\]"):
+    with pytest.raises(errors.CheckpointError, match=r"has no state of stateful\['loss'\]"):
         run(torch.nn.Linear(3, 1), stateful={"loss": Average()})
 
 

@@ -63,7 +63,7 @@ def _ways(text: str) -> list[str]:
 def _layers(text: str) -> list[int]:
     parts = text.split(",")
     if len(parts) < 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"{text!r}: give at least two widths, as 784,4096,10")
+        raise ValueError(f"{text!r}: give at least two widths, such as 784,4096,10")
     return [int(part) for part in parts]
 
 
@@ -99,7 +99,7 @@ def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
     after the first steps are not those of the others.
     """
     if options.layers is not None and options.network != "perceptron":
-        raise UsageError("--layers are the widths of the perceptron; leave it out, or take --network perceptron")
+        raise UsageError("--layers are the widths of the perceptron; omit --layers, or use --network perceptron")
     machine.limit_threads()
     device, layers = mpi.device(), options.layers or trainers.LAYERS[options.network]
     link = None if options.link is None else wire.open_link(comm, options.link)
@@ -198,7 +198,7 @@ def _check_alike(made: Sequence[trainers.Trainer]) -> None:
     for other in others:
         for (name, x), y in zip(first.network.named_parameters(), other.network.parameters(), strict=True):
             if not torch.allclose(_whole(x), _whole(y), rtol=1e-3, atol=1e-5):
-                raise WrongValue(f"after the same steps {name} of {other.name!r} is not that of {first.name!r}")
+                raise WrongValue(f"after the same steps, {name} of {other.name!r} differs from {first.name!r}")
 
 
 def _whole(x: Any) -> torch.Tensor:

@@ -47,7 +47,7 @@ class Records(Carrier):
 
 
 def to_record(x: Number) -> bytes:
-    """Return the record of a number, which has RECORD_BYTES bytes."""
+    """Return the record of a number. A record has RECORD_BYTES bytes."""
     kind, value = (_KINDS[type(x)], x) if type(x) in _KINDS else _kind_and_value(x)
     words = (value.real, value.imag) if kind == 3 else (value, 0)
     try:

@@ -814,7 +814,7 @@ def send(x: T, destination: int, *, comm: Communicator | None = None, flavour: s
 
     Only the sender makes this call, and only ``destination`` the matching ``recv`` or ``recv_async``. ``x`` is not
     changed. Messages between two ranks arrive in the order of the calls. A call with a large ``x`` returns only after
-    ``destination`` has begun to receive.
+    ``destination`` has started to receive.
 
     Args:
         x (Tensor, numpy or cupy array, or number): value to send.

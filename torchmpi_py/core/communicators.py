@@ -430,7 +430,7 @@ def _whole_number(value: Any) -> int | None:
 
 
 def beside(comm: Communicator, key: str) -> Communicator:
-    """Return a companion of ``comm``, called ``key``: the same ranks, but an order of operations of its own.
+    """Return a companion of ``comm``, called ``key``: it has the same ranks, but a separate order of operations.
 
     The first call with a key is collective.
     """

@@ -172,7 +172,10 @@ def record_plain(name: str, comm: RecordedGroup, thread_role: int = DIRECT) -> E
 
 
 def record_own(name: str, comm: RecordedGroup) -> Entry:
-    """Record a launch by this rank alone, such as a request to a parameter server. ``end`` or ``fail`` it."""
+    """Record a launch by this rank alone, such as a request to a parameter server.
+
+    The caller must ``end`` or ``fail`` the record.
+    """
     return record(Plain(name, comm, None), DIRECT, IS_LAUNCH)
 
 
@@ -242,7 +245,7 @@ def end(entry: Entry) -> None:
 
 
 def break_off(entry: Entry) -> None:
-    """Refuse all later operations of the sequence, because the ranks may not have carried out this one equally."""
+    """Refuse all later operations of the sequence, because some ranks may not have carried out this one."""
     if entry[5] is not None and not entry[5].is_alone:
         entry[5].is_broken, entry[5].broken_from = True, min(entry[5].broken_from, entry[4])
 

@@ -242,7 +242,7 @@ class Checkpoint(Extension):
         _restore_optimizer(state, trained)
         for name, part in self.stateful.items():
             if name not in parts["stateful"]:
-                raise ValueError(f"it holds nothing of stateful[{name!r}]")
+                raise ValueError(f"it has no state of stateful[{name!r}]; omit this object, or use an empty folder")
             part.load_state_dict(parts["stateful"][name])
         samples.restore_generators(state.iterator, parts["generators"])
         is_known = self._has_common_place(state) or parts.get("size", outcomes.size()) == outcomes.size()
@@ -260,7 +260,7 @@ class Checkpoint(Extension):
 def _restore_optimizer(state: State, trained: dict[str, Any]) -> None:
     """Restore the optimizer. Raise ValueError unless it fits the saved one."""
     if (state.optimizer is None) != (trained["optimizer"] is None):
-        raise ValueError("one of them has no optimizer (lr=0)")
+        raise ValueError("only one of the saved run and this run has an optimizer (none with lr=0); use the same one")
     if state.optimizer is None:
         return
     _kind(state).check_saved(OptimizerKind(**trained["optimizer_kind"]))

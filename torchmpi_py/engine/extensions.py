@@ -32,7 +32,7 @@ class Extension:
     ``state.sample`` is None.
 
     Raises:
-        TypeError: when a subclass is defined, for a different name that begins with ``on_``.
+        TypeError: when a subclass is defined, for any other name that begins with ``on_``.
 
     Examples:
         >>> class StopAtNaN(mpi.engine.Extension):

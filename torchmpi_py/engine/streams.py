@@ -12,8 +12,8 @@ the gradients is the average over the samples of all ranks. Alternative: end the
 (``drop_last``). Why not always: the other samples are lost.
 
 The exchange also tells which piece each reader has reached, and how many of its samples are used. So every rank knows
-the rest of the epoch: the pieces that no reader has begun, and the rests of begun pieces. That is the state from which
-the same ranks, or the survivors of a death, continue. A reader that gets the rest of a piece reads the piece from its
+the rest of the epoch: the pieces that no reader has started, and the rests of pieces that were read in part. From this
+state the same ranks, or the survivors of a death, continue. A reader that gets the rest of a piece reads the piece from its
 start, and drops the used samples.
 """
 

@@ -319,7 +319,7 @@ def explain_alone(ranks: list[int]) -> str:
 
 
 def wait_for_output(descriptors: tuple[int, ...] = (1, 2)) -> None:
-    """Give mpirun time to pass on what this process has written, which an abort would overtake."""
+    """Wait until mpirun has had time to pass on this process's output, because an abort would overtake the output."""
     until = time.monotonic() + _UNREAD_SECONDS
     while any(map(_is_unread, descriptors)) and time.monotonic() < until:
         time.sleep(0.01)

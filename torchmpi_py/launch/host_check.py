@@ -155,7 +155,7 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
 
 
 def _ways(key: str, here: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return what pip must install, and what must be done by hand, to make a host equal to this one for this key."""
+    """Return what pip must install, and what the user must do, so that ``key`` has the same value there as here."""
     if key == "python":
         return [], [f"install Python {here[key]} there, at {sys.executable}"]
     if key == "torchmpi_py":

@@ -368,7 +368,7 @@ class Job:
         return starter_report.find(self.spec.vendor, self._notices.seen.decode(errors="replace"), code)
 
     def _explain_failure(self, failure: exit_marks.Failure, *, is_first: bool) -> str:
-        """Return which rank failed, or what this rank reported about the rank for which it ended the job."""
+        """Return which rank failed, or its report about a different rank because of which it ended the job."""
         log = (
             "" if self.spec.log_dir is None else f"; its output is in {self.spec.log_dir / f'rank-{failure.rank}.log'}"
         )

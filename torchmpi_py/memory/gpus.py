@@ -85,7 +85,7 @@ def group(place: Place) -> int:
 
 
 def why_no_ipc(places: Sequence[Place] = ()) -> str:
-    """Return why the ranks at ``places`` cannot map each other's GPU memory, or empty; equal on all of them."""
+    """Return why the ranks at ``places`` cannot map each other's GPU memory, or "". These ranks get the same text."""
     if current is None:
         return "this session computes on the CPU; call mpi.start(with_cuda=True) on every rank"
     if current.why_no_ipc:

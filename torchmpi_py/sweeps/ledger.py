@@ -82,7 +82,7 @@ class Ledger:
         self.folder.mkdir(parents=True, exist_ok=True)
         sweep = self.folder / _SWEEP
         if not sweep.exists() and any(not path.name.startswith(f"part-{_SWEEP}") for path in self.folder.iterdir()):
-            raise ValueError(f"{self.folder} is not the folder of a sweep, and not empty; pass another directory=")
+            raise ValueError(f"{self.folder} is neither empty nor the folder of a sweep; pass a different directory=")
         trusted_files.refuse_others(sweep, _REMEDY)
         former = _read(sweep) if resume and sweep.exists() else None
         if former is None:

@@ -162,7 +162,7 @@ def _group(channel: Channel, x: Tensor) -> IpcGroup:
 
 
 def _nothing(shown: Tensor, begin: int, end: int) -> None:
-    """Do nothing, as ``fill`` or ``drain`` of a collective without such a step."""
+    """Do nothing; the ``fill`` or ``drain`` of a collective that has no such step."""
 
 
 @dataclasses.dataclass

@@ -200,7 +200,7 @@ def _of_interface(name: str) -> str:
 
 
 def _is_reachable(address: str) -> bool:
-    """Return whether other hosts may reach an address, which is neither loopback nor link-local."""
+    """Return whether other hosts may reach an address, that is, whether it is neither loopback nor link-local."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     return not (parsed.is_loopback or parsed.is_link_local)
 
