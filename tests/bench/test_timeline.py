@@ -253,8 +253,8 @@ def test_a_folder_without_records_and_a_board_of_another_version_are_refused(tmp
 def test_a_page_that_cannot_be_written_is_refused_before_the_job(tmp_path):
     (tmp_path / "folder").mkdir()
     for path, problem in (
-        ("folder", r"that is a folder; name a file in it, as .*/folder/timeline.html"),
-        ("a.py/t.html", r"there is no folder .*/a.py; make it"),
+        ("folder", r"that is a folder; name a file in it, such as .*/folder/timeline.html"),
+        ("a.py/t.html", r"there is no folder .*/a.py; create it"),
         ("/proc/t.html", r"cannot write there: .*; name another file"),
     ):
         done = run(tmp_path, 2, "", timeline=path)

@@ -13,8 +13,8 @@ the gradients is the average over the samples of all ranks. Alternative: end the
 
 The exchange also tells which piece each reader has reached, and how many of its samples are used. So every rank knows
 the rest of the epoch: the pieces that no reader has started, and the rests of pieces that were read in part. From this
-state the same ranks, or the survivors of a death, continue. A reader that gets the rest of a piece reads the piece from its
-start, and drops the used samples.
+state the same ranks, or the survivors of a death, continue. A reader that gets the rest of a piece reads the piece from
+its start, and drops the used samples.
 """
 
 from __future__ import annotations
