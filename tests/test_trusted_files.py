@@ -30,7 +30,7 @@ def test_the_users_links(tmp_path):
         trusted_files.open_file(tmp_path / "link", os.O_WRONLY, remedy="the remedy")
     assert caught.value.filename == str(tmp_path / "link")
     os.link(tmp_path / "real" / "file", tmp_path / "second")
-    with pytest.raises(OSError, match="another name"):
+    with pytest.raises(OSError, match="a second name"):
         trusted_files.open_file(tmp_path / "second", os.O_WRONLY | os.O_TRUNC)
     assert (tmp_path / "link").read_text() == "content"
 

@@ -33,7 +33,7 @@ _HINTS = {  # by patterns of names, for users who come from Horovod and torch.di
 
 
 def _attempt(what: str, module: str, function: str) -> None:
-    """Run a step of ``import torch``. torch cannot be imported where a step fails, so an error is a warning here."""
+    """Run a step of ``import torch``. Log an error as a warning, because an exception would make the import fail."""
     try:
         getattr(importlib.import_module(f"{__name__}.{module}"), function)()
     except Exception as error:

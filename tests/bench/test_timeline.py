@@ -246,7 +246,7 @@ def test_a_folder_without_records_and_a_board_of_another_version_are_refused(tmp
     (tmp_path / "node-0.json").write_text(json.dumps(about))
     (tmp_path / "node-0.board").write_bytes(bytes(kept_boards.PART_BYTES))
     assert bench.main(["timeline", str(tmp_path)]) == 2
-    assert "a board cannot be read" in capsys.readouterr().err
+    assert "cannot read the records of the ranks in" in capsys.readouterr().err
 
 
 @jobs.needs_mpi

@@ -228,9 +228,9 @@ def test_a_small_run(mpi, selector, tmp_path):
 @pytest.mark.mpi
 def test_wrong_arguments(mpi):
     for options, said in (
-        ({"verbs": ["send"]}, "verbs=.*give some of .*allreduce"),
+        ({"verbs": ["send"]}, "verbs=.*expected a non-empty list from .*allreduce"),
         ({"verbs": []}, "verbs="),
-        ({"flavours": ["quick"]}, "flavours=.*give some of mpi"),
+        ({"flavours": ["quick"]}, "flavours=.*expected a non-empty list from mpi"),
         ({"max_bytes": 3}, "max_bytes=3"),
         ({"seconds": 0}, "seconds=0"),
         ({"device": "tpu"}, "device='tpu': give one of cpu, cuda"),

@@ -88,7 +88,7 @@ def test_an_out_that_does_not_fit(mpi):
     raises_everywhere(mpi, ValueError, r"the result has shape \(1, 2\)", mpi.reduce_scatter, x, out=x.new_empty(4))
     raises_everywhere(mpi, ValueError, r"the result has shape \(1, 2\)", mpi.scatter, x, out=x.new_empty(2, 2))
     raises_everywhere(mpi, ValueError, "the result has shape", mpi.alltoall, x, out=x.new_empty(4))
-    raises_everywhere(mpi, ValueError, "out has another shape", mpi.allgather, x, out=torch.ones(7, 2))
+    raises_everywhere(mpi, ValueError, "out has a different shape", mpi.allgather, x, out=torch.ones(7, 2))
     raises_everywhere(mpi, TypeError, "a number is returned", mpi.allreduce, 1.0, out=torch.ones(1))
 
 
@@ -96,8 +96,8 @@ def test_an_out_that_does_not_fit(mpi):
 def test_what_is_wrong_on_one_rank_only(mpi):
     """What the other ranks cannot see is told to them: nobody is left waiting."""
     x, wrong = torch.ones(1, 2), torch.empty(mpi.size() + (mpi.rank() == 1), 2)
-    raises_everywhere(mpi, ValueError, "another shape.* on rank 1", mpi.allgather, x, out=wrong)
-    raises_everywhere(mpi, ValueError, "another shape.* on rank 1", mpi.gather, x, 1, out=wrong)
+    raises_everywhere(mpi, ValueError, "a different shape.* on rank 1", mpi.allgather, x, out=wrong)
+    raises_everywhere(mpi, ValueError, "a different shape.* on rank 1", mpi.gather, x, 1, out=wrong)
     raises_everywhere(mpi, ValueError, "into 64 bits", mpi.allreduce, 2**63 if mpi.rank() == 0 else 1)
     x = torch.ones(2, 3 if mpi.rank() else 4)
     message = raises_everywhere(mpi, RanksDisagree, "only dim 0 may differ", mpi.allgather, x)

@@ -145,7 +145,7 @@ def test_each_rank_with_a_dataset_of_its_own(mpi, folder):
     assert run(killed_at=4) is None
     del used[12:]  # the step that was not saved
     last = mpi.size() - 1
-    message = "in the middle of an epoch over {'samples': 30, 'seed': .*; this is another order"
+    message = "in the middle of an epoch over {'samples': 30, 'seed': .*; this is a different order"
     with pytest.raises(errors.CheckpointError, match=message if last == 0 else rf"rank {last} on .*{message}"):
         run(seed=100 if mpi.rank() < last else 200)
     run()
@@ -182,10 +182,10 @@ def test_another_optimizer_is_an_error_on_all_ranks(mpi, folder):
         train(torch.nn.Linear(6, 3), [BATCH], engine=AllReduceSGDEngine(sharded=sharded), **options)
 
     run(torch.optim.AdamW, 1, sharded=True)
-    with pytest.raises(errors.CheckpointError, match="trained by the optimizer AdamW, and this one is Adam"):
+    with pytest.raises(errors.CheckpointError, match="saved with the optimizer AdamW, but this run has Adam"):
         run(torch.optim.Adam, 2)
     run(torch.optim.AdamW, 2)
-    with pytest.raises(errors.CheckpointError, match="trained by the optimizer AdamW, and this one is Adam"):
+    with pytest.raises(errors.CheckpointError, match="saved with the optimizer AdamW, but this run has Adam"):
         run(torch.optim.Adam, 3, sharded=True)
 
 

@@ -88,7 +88,7 @@ def test_waiting_for_hosts(tmp_path, capfd, monkeypatch):
     assert (signals._to_pass_on, signals.cause(5)) == ([], 0)
     assert not job.wait(time.monotonic() - 1, signals)  # --timeout has passed
     said = capfd.readouterr().err
-    assert [said.count(text) for text in ("waiting for hosts", "not enough hosts after", "exit code 1")] == [1, 1, 1]
+    assert [said.count(text) for text in ("waiting up to", "not enough hosts after", "exit code 1")] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_memory_that_cannot_be_had(mpi):
 
 
 def test_files_that_cannot_hold_it(tmp_path):
-    with contextlib.ExitStack() as stack, pytest.raises(Unavailable, match="A nameless file"):
+    with contextlib.ExitStack() as stack, pytest.raises(Unavailable, match="Create a file without a name"):
         shared_files.offer(shared_files.nameless, 1 << 63, stack)
     (tmp_path / "small").write_bytes(bytes(100))
     found = (tmp_path / "small").stat()

@@ -118,7 +118,7 @@ def test_what_does_not_fit(mpi):
     with pytest.raises(ParameterServerError, match="before the first update"):
         update.load_state_dict(state)
     update.free()
-    with pytest.raises(ValueError, match="was saved with another kind, init_delay"):
+    with pytest.raises(ValueError, match="the state has a different kind, init_delay"):
         ps.DownpourUpdate(network(0), local_update=len).load_state_dict(state)
     update = ps.EASGDUpdate(network(0), init_delay=0)
     broken = {**state, "server": {**state["server"], "shapes": []} if mpi.rank() == 0 else None}

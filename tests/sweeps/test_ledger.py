@@ -123,7 +123,7 @@ def test_arrays_are_compared_whole(tmp_path):
 def test_files_that_are_not_the_sweeps_stay(tmp_path):
     for name in ("run-all.sh", "results.csv", "2024-notes.log"):
         (tmp_path / name).write_text("mine")
-    with pytest.raises(ValueError, match="is not the folder of a sweep, and not empty"):
+    with pytest.raises(ValueError, match="is neither empty nor the folder of a sweep"):
         prepared(tmp_path)
     assert len(list(tmp_path.iterdir())) == 3
     prepared(tmp_path / "own").claim()

@@ -59,7 +59,7 @@ def test_a_group_goes_on_while_the_other_is_at_work(tmp_path):
 try:
     mpi.experiments([1], abs, directory=folder, progress=False)
 except ValueError as error:
-    assert "was used by an earlier call" in str(error)
+    assert "pass a different directory" in str(error)
 mpi.experiments([-3, -4], abs, directory={str(other)!r}, progress=False)
 if mpi.is_chief():"""
     plan = {"0": wait, "3": RAISE, "5": KILL, "8": "os._exit(0)"}

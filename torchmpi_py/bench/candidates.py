@@ -165,7 +165,10 @@ def process_groups(comm: MPI.Comm, *, with_torchmpi: bool) -> Iterator[TorchGrou
 
 
 def _attempt(comm: MPI.Comm, make: Callable[[], Any]) -> tuple[Any, str]:
-    """Return the result of ``make``, and the reason of a failure on any rank, or "". Raises no error. Collective."""
+    """Return the result of ``make``, and the reason of a failure on any rank, or "". Collective.
+
+    An error of ``make`` is not raised.
+    """
     result, failure = None, ""
     try:
         result = make()

@@ -83,14 +83,14 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
     """Measure, print the report on rank 0, and store it. Collective over ``comm``, which contains all ranks.
 
-    Raises UsageError or WrongValue, on every rank.
+    Raise UsageError or WrongValue, on every rank.
     """
     measured = report(comm, options)
     results.publish(comm.rank, results.render(measured), results.COLLECTIVE, measured, options.json)
 
 
 def report(comm: MPI.Comm, options: argparse.Namespace) -> Report:
-    """Measure on ``mpi.device()``, and return the report. Collective. Raises UsageError or WrongValue, as ``main``."""
+    """Measure on ``mpi.device()``, and return the report. Collective. Raise UsageError or WrongValue, as ``main``."""
     task = _task(comm, options)
     link = None if options.link is None else wire.open_link(comm, options.link)
     with_peers = options.command == "compare"
@@ -123,7 +123,7 @@ def ours(task: Task, names: Sequence[str] | None, groups: TorchGroups, forms: Se
     """Return this package's candidates: ``names``, or all that are available.
 
     ``forms`` contains False for blocking and True for asynchronous calls. ``groups`` serve the candidate "torchmpi".
-    Raises UsageError for a name that is not available.
+    Raise UsageError for a name that is not available.
     """
     statuses = _statuses(task, groups)
     if names is None:

@@ -33,7 +33,7 @@ _MOST_BYTES = {"cpu": 1 << 30, "cuda": 8 << 30}  # on a GPU, for 1 GiB of each v
 
 
 def start(device: str) -> None:
-    """Start the package for measurements on "cpu" or "cuda". UsageError, on every rank, if a rank has no GPU."""
+    """Start the package for measurements on "cpu" or "cuda". Raise UsageError on every rank if a rank has no GPU."""
     if device == "cpu":
         mpi.start()
         return
@@ -53,12 +53,12 @@ def start(device: str) -> None:
 
 
 def first_failure(comm: MPI.Comm, failure: str) -> str:
-    """The failure of the lowest rank that has one, on every rank; "" if none has. Collective."""
+    """Return, on every rank, the failure of the lowest rank that has one; "" without failures. Collective."""
     return next(filter(None, comm.allgather(failure)), "")
 
 
 def free_bytes(meminfo: Path = _MEMORY, cgroup: Path = _CGROUP) -> int:
-    """Memory that this machine, or the container that limits us, has left."""
+    """Return the number of free bytes on this machine, or in the container that limits this process."""
     limits = []
     match = re.search(r"MemAvailable:\s+(\d+) kB", _read(meminfo))
     if match:
@@ -70,7 +70,7 @@ def free_bytes(meminfo: Path = _MEMORY, cgroup: Path = _CGROUP) -> int:
 
 
 def agreed_cache_bytes(comm: MPI.Comm, device: torch.device) -> int:
-    """The largest last-level cache of all ranks' machines, or more than a GPU's. Collective."""
+    """Return the bytes of the largest last-level cache of the ranks; for a GPU, an upper limit. Collective."""
     if device.type == "cuda":
         return _GPU_CACHE_BYTES
     sizes: list[int] = comm.allgather(caches.last_level_cache_bytes() or _ASSUMED_CACHE_BYTES)
@@ -78,9 +78,9 @@ def agreed_cache_bytes(comm: MPI.Comm, device: torch.device) -> int:
 
 
 def agreed_max_bytes(comm: MPI.Comm, given: int | None, device: torch.device) -> int:
-    """Bytes of buffers a rank: ``given``, or a quarter of the free memory over the ranks that share it.
+    """Return the bytes of buffers per rank: ``given``, or this rank's share of a quarter of the free memory.
 
-    At most 1 GiB of a machine's memory, 8 GiB of a GPU's. Collective; the same on all ranks.
+    The share is at most 1 GiB of host memory, or 8 GiB of GPU memory. Collective, with one result on all ranks.
     """
     if device.type == "cuda":
         identity = gpus.identity(device.index)
@@ -93,18 +93,18 @@ def agreed_max_bytes(comm: MPI.Comm, given: int | None, device: torch.device) ->
 
 
 def num_cores() -> int:
-    """Cores of this machine, whether this rank may use them or not."""
+    """Return the number of cores of this machine, including cores that this rank may not use."""
     return os.cpu_count() or 1
 
 
 def limit_threads() -> None:
-    """One thread a rank where the ranks fill the cores."""
+    """Limit torch to one thread if the ranks of this machine use all of its cores."""
     if mpi.local_size() >= num_cores():
         torch.set_num_threads(1)
 
 
 def facts(comm: MPI.Comm, device: torch.device = _CPU) -> dict[str, str]:
-    """Facts about this machine and the GPUs of all ranks, in the order of a report's header. Collective."""
+    """Return facts about this machine and the GPUs of all ranks, in the order of a report's header. Collective."""
     vendor, version = MPI.get_vendor()
     cache_bytes = caches.last_level_cache_bytes()
     nodes = mpi.num_nodes()
@@ -129,7 +129,7 @@ def _gpu_facts(comm: MPI.Comm, device: torch.device) -> dict[str, str]:
 
 
 def describe_gpus(gathered: Sequence[tuple[Hashable, str]]) -> dict[str, str]:
-    """The GPUs and how many ranks share each, from the identity and the name of each rank's GPU."""
+    """Return the GPUs and how many ranks share each GPU, from the identity and the name of each rank's GPU."""
     ranks = collections.Counter(identity for identity, _ in gathered)
     names = collections.Counter(dict(gathered).values())
     return {

@@ -70,7 +70,7 @@ class Measurement:
         ]
 
     def rows(self, num_bytes: int, buffers: str) -> list[ResultRow]:
-        """One row per candidate, for one size and kind of buffers. WrongValue if a result is wrong."""
+        """Return one row per candidate for a size and a kind of buffers. Raise WrongValue if a result is wrong."""
         is_cold = buffers == "cold"
         rotations = self.rotations(num_bytes, is_cold=is_cold)
         self._verify(rotations, num_bytes, f"{buffers} buffers, before timing")
@@ -96,7 +96,7 @@ class Measurement:
         return rows
 
     def _beside_floor(self, link: Wire, rows: list[ResultRow]) -> list[ResultRow]:
-        """The rows with their ratio to the floor of the wire, and the floor's own."""
+        """Return the rows with their ratio to the floor (the shortest time on the link), and a row for the floor."""
         verb, num_bytes, buffers = self.task.verb.name, rows[0].num_bytes, rows[0].buffers
         floor = link.floor_seconds(verb, num_bytes)
         of_wire = []
@@ -107,7 +107,7 @@ class Measurement:
         return [*of_wire, ResultRow(num_bytes, WIRE, buffers, floor, floor, 0)]
 
     def rotations(self, num_bytes: int, *, is_cold: bool) -> dict[bool, Rotation]:
-        """The slots of one size in each pool."""
+        """Return the slots of one size in each pool."""
         return {
             kind: Rotation(
                 pool,
@@ -119,9 +119,9 @@ class Measurement:
         }
 
     def _verify(self, rotations: dict[bool, Rotation], num_bytes: int, when: str) -> None:
-        """One call of each candidate on the next slot, with values that depend on element and rank.
+        """Make one call of each candidate on the next slot, with values that depend on element and rank.
 
-        Raises WrongValue on every rank if a result is wrong on any of them, for the lowest such rank.
+        Raise WrongValue on every rank if a result is wrong on some rank. The error describes the lowest such rank.
         """
         op = f" {self.task.op}" if self.task.verb.reduces else ""
         what = f"{self.task.verb.name} of {num_bytes} bytes ({str(self.task.dtype).removeprefix('torch.')}{op})"
@@ -133,20 +133,20 @@ class Measurement:
 
 
 class _Timed(NamedTuple):
-    """A call to be timed, and what is called before it, untimed."""
+    """A call that is timed, and a call that is made before it and is not timed."""
 
     before: Call
     call: Call
 
 
 def _warm(bind: Callable[[NextBuffers], Call], take: NextBuffers) -> _Timed:
-    """One slot for all calls. Each timed call follows an untimed one, whatever ran in between."""
+    """Use one slot for all calls. An untimed call directly precedes each timed call."""
     call = bind(take)
     return _Timed(call, call)
 
 
 def _repeated(call: Call, number: int) -> Call:
-    """So many calls; the call itself for one."""
+    """Return a function that makes ``number`` calls; ``call`` itself if ``number`` is 1."""
     if number == 1:
         return call
 
@@ -158,7 +158,7 @@ def _repeated(call: Call, number: int) -> Call:
 
 
 def _cold(bind: Callable[[NextBuffers], Call], take: NextBuffers) -> _Timed:
-    """The next slot for each call, bound before the call is timed."""
+    """Use the next slot for each call, and bind the slot before the call is timed."""
     bound: list[Call] = []
 
     def before() -> None:
@@ -170,7 +170,7 @@ def _cold(bind: Callable[[NextBuffers], Call], take: NextBuffers) -> _Timed:
 def make_pools(
     plan: BufferPlan, candidates: Sequence[Candidate], device: torch.device
 ) -> tuple[dict[bool, Tensor], list[Candidate], list[str]]:
-    """The pools, the candidates that have one, and notes. Collective."""
+    """Return the pools, the candidates whose pool could be allocated, and notes for the report. Collective."""
     pools = {False: make_pool(plan.plain_bytes, device)}
     if not plan.symmetric_bytes:
         return pools, list(candidates), []
@@ -183,10 +183,10 @@ def make_pools(
 
 
 def refusal(comm: MPI.Comm, task: Task, candidate: Candidate, rotation: Rotation, num_bytes: int) -> str:
-    """Why ``candidate`` cannot do ``task``, by a trial, or "". Collective, the same on every rank.
+    """Try ``candidate``, and return why it cannot do ``task``, or "". Collective, with one result on every rank.
 
-    Of this package's candidates only a flavour's refusal counts: other errors propagate, and a wrong value is reported
-    by ``Measurement.rows``.
+    A candidate of this package is refused only if its flavour raises FlavourError, TypeError or ValueError. Other
+    errors propagate, and ``Measurement.rows`` reports wrong values.
     """
     refusals = (FlavourError, TypeError, ValueError) if candidate.is_ours else (Exception,)
     try:
@@ -198,8 +198,8 @@ def refusal(comm: MPI.Comm, task: Task, candidate: Candidate, rotation: Rotation
 
 
 def _mistake(task: Task, candidate: Candidate, rotation: Rotation, num_bytes: int) -> str:
-    """The mistake in this rank's result of one call, or ""."""
-    # The output holds a wrong value before the call, so that a call that writes nothing is found.
+    """Make one call, and return the mistake in this rank's result, or ""."""
+    # Put a wrong value into the output before the call, so that a call that writes nothing is noticed.
     buffers = rotation.take()
     cases.write(buffers.x, task.pattern(task.rank))
     if buffers.out is not None:

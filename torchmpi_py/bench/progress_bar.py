@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 def shown(items: Sequence[T], name: Callable[[T], str], *, rank: int, always: bool = False) -> Iterator[T]:
-    """The items, with a bar that names the current one.
+    """Yield the items, and show a progress bar that names the current item.
 
-    The bar is shown on rank 0 alone, if standard error is a terminal or ``always`` is given.
+    Only rank 0 shows the bar, if standard error is a terminal or ``always`` is set.
     """
     try:
         from tqdm import tqdm

@@ -67,7 +67,7 @@ class Report:
     device: str = "cpu"
 
     def bus_bytes_per_second(self, row: ResultRow) -> float:
-        """Bus bandwidth: comparable across verbs and numbers of ranks (``cases``)."""
+        """Return the bus bandwidth, which is comparable across collectives and numbers of ranks (``cases``)."""
         return row.bytes_per_second * VERBS[self.verb].bus_factor(self.num_ranks)
 
     @property
@@ -78,41 +78,47 @@ class Report:
         return f"{self.verb}{op} of {self.dtype}{where}"
 
     def seconds(self, num_bytes: int, buffers: str, what: str) -> float | None:
-        """Median time of the candidate ``what``; None where it was not measured."""
+        """Return the median time of the candidate ``what``; None if it was not measured."""
         key = (num_bytes, buffers, what)
         return next((row.median_seconds for row in self.rows if (row.num_bytes, row.buffers, row.what) == key), None)
 
     def times_faster(self, row: ResultRow, than: str) -> float | None:
-        """Time of the candidate ``than`` at the same size and buffers / time of ``row``; None without such a row."""
+        """Return (time of the candidate ``than`` at the same size and buffers) / (time of ``row``).
+
+        Return None if ``than`` was not measured there.
+        """
         seconds = self.seconds(row.num_bytes, row.buffers, than)
         return None if seconds is None else seconds / row.median_seconds
 
 
 def make_row(num_bytes: int, what: str, buffers: str, seconds: Sequence[float]) -> ResultRow:
-    """The statistics of times in seconds."""
+    """Return a row with the statistics of times in seconds."""
     return ResultRow(num_bytes, what, buffers, quantile(seconds, 0.5), quantile(seconds, 0.99), len(seconds))
 
 
 def quantile(seconds: Sequence[float], part: float) -> float:
-    """The smallest of the times that at least the share ``part`` of them does not exceed."""
+    """Return the smallest of the times for which at least the share ``part`` of the times is not longer."""
     return sorted(seconds)[max(0, math.ceil(part * len(seconds)) - 1)]
 
 
 def check_output(comm: MPI.Comm, path: Path | None) -> None:
-    """Check, before anything is measured, that rank 0 can write to ``path``. UsageError on every rank. Collective."""
+    """Check, before anything is measured, that rank 0 can write to ``path``. Collective.
+
+    Raise UsageError on every rank if it cannot.
+    """
     if problem := comm.bcast(unwritable(path)):
         raise UsageError(problem)
 
 
 def unwritable(path: Path | None) -> str:
-    """Why this process cannot write to ``path``, or ""."""
+    """Return why this process cannot write to ``path``, or ""."""
     if path is None or os.access(path.parent, os.W_OK):
         return ""
-    return f"cannot write {path}: {path.parent} is no folder that may be written to"
+    return f"cannot write {path}: {path.parent} is not a writable folder; name another file"
 
 
 def publish(rank: int, text: str, format_name: str, report: Any, path: Path | None) -> None:
-    """Print ``text`` and store the dataclass ``report`` at ``path``, if one is given; on rank 0 alone."""
+    """Print ``text``, and store the dataclass ``report`` at ``path`` unless it is None. Only rank 0 does this."""
     if rank == 0:
         print(text, flush=True)
         if path is not None:
@@ -125,7 +131,7 @@ def store(format_name: str, report: Any, path: Path) -> None:
 
 
 def load(path: Path) -> Report:
-    """Read a report of ``run`` or ``compare``. UsageError for another file."""
+    """Read a report of ``run`` or ``compare``. Raise UsageError for other files."""
     try:
         stored: dict[str, Any] = trusted_files.read_json(path, MOST_BYTES, owners=None)
         if stored.pop("format") != COLLECTIVE:
@@ -136,9 +142,9 @@ def load(path: Path) -> Report:
 
 
 def summary(report: Report) -> str:
-    """A line for each kind of buffers: the fastest candidate of each size, and its ratios to peers and limits.
+    """Return a line for each kind of buffers: the fastest candidate for each size, and its ratios to peers and limits.
 
-    Limits are no candidates. Empty where there is one candidate alone.
+    A limit does not count as a candidate. With a single candidate the summary is empty.
     """
     lines = []
     for kind in dict.fromkeys(row.buffers for row in report.rows):
@@ -155,7 +161,7 @@ def summary(report: Report) -> str:
 
 
 def _winner(report: Report, rows: Sequence[ResultRow]) -> str:
-    """The first of the rows of a size, and where that is a peer the first of ours."""
+    """Describe the fastest row of a size. If it is a peer's row, also describe this package's fastest row."""
     ours = next((row for row in rows if row.what not in PEERS), rows[0])
     shown = [rows[0]] if ours is rows[0] else [rows[0], ours]
     return f"{format_size(rows[0].num_bytes)} " + ", of ours ".join(_in_short(report, row) for row in shown)
@@ -168,7 +174,7 @@ def _in_short(report: Report, row: ResultRow) -> str:
 
 
 def render(report: Report) -> str:
-    """The facts, the table, the notes and the summary."""
+    """Return the report as text: the facts, the table, the notes and the summary."""
     text = document(report.title, report.facts, report.notes, *_cells(report))
     return "\n\n".join(filter(None, (text, summary(report))))
 
@@ -176,7 +182,7 @@ def render(report: Report) -> str:
 def document(
     title: str, facts: Mapping[str, str], notes: Sequence[str], header: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> str:
-    """A title, facts as a list, a table, and the notes below the table."""
+    """Return a Markdown document: a title, facts as a list, a table, and the notes below the table."""
     listed = [f"- {name}: {fact}" for name, fact in facts.items()]
     parts = [
         f"# {title}",

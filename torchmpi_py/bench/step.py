@@ -1,10 +1,11 @@
 """The command ``step``: the time that averaging the gradients adds to one training step.
 
-The same network, data and optimizer, with the gradients averaged in several ways. Each way is a *trainer*: a function
-that takes some steps of an ongoing training and calls ``done`` after each one. The time between two calls is one whole
-step, from taking the sample to the new parameters, also where the loop is the engine's. The trainers take turns in
-short runs of several steps. The first step of each run is not counted: it follows another trainer's, and the engine's
-includes the begin of ``train``. On a GPU ``done`` waits for the GPU after every step of every trainer.
+The network, data and optimizer stay the same, and the gradients are averaged in several ways. Each way is a *trainer*:
+a function that makes some steps of an ongoing training and calls ``done`` after each step. The time between two calls
+is one whole step, from taking the sample to the new parameters, also in the engine's loop. The trainers make short runs
+of several steps alternately. The first step of each run is not counted, because it follows a step of a different
+trainer, and the engine's first step includes the start of ``train``. On a GPU ``done`` waits for the GPU after every
+step of every trainer.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _CPU = torch.device("cpu")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of ``step``."""
+    """Add the options of ``step``."""
     add = parser.add_argument
     networks = "perceptron: few large gradients (default); gpt: 0.8 M parameters, 128 tokens a sample"
     add("--network", choices=trainers.NETWORKS, default="perceptron", help=networks)
@@ -54,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 @command_line.with_message
 def _ways(text: str) -> list[str]:
     if unknown := [way for way in text.split(",") if way not in trainers.WAYS]:
-        raise ValueError(f"{unknown[0]!r}: give some of {', '.join(trainers.WAYS)}")
+        raise ValueError(f"{unknown[0]!r} is not a kind of trainer; choose from {', '.join(trainers.WAYS)}")
     return text.split(",")
 
 
@@ -62,7 +63,7 @@ def _ways(text: str) -> list[str]:
 def _layers(text: str) -> list[int]:
     parts = text.split(",")
     if len(parts) < 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"{text!r}: give at least two widths, as 784,4096,10")
+        raise ValueError(f"{text!r}: give at least two widths, such as 784,4096,10")
     return [int(part) for part in parts]
 
 
@@ -94,11 +95,11 @@ class StepReport:
 def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
     """Measure on ``mpi.device()``, print on rank 0, and store. Collective over ``comm``, which holds all ranks.
 
-    Raises RanksDisagree if a trainer leaves different parameters on different ranks, and WrongValue if its parameters
+    Raise RanksDisagree if a trainer leaves different parameters on different ranks, and WrongValue if its parameters
     after the first steps are not those of the others.
     """
     if options.layers is not None and options.network != "perceptron":
-        raise UsageError("--layers are the widths of the perceptron; leave it out, or take --network perceptron")
+        raise UsageError("--layers are the widths of the perceptron; omit --layers, or use --network perceptron")
     machine.limit_threads()
     device, layers = mpi.device(), options.layers or trainers.LAYERS[options.network]
     link = None if options.link is None else wire.open_link(comm, options.link)
@@ -129,7 +130,7 @@ def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
 
 
 def render(report: StepReport) -> str:
-    """The report in Markdown."""
+    """Return the report in Markdown."""
     network = f"{report.network} {'-'.join(map(str, report.layers))}"
     where = "" if report.device == "cpu" else f" on {report.device}"
     batches = f"{report.optimizer}, batches of {report.batch} a rank"
@@ -160,11 +161,11 @@ def _row(report: StepReport, name: str) -> list[str]:
 def _measured(
     comm: MPI.Comm, made: Sequence[trainers.Trainer], samples: Sequence[trainers.Sample], options: argparse.Namespace
 ) -> dict[str, list[float]]:
-    """The seconds of the timed steps of each trainer, each of the slowest rank. Collective."""
+    """Return the seconds of each trainer's timed steps; each step counts as on the slowest rank. Collective."""
     for trainer in made:
         trainer.train(samples, lambda: None)  # untimed: DDP builds its buckets, memory is allocated
     _check_alike(made)
-    # Short runs in turn, in an order that changes: load on the machine hits all trainers alike.
+    # The trainers make short runs alternately, in a changing order, so load on the machine slows all of them equally.
     times: dict[str, list[float]] = {trainer.name: [] for trainer in made}
     rounds = range(-(-options.steps // STEPS_PER_RUN))
     for turn in progress_bar.shown(rounds, lambda turn: "steps", rank=comm.rank, always=options.progress):
@@ -172,14 +173,14 @@ def _measured(
             comm.Barrier()
             times[made[index].name] += _run(made[index], samples)
     for trainer in made:
-        # The ranks of these differ.
+        # These trainers leave different parameters on each rank.
         if trainer.name not in (trainers.NONE, trainers.DDP_ALONE, trainers.FSDP, trainers.FSDP_TORCHMPI):
             mpinn.check_with_allreduce(trainer.network)
     return {name: np.max(comm.allgather(of_trainer), axis=0).tolist() for name, of_trainer in times.items()}
 
 
 def _run(trainer: trainers.Trainer, samples: Sequence[trainers.Sample]) -> list[float]:
-    """The seconds of all steps but the first."""
+    """Run the steps, and return the seconds of each step except the first."""
     ends: list[float] = []
     device = devices.of(samples[0][0].device)
 
@@ -197,20 +198,20 @@ def _check_alike(made: Sequence[trainers.Trainer]) -> None:
     for other in others:
         for (name, x), y in zip(first.network.named_parameters(), other.network.parameters(), strict=True):
             if not torch.allclose(_whole(x), _whole(y), rtol=1e-3, atol=1e-5):
-                raise WrongValue(f"after the same steps {name} of {other.name!r} is not that of {first.name!r}")
+                raise WrongValue(f"after the same steps, {name} of {other.name!r} differs from {first.name!r}")
 
 
 def _whole(x: Any) -> torch.Tensor:
-    """A parameter; collective where the ranks share it out."""
+    """Return the whole parameter. Collective if each rank has only a part of the parameter."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x  # type: ignore[no-any-return]
 
 
 def make_samples(
     layers: Sequence[int], batch: int, num_steps: int, rank: int, *, device: torch.device = _CPU, is_text: bool = False
 ) -> list[trainers.Sample]:
-    """The batches of ``rank`` on ``device``: inputs (batch, layers[0]), and a class index for each input.
+    """Return the batches of ``rank`` on ``device``: inputs (batch, layers[0]), and a class index for each input.
 
-    ``is_text``: inputs are tokens, and each token has a class index.
+    With ``is_text`` the inputs are tokens, and each token has a class index.
     """
     generator = torch.Generator().manual_seed(trainers.SEED + rank)
     samples = []

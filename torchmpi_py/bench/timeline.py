@@ -20,14 +20,14 @@ from torchmpi_py.bench.timeline_calls import STATES, JobCalls, meet, read
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of ``timeline``."""
+    """Add the options of ``timeline``."""
     parser.add_argument("directory", type=Path, metavar="DIR", help="with the dumps of a job that hung")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: DIR/timeline.html")
     parser.add_argument("--about", type=Path, help=argparse.SUPPRESS)  # torchmpirun's
 
 
 def main(options: argparse.Namespace) -> None:
-    """Write the page. UsageError where there are no records, or the page cannot be written."""
+    """Write the page. Raise UsageError if there are no records, or if the page cannot be written."""
     about: dict[str, Any] = json.loads(options.about.read_text()) if options.about else {}
     path: Path = options.output or options.directory / "timeline.html"
     job = read(options.directory, about)
@@ -41,21 +41,21 @@ def main(options: argparse.Namespace) -> None:
 
 
 def page(job: JobCalls, about: Mapping[str, Any]) -> str:
-    """The whole page: nothing in it is fetched from anywhere."""
+    """Return the whole page, which loads nothing from other files or the network."""
     text = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     parts = timeline_tables.parts(job, about) | {"DATA": _as_script(data(job))}
     return re.sub("@([A-Z]+)@", lambda place: parts[place[1]], text)
 
 
 def _as_script(content: object) -> str:
-    """JSON that no program text in it can end."""
+    """Return JSON for a script element; escape "<", so that no text in it can end the element."""
     return json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def data(job: JobCalls) -> dict[str, Any]:
-    """The operations as the page's script reads them; times are in us since ``begin_ns``.
+    """Return the operations in the form that the page's script reads; times are in us since ``begin_ns``.
 
-    The last number of a call is the same on all ranks of a collective operation, and -1 for what not all ranks call.
+    The last number of a call is the same on all ranks of a collective; it is -1 for a call that only some ranks make.
     """
     begin_ns = min((call.launched for rank in job.ranks for call in rank.calls), default=0)
     texts: dict[str, int] = {}

@@ -1,11 +1,11 @@
-"""The operations of a job's ranks, side by side: who came last to which, and how long the others waited.
+"""The operations of a job's ranks, side by side: which rank called last, and how long the other ranks waited.
 
-Operations of one communicator and thread are counted alike on its ranks, so the same number is the same operation. It
-is complete on all ranks only when the last one has begun it; the root of a small broadcast may be through before. From
-this follow, for an operation that all of its ranks have begun::
+Each rank counts the operations of a communicator and thread in the same order, so the same number means the same
+operation. An operation is complete on all ranks only after the last rank has called it. (The root of a small broadcast
+may return before.) For an operation that all of its ranks have called, the page computes::
 
-    arrival        the latest begin of all ranks; that rank is the last one
-    wait           arrival - begin of a rank
+    arrival        the latest start on any rank; that rank is the last one
+    wait           arrival - start on a rank
     transfer       the latest end - arrival
     bandwidth      bytes / transfer
 """
@@ -25,7 +25,7 @@ from torchmpi_py.watch.flight_recorder import PREFIX
 STATES = ("complete", "under way", "launched", "failed")
 COMPLETE, UNDER_WAY, LAUNCHED, FAILED = range(4)
 UNKNOWN, MISSING = -1.0, -2.0
-"""In place of a wait: not known, or without end, for a rank has not come. -1 too for what all ranks need not call."""
+"""Values in place of a wait: unknown (also for operations that only some ranks call), or endless: a rank is missing."""
 
 
 @dataclasses.dataclass
@@ -51,15 +51,15 @@ class RecordedCall:
 
 @dataclasses.dataclass
 class RankCalls:
-    """The operations of one rank, the oldest first. ``num_before``: those that are no longer recorded."""
+    """The operations of one rank, the oldest first. ``num_before`` counts operations that are no longer recorded."""
 
     rank: int
     host: str
     how_ended: str
     calls: list[RecordedCall]
     num_before: int
-    num_last: int = 0  # operations to which this rank came last
-    kept_others_us: float = 0.0  # sum of the waits of the other ranks in these
+    num_last: int = 0  # number of operations that this rank called last
+    kept_others_us: float = 0.0  # total time that the other ranks waited in these operations
 
     @property
     def waited_us(self) -> float:
@@ -67,7 +67,7 @@ class RankCalls:
 
 
 class JobCalls(NamedTuple):
-    """What a page is made of. ``members``: the ranks of each communicator, by the name in the dumps."""
+    """The content of a page. ``members`` holds the ranks of each communicator, by its name in the dumps."""
 
     ranks: list[RankCalls]
     members: Mapping[str, Sequence[int]]
@@ -78,11 +78,11 @@ class JobCalls(NamedTuple):
 
 
 def read(directory: Path, about: Mapping[str, Any]) -> JobCalls:
-    """The operations of the ranks whose boards, or dumps, are in a folder."""
+    """Return the operations of the ranks whose boards, or dumps, are in a folder."""
     try:
         num_ranks, kept = kept_boards.load(directory)
     except Exception as error:  # a broken board raises any
-        raise UsageError(f"{directory}: a board cannot be read: {error}") from error
+        raise UsageError(f"cannot read the records of the ranks in {directory}: {error}") from error
     if kept:
         dumps = {rank.dump["rank"]: rank.dump for rank in kept}
         places = {rank.dump["rank"]: (rank.host, f"with{'' if rank.has_left else 'out'} mpi.stop()") for rank in kept}
@@ -102,7 +102,7 @@ def read(directory: Path, about: Mapping[str, Any]) -> JobCalls:
 
 
 def load(directory: Path) -> dict[int, dict[str, Any]]:
-    """The newest dump of each rank in a folder and its subfolders. UsageError if there are none."""
+    """Return the newest dump of each rank in a folder and its subfolders. Raise UsageError if there are none."""
     paths = [path for path in directory.rglob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
     try:
         dumps = [flight_recorder.read(path) for path in sorted(paths, key=lambda path: path.stat().st_mtime)]
@@ -159,7 +159,7 @@ def meet(job: JobCalls) -> None:
         arrival, is_over = calls[last].begin, all(call.state == COMPLETE for call in calls.values())
         transfer_ns = max(call.end for call in calls.values()) - arrival if is_over else 0
         for call in calls.values():
-            # A rank that is done before the last one comes, as a broadcast's root may be, has not waited for it.
+            # A rank that returned before the last rank called, such as the root of a broadcast, has not waited for it.
             call.wait_us = (arrival - call.begin) / 1000 if call.end >= arrival else UNKNOWN
             call.transfer_ns = transfer_ns
         if len(calls) > 1:
@@ -168,7 +168,10 @@ def meet(job: JobCalls) -> None:
 
 
 def _is_behind(rank: RankCalls | None, name: str, number: int) -> bool:
-    """Whether a rank has not come to an operation; else the record of it was overwritten, or is on another host."""
+    """Return whether a rank has not called an operation yet.
+
+    Otherwise its record of the operation was overwritten, or is on another host.
+    """
     if rank is None:
         return False
     numbers = [call.key[1] for call in rank.calls if call.key is not None and call.key[0] == name]

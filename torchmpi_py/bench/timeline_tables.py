@@ -18,7 +18,7 @@ _RATES = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1.0, "B/s"))
 
 
 def parts(job: JobCalls, about: Mapping[str, Any]) -> dict[str, str]:
-    """The parts of the page by the names of their places in it."""
+    """Return the parts of the page by the names of their placeholders."""
     title = f"Timeline of {about['command']}" if about else "Timeline of a job that hung"
     return {
         "TITLE": escape(title),
@@ -30,12 +30,12 @@ def parts(job: JobCalls, about: Mapping[str, Any]) -> dict[str, str]:
 
 
 def duration(microseconds: float) -> str:
-    """A time with three digits and its unit."""
+    """Return a time with three digits and its unit."""
     return _with_unit(microseconds, _TIMES)
 
 
 def bandwidth(bytes_per_second: float) -> str:
-    """A bandwidth with three digits and its unit."""
+    """Return a bandwidth with three digits and its unit."""
     return _with_unit(bytes_per_second, _RATES)
 
 
@@ -69,7 +69,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _whose_records(job: JobCalls, about: Mapping[str, Any]) -> str:
-    """Which start of the job has left the records, if it is not the last one; else empty."""
+    """Return which start of the job has left the records; empty for the last start."""
     if job.is_of_last:
         return ""
     whose = f"restart {job.restart}" if job.restart else "the first start"
@@ -77,7 +77,7 @@ def _whose_records(job: JobCalls, about: Mapping[str, Any]) -> str:
 
 
 def _end(about: Mapping[str, Any]) -> str:
-    """Why the job has ended; empty for a job that ended in order."""
+    """Return why the job has ended; empty for a job that ended in order."""
     if not about.get("reason") or not about["exit_code"]:
         return ""
     return f"<section><h2>Why it ended</h2><p><strong>{escape(about['reason'])}</strong></p></section>"
@@ -107,11 +107,11 @@ _OPERATION_COLUMNS = ("operation", "bytes", "calls", "time per rank", "waiting",
 
 
 def _operations(job: JobCalls) -> str:
-    """Operations by verb and size, those that take the most time first."""
+    """Return a table of the operations by text and size, the operation with the most time first."""
     found: dict[tuple[str, int], list[tuple[int, RecordedCall]]] = {}
     for rank in job.ranks:
         for call in rank.calls:
-            num_bytes = 0 if "any-size" in call.text else call.num_bytes  # which differ between ranks
+            num_bytes = 0 if "any-size" in call.text else call.num_bytes  # sizes that differ between ranks do not count
             found.setdefault((call.text, num_bytes), []).append((rank.rank, call))
     rows = sorted((_operation_row(*what, calls) for what, calls in found.items()), key=lambda row: -row[0])
     left = len(rows) - _MOST_ROWS
@@ -120,7 +120,7 @@ def _operations(job: JobCalls) -> str:
 
 
 def _operation_row(text: str, num_bytes: int, calls: Sequence[tuple[int, RecordedCall]]) -> tuple[float, Sequence[str]]:
-    """(time in us, cells). A collective operation counts once, whatever the number of its ranks."""
+    """Return (time in us, cells). A collective counts once, for any number of ranks."""
     keys = {call.key for _, call in calls if call.key is not None}
     num_operations = len(keys) + sum(call.key is None for _, call in calls)
     mean_us = sum(call.duration_us for _, call in calls) / len({rank for rank, _ in calls})

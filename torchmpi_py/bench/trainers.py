@@ -65,10 +65,10 @@ def trainers(
     optimizer: str = "sgd",
     network: str = "perceptron",
 ) -> list[Trainer]:
-    """NONE, DDP, DistributedOptimizer and all trainers of ``ways``, each with its own network on ``device``.
+    """Return NONE, DDP, DistributedOptimizer and all trainers of ``ways``, each with its own network on ``device``.
 
-    ``with_ddp``: DDP and FSDP2 on torch's default process group. ``torchmpi``: a group of this package's backend, for
-    these too. ``network``: one of NETWORKS.
+    ``with_ddp`` adds DDP and FSDP2 on torch's default process group. ``torchmpi`` is a group of this package's backend;
+    DDP and FSDP2 then run on this group too. ``network`` is one of NETWORKS.
     """
     plain = OPTIMIZERS[optimizer]
     kinds = [
@@ -93,7 +93,7 @@ def trainers(
 
 
 class _Kind(NamedTuple):
-    """How to make a trainer. ``needs``: the process group that it needs, by the name of DDP on it, or ""."""
+    """How to make a trainer. ``needs`` is the name of DDP on the process group that the trainer needs, or ""."""
 
     name: str
     make: MakeTrain
@@ -102,7 +102,7 @@ class _Kind(NamedTuple):
 
 
 def make_perceptron(layers: Sequence[int]) -> torch.nn.Sequential:
-    """A multilayer perceptron, the same for each call and on each rank; ``layers``: its widths."""
+    """Return a multilayer perceptron of the widths ``layers``, with the same values in each call and on each rank."""
     torch.manual_seed(SEED)
     parts: list[torch.nn.Module] = []
     for inputs, outputs in itertools.pairwise(layers):
@@ -111,9 +111,9 @@ def make_perceptron(layers: Sequence[int]) -> torch.nn.Sequential:
 
 
 def make_gpt(layers: Sequence[int]) -> torch.nn.Sequential:
-    """A GPT of torch's own layers, as large as the one of ``examples/gpt.py`` and the same for each call and rank.
+    """Return a GPT of torch's layers, of the size of ``examples/gpt.py``, the same in each call and on each rank.
 
-    It maps tokens (batch, context) to scores (batch * context, tokens); ``layers``: context, and number of tokens.
+    It maps tokens (batch, context) to scores (batch * context, tokens). ``layers`` holds context and number of tokens.
     Attention has no mask, because a Sequential passes none on. Layers have no bias, because the gradient of the keys'
     bias is zero except for rounding errors, which Adam would turn into steps that differ between trainers.
     """
@@ -133,8 +133,8 @@ LAYERS = {"perceptron": [784, 4096, 4096, 10], "gpt": [128, 128]}
 
 
 def _averaging(plain: MakeOptimizer, torchmpi: Any) -> list[_Kind]:
-    """Ways to average the gradients; and DDP_ALONE, which does all that DDP does except that."""
-    from torchmpi_py.torch_backend import average  # here, for only this command needs it
+    """Return trainers that average the gradients, and DDP_ALONE, which is DDP without the averaging."""
+    from torchmpi_py.torch_backend import average  # imported here, because only this command needs it
 
     on_gloo = functools.partial(_ddp, plain=plain)
     on_torchmpi = functools.partial(_ddp, plain=plain, group=torchmpi)
@@ -159,7 +159,7 @@ def _averaging(plain: MakeOptimizer, torchmpi: Any) -> list[_Kind]:
 
 
 def _sharded(plain: functools.partial[Any], torchmpi: Any) -> list[_Kind]:
-    """ShardedOptimizer, and torch's ways to divide the state."""
+    """Return trainers that divide the optimizer's state: ShardedOptimizer, and torch's classes."""
     optimizer_class: Any = plain.func
 
     def zero(parameters: Iterable[Any], group: Any = None) -> Any:
@@ -185,9 +185,10 @@ def _sharded(plain: functools.partial[Any], torchmpi: Any) -> list[_Kind]:
 
 
 def _compressed(plain: MakeOptimizer) -> list[_Kind]:
-    """DistributedOptimizer with each compression, and DDP with torch's hook.
+    """Return trainers with DistributedOptimizer and each compression, and with DDP and torch's hook.
 
-    Not torch's powerSGD_hook: with several buckets gloo matches its callbacks in another order, and aborts.
+    torch's powerSGD_hook is not among them: with several buckets gloo runs its callbacks in different orders on the
+    ranks, and aborts.
     """
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
@@ -211,7 +212,7 @@ def _loop(
     wrapped: torch.nn.Module | None = None,
     after_backward: Callable[[], object] = lambda: None,
 ) -> Train:
-    """A hand-written loop over ``wrapped``, which is the network itself by default."""
+    """Return a hand-written training loop over ``wrapped``, which is the network itself by default."""
     forward = network if wrapped is None else wrapped
     criterion = torch.nn.CrossEntropyLoss()
     optimizer = make_optimizer(network.parameters())
@@ -234,7 +235,7 @@ def _ddp(
     hook: tuple[Any, Any] | None = None,
     gradient_as_bucket_view: bool = False,
 ) -> Train:
-    """DDP on the default process group or on ``group``; ``hook``: (state, hook) for its communication."""
+    """Return a loop with DDP on the default process group or ``group``; ``hook`` is (state, communication hook)."""
     ddp: Any = torch.nn.parallel.DistributedDataParallel(
         network, process_group=group, gradient_as_bucket_view=gradient_as_bucket_view
     )
@@ -250,7 +251,7 @@ def _done(result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 
 def _fsdp(network: Any, plain: MakeOptimizer, group: Any) -> Train:
-    """FSDP2 on the default process group or on ``group``: each layer with parameters in a unit of its own."""
+    """Return a loop with FSDP2 on the default process group or ``group``; each layer with parameters is one unit."""
     from torch.distributed import fsdp, group as groups
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -266,7 +267,7 @@ def _distributed(network: torch.nn.Module, plain: MakeOptimizer, compression: An
 
 
 def _engine(network: torch.nn.Module, plain: MakeOptimizer, **options: Any) -> Train:
-    """The engine's loop; a step ends with the last hook."""
+    """Return the engine's loop; a step ends with the last hook."""
     on_gpu = next(network.parameters()).is_cuda
     engine = AllReduceSGDEngine(usegpu=on_gpu, **options)
     optimizer = plain(network.parameters())

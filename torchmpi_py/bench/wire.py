@@ -20,7 +20,7 @@ _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 def parse_link(text: str) -> float:
-    """Return the bytes a second of ``--link``, such as "1gbit" or "200mbit"."""
+    """Return the rate of ``--link`` (such as "1gbit" or "200mbit") in bytes per second."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]bit)", text.lower())
     if match is None or float(match[1]) == 0:
         raise ValueError(f"{text!r}: give the rate of a link in one direction, such as 200mbit (iperf3 measures it)")
@@ -28,7 +28,7 @@ def parse_link(text: str) -> float:
 
 
 def floor_bytes(verb: str, num_bytes: int, ranks_per_node: Sequence[int]) -> float:
-    """The bytes that the busiest link carries in one direction, at the least; the root is on the first node.
+    """Return the least number of bytes that the busiest link carries in one direction. The root is on the first node.
 
     S is ``num_bytes``, the size of the larger tensor of a rank; M nodes have r_0, r_1, ... of all P ranks, in equal
     numbers r = P/M. A node can add its ranks' values, or spread what it has received, without its link.
@@ -59,36 +59,36 @@ def floor_bytes(verb: str, num_bytes: int, ranks_per_node: Sequence[int]) -> flo
 
 
 class Wire(NamedTuple):
-    """What the floor of a call follows from."""
+    """A link, from which the floor (the shortest possible time) of a call follows."""
 
     bytes_per_second: float
     ranks_per_node: list[int]
     fact: str
 
     def floor_seconds(self, verb: str, num_bytes: int) -> float:
-        """The time that the busiest link takes for the bytes it has to carry."""
+        """Return the seconds that the busiest link takes for the bytes that it has to carry."""
         return floor_bytes(verb, num_bytes, self.ranks_per_node) / self.bytes_per_second
 
 
 def open_link(comm: MPI.Comm, bytes_per_second: float) -> Wire:
     """Return the link of a job on several nodes. Collective.
 
-    UsageError, on every rank, if all ranks are on one node.
+    Raise UsageError on every rank if all ranks are on one node.
     """
     nodes = _nodes()
     if len(nodes) == 1:
-        raise UsageError(f"--link: all {comm.size} ranks are on one node, and send nothing over a link; leave it out")
+        raise UsageError(f"--link: all {comm.size} ranks are on one node, and send nothing over a link; omit --link")
     fact = f"{bytes_per_second / 1e6:.4g} MB/s in each direction"
     return Wire(bytes_per_second, [len(ranks) for ranks in nodes], fact)
 
 
 def facts(link: Wire | None) -> dict[str, str]:
-    """The facts about a link for the header of a report."""
+    """Return the facts about a link for the header of a report."""
     return {} if link is None else {"link": link.fact}
 
 
 def _nodes() -> list[list[int]]:
-    """The ranks of each node; the root's node is the first."""
+    """Return the ranks of each node, the root's node first."""
     nodes = collections.defaultdict(list)
     for rank, place in enumerate(mpi.communicator().direct.places):
         nodes[place.node].append(rank)

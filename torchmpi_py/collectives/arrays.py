@@ -81,8 +81,8 @@ def _library_of(x: object) -> Any:
 def _on_numpy(verb: str, name: str, array: NumpyArray, out: object) -> Tensor:
     """Return a tensor on the memory of ``array``, or on a copy of a read-only array.
 
-    ValueError if the collective would write to a read-only array. TypeError for masked arrays, dtypes that torch lacks,
-    byte orders of other machines, and negative strides.
+    Raise ValueError if the collective would write to a read-only array. Raise TypeError for masked arrays, dtypes that
+    torch lacks, byte orders of other machines, and negative strides.
     """
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(

@@ -3,9 +3,9 @@
 For each collective, and for ordinary and symmetric tensors, sizes grow by factors of 4. At each size the flavours are
 timed alternately (``timing.py``). On a GPU the time of a call ends when the GPU has carried the call out.
 
-``choose`` turns times into choices. It goes up in size, and changes to another flavour where that flavour is more than
-5 % faster in both halves of the measurements. A choice ends at the geometric mean of the sizes on both sides of the
-change. Alternative: the fastest flavour at each size. It is not used, because noise would make the table alternate
+``choose`` turns times into choices. It goes up in size, and changes to a different flavour where that flavour is more
+than 5 % faster in both halves of the measurements. A choice ends at the geometric mean of the sizes on both sides of
+the change. Alternative: the fastest flavour at each size. It is not used, because noise would make the table alternate
 between flavours of equal speed.
 """
 
@@ -125,7 +125,7 @@ def _check(settings: _Settings) -> None:
     verbs, flavours, max_bytes, seconds, _, device = settings
     for what, names, known in (("verbs", verbs, _MEASURABLE), ("flavours", flavours, tuple(BY_NAME))):
         if not names or not set(names) <= set(known):
-            raise ValueError(f"autotune: {what}={names!r}: give some of {', '.join(known)}")
+            raise ValueError(f"autotune: {what}={names!r}: expected a non-empty list from {', '.join(known)}")
     if not isinstance(max_bytes, int) or max_bytes < _DTYPE.itemsize or not 0 < seconds < math.inf:
         raise ValueError(
             f"autotune: max_bytes={max_bytes}, seconds={seconds}: give max_bytes >= {_DTYPE.itemsize} and seconds > 0"
@@ -267,7 +267,7 @@ def beyond(choices: Sequence[Choice], largest_bytes: int, former: Sequence[Choic
 def _displaces(times: Times, challenger: str, holder: str) -> bool:
     """Return whether the challenger is faster in both halves of the turns.
 
-    Both must agree, because another load on the machine may slow one of the flavours down for a while.
+    The two halves must agree, because other programs on the machine may slow one of the flavours down for a while.
     """
     if holder not in times:
         return True

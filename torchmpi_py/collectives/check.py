@@ -53,7 +53,7 @@ def check_all_with_allreduce(values: Mapping[str, Tensor | Number], *, comm: Com
 def differing(values: Mapping[str, Tensor | Number], resolved: Communicator) -> dict[str, list[int]]:
     """Return the names of the values that differ between ranks, each with the ranks that are in the minority.
 
-    Collective. RanksDisagree if the ranks pass different names.
+    Collective. Raise RanksDisagree if the ranks pass different names.
     """
     tables = verbs.allgather_object([(name, digest_of(x, name)) for name, x in values.items()], comm=resolved)
     names = [[name for name, _ in table] for table in tables]

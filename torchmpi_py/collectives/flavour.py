@@ -4,9 +4,9 @@ A flavour has a name, the device types it serves, and one blocking method per co
 that is not overridden means "unimplemented". Callers check the arguments first: tensors are flat, roots and ops are
 valid, and no other thread uses the ``channel``. A new flavour needs a file and a row in ``registry.py``.
 
-In gathers each rank may bring another number of rows. The ranks first exchange their ``Sizes``, and check that dtypes
-and the other dimensions agree. Only then the size of the result is known, by which the selector chooses the flavour
-that moves the data (``Gathering``).
+In gathers each rank may bring a different number of rows. The ranks first exchange their ``Sizes``, and check that
+dtypes and the other dimensions agree. Only then the size of the result is known, by which the selector chooses the
+flavour that moves the data (``Gathering``).
 """
 
 from __future__ import annotations
@@ -147,14 +147,17 @@ class Sizes:
         return len(set(self.rows)) == 1
 
     def output_shape(self, verb: str, x: Tensor, out: Tensor | None, writers: Sequence[int]) -> torch.Size:
-        """Return the shape of the result. ValueError, on every rank, if ``out`` has another shape on a writer."""
+        """Return the shape of the result.
+
+        Raise ValueError on every rank if ``out`` has a different shape on a rank that gets the result.
+        """
         shape = torch.Size((sum(self.rows), *x.shape[1:]))
         wrong = [rank for rank in writers if self.outs[rank] not in (0, _code(shape))]
         if wrong:
             own = "" if out is None else f" (here: {tuple(out.shape)})"
             raise ValueError(
                 f"{verb}: the ranks pass {self.rows} rows, so the result has shape {tuple(shape)}; "
-                f"out has another shape{own} on rank {', '.join(map(str, wrong))}"
+                f"out has a different shape{own} on rank {', '.join(map(str, wrong))}"
             )
         return shape
 
@@ -208,7 +211,7 @@ class Gathering(Carrier):
 def exchange_sizes(comm: MPI.Comm, x: Tensor, out: Tensor | None) -> Sizes:
     """Return the sizes of ``x``, which has at least 1 dimension, and ``out`` on all ranks of ``comm``.
 
-    Collective: one allgather. RanksDisagree, on every rank, if more than dim 0 differs.
+    Collective: one allgather. Raise RanksDisagree on every rank if more than dim 0 differs.
     """
     mine = torch.tensor(
         [x.shape[0], x.nbytes, 0 if out is None else _code(out.shape), _code(x.dtype, x.shape[1:])], device="cpu"

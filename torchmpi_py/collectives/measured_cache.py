@@ -108,7 +108,10 @@ def _find(expected: MachineFacts) -> tuple[Rows, str] | None:
 
 
 def read(path: pathlib.Path, expected: MachineFacts) -> tuple[Rows, str]:
-    """Return the rows in a file, and the date of measurement. ValueError if the file is damaged or has other facts."""
+    """Return the rows in a file, and the date of measurement.
+
+    Raise ValueError if the file is damaged or has other facts.
+    """
     try:
         # The user has named the folder, so its owner is trusted, and may have measured for all users.
         content = trusted_files.read_json(path, owners={path.parent.stat().st_uid})
@@ -117,12 +120,12 @@ def read(path: pathlib.Path, expected: MachineFacts) -> tuple[Rows, str]:
         if not differing:
             return dict(_row(record) for record in content["rows"]), str(content["date"])
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"it is damaged, or has another format ({type(error).__name__}: {error})") from error
+        raise ValueError(f"it is damaged, or has a different format ({type(error).__name__}: {error})") from error
     raise ValueError(f"it was measured with {', '.join(differing)}")
 
 
 def _row(record: Mapping[str, Any]) -> tuple[Key, list[Choice]]:
-    """Return the key and the choices of a record in a file. ValueError or another error if the record is damaged."""
+    """Return the key and the choices of a record in a file. Raise an exception if the record is damaged."""
     key = Key(record["verb"], record["scope"], record["symmetric"], record["device"])
     choices = [Choice(math.inf if most is None else most, flavour, why) for most, flavour, why in record["choices"]]
     Selector()[key] = [(choice.max_bytes, choice.flavour) for choice in choices]  # an assignment checks the choices
@@ -132,7 +135,7 @@ def _row(record: Mapping[str, Any]) -> tuple[Key, list[Choice]]:
 def write(path: pathlib.Path, measured_with: MachineFacts, rows: Rows) -> str:
     """Write rows to a file, where rows for other keys stay; return the date of measurement.
 
-    Readers see the whole file or none. OSError if the file cannot be written.
+    Readers see the whole file or none. Raise OSError if the file cannot be written.
     """
     with contextlib.suppress(OSError, ValueError):
         rows = {**read(path, measured_with)[0], **rows}

@@ -47,7 +47,7 @@ class Records(Carrier):
 
 
 def to_record(x: Number) -> bytes:
-    """Return the record of a number, which has RECORD_BYTES bytes."""
+    """Return the record of a number. A record has RECORD_BYTES bytes."""
     kind, value = (_KINDS[type(x)], x) if type(x) in _KINDS else _kind_and_value(x)
     words = (value.real, value.imag) if kind == 3 else (value, 0)
     try:
@@ -69,7 +69,7 @@ def from_records(records: bytes | bytearray) -> list[Number]:
 
 
 def reduce_numbers(verb: str, op: str, values: Sequence[Number]) -> Number:
-    """Reduce the values in rank order. ValueError if the widest kind among the values does not support the op."""
+    """Reduce the values in rank order. Raise ValueError if the widest kind among the values does not support the op."""
     widest = max(map(_KINDS.__getitem__, map(type, values)))
     if op != "avg" or widest > 1:  # whole numbers have an average in Python, not in a tensor
         check_op(verb, op, _DTYPES[max(widest, 1)])

@@ -44,7 +44,7 @@ _abandoned: list[object] = []  # launches that broke off: MPI may still write in
 
 
 def of_a_part(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: mark the errors of a flavour's method as raised by some ranks only; other ranks may wait for them."""
+    """Return ``method`` with its errors marked as raised by some ranks only; other ranks may wait for these ranks."""
 
     @functools.wraps(method)
     def marked(*arguments: P.args, **named: P.kwargs) -> R:
@@ -86,7 +86,8 @@ class Plan:
     num_bytes: int = 0
     dtype: torch.dtype | None = None
     device: torch.device | None = None  # The device of the tensors, if it has streams.
-    fingerprint: tuple[Any, ...] | None = None  # Equal on all ranks, the name first. None if not all make the call.
+    # Values that must be equal on all ranks, the name first; None if only some ranks make the call.
+    fingerprint: tuple[Any, ...] | None = None
     method: str = ""  # Empty: ``name``.
     # ``bind`` sets these two in the first call, from the flavour's ``Carrier.bind``.
     work: Callable[..., Any] | None = dataclasses.field(default=None, init=False)
@@ -283,7 +284,7 @@ class Operation(Work[R]):
             raise
 
     def finish(self) -> R:
-        """Return the result of an operation that was posted to MPI, after its transfer is complete."""
+        """Return the result of an operation that was posted to MPI. Call it only when the transfer is complete."""
         trace = tracing.current
         if trace is not None and self.launched:
             trace.end(self.plan, POSTED, self.launched, self.launched)

@@ -47,15 +47,18 @@ _CPU = torch.device("cpu")
 
 
 def blocking(prepare: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: carry out the operation that ``prepare`` makes of the arguments, and return its result.
+    """Return a function that carries out the operation that ``prepare`` creates, and returns the result.
 
-    ``prepare`` returns an operation. Its annotation names the type of the result, which the decorated function returns.
+    The return annotation of ``prepare`` names the type of the result, not of the operation.
     """
     return _form(prepare, prepare, is_async=False)
 
 
 def asynchronous(collective: Callable[P, R]) -> Callable[[Callable[P, Handle[R]]], Callable[P, Handle[R]]]:
-    """Decorator: launch the operation of a collective, and return its handle. The decorated body is never run."""
+    """Return a decorator that makes the asynchronous version of ``collective``.
+
+    The asynchronous version launches the operation and returns a handle. The body of the decorated function never runs.
+    """
     return functools.partial(_form, builder(collective), is_async=True)
 
 

@@ -1,6 +1,6 @@
 """The reduction of values: their form while they are reduced, and the arithmetic on tensors in this process's memory.
 
-Most dtypes are reduced as they lie in memory. The others are *encoded* into another dtype and *decoded* afterwards:
+Most dtypes are reduced as they lie in memory. The others are *encoded* into a different dtype and *decoded* afterwards:
 
 16- and 8-bit floats   as float32, so that sums accumulate in float32 and are rounded once
 complex32              as complex64
@@ -11,7 +11,7 @@ min, max of floats     as integers in the same order. Processors and MPI leave N
                        The largest (smallest) integer represents NaN in max (min).
 
 bool itself is reduced with bitwise ops. "or" works on the bytes in memory. "and" and "xor" work on 0 and 1, because
-True may be any byte except 0 in a view of another dtype.
+True may be any byte except 0 in a view of a different dtype.
 """
 
 from __future__ import annotations

@@ -150,7 +150,8 @@ class Selector:
     ) -> Flavour:
         """Return the flavour called ``name``, or the table's flavour for ``num_bytes``.
 
-        Unavailable or Unimplemented, with the reasons, if no flavour can carry out the call, or the named one cannot.
+        Raise Unavailable or Unimplemented, with the reasons, if the named flavour, or every flavour, cannot carry out
+        the call.
         """
         return self.choices(verb, comm, device, symmetric=symmetric, name=name).flavour_for(num_bytes)
 
@@ -209,7 +210,7 @@ class Selector:
 
 
 def _checked_key(key: str | tuple[object, ...]) -> Key:
-    """Return the key of a row. KeyError if it is not valid."""
+    """Return the key of a row. Raise KeyError if it is not valid."""
     parts = key if isinstance(key, tuple) else (key,)
     row_key = Key(*parts) if 1 <= len(parts) <= 4 else None  # type: ignore[arg-type]
     if row_key is None or row_key not in _KEYS or not isinstance(row_key.symmetric, bool):
@@ -221,7 +222,7 @@ def _checked_key(key: str | tuple[object, ...]) -> Key:
 
 
 def _checked_choices(choices: str | Sequence[tuple[float, str]]) -> list[Choice]:
-    """Return the choices of a row. ValueError if they are not valid."""
+    """Return the choices of a row. Raise ValueError if they are not valid."""
     try:
         pairs = [(math.inf, choices)] if isinstance(choices, str) else [(limit, flavour) for limit, flavour in choices]
     except (TypeError, ValueError):

@@ -39,7 +39,7 @@ def interleaved(
     one. The functions in ``before``, by the same names, are called untimed before the barrier, to choose or warm
     buffers.
 
-    Raises ValueError unless 1 <= min_turns <= max_turns. An error of a function passes through. The other ranks then
+    Raise ValueError unless 1 <= min_turns <= max_turns. An error of a function passes through. The other ranks then
     wait for this one, so let the error end the job.
     """
     if not 1 <= min_turns <= max_turns:

@@ -8,8 +8,8 @@ Each function has an asynchronous version with the same arguments: ``mpi.allredu
   (``send`` and ``recv`` excepted). Asynchronous calls have one order across all communicators.
 - **Tensors.** Any dtype, any strides, any size: 0, or more than 2^31 elements. All ranks get the same bits. Sums of
   16-bit floats accumulate in float32.
-- **Memory.** ``x`` is overwritten unless ``out=`` is given or the result has another shape. Do not touch the tensors
-  of an asynchronous operation before it is complete.
+- **Memory.** ``x`` is overwritten unless ``out=`` is given or the result has a different shape. Do not touch the
+  tensors of an asynchronous operation before it is complete.
 - **Gradients** do not pass: ``backward`` through a tensor that a collective has written is a RuntimeError.
   ``mpi.nn.functional`` has collectives with gradients.
 - **Arrays.** ``x`` and ``out`` may be numpy or cupy arrays, whose memory is used without a copy; then the result is an
@@ -752,7 +752,7 @@ def sendreceive(
         ValueError: an argument has a wrong value, such as a rank that ``comm`` does not have.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
-        RanksDisagree: the message has another dtype or size than ``x``; raised on the receiver.
+        RanksDisagree: the message has a different dtype or size than ``x``; raised on the receiver.
         CollectiveTimeout: ``Tuning.deadline_seconds`` passed, with ``Tuning.at_deadline="raise"``.
         CommunicatorError: MPI failed.
 
@@ -796,7 +796,7 @@ def sendreceive_async(
         ValueError: an argument has a wrong value, such as a rank that ``comm`` does not have.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
-        RanksDisagree: the message has another dtype or size than ``x``; raised on the receiver, by ``wait()``.
+        RanksDisagree: the message has a different dtype or size than ``x``; raised on the receiver, by ``wait()``.
         CollectiveTimeout: a timeout passed; raised by ``wait()``, after which the operation is still pending.
         CommunicatorError: MPI failed; raised here or by ``wait()``.
 
@@ -814,7 +814,7 @@ def send(x: T, destination: int, *, comm: Communicator | None = None, flavour: s
 
     Only the sender makes this call, and only ``destination`` the matching ``recv`` or ``recv_async``. ``x`` is not
     changed. Messages between two ranks arrive in the order of the calls. A call with a large ``x`` returns only after
-    ``destination`` has begun to receive.
+    ``destination`` has started to receive.
 
     Args:
         x (Tensor, numpy or cupy array, or number): value to send.
@@ -906,7 +906,7 @@ def recv(x: T, source: int, *, comm: Communicator | None = None, flavour: str | 
         ValueError: an argument has a wrong value, such as a rank that ``comm`` does not have.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
-        RanksDisagree: the message has another dtype or size than ``x``; raised on the receiver.
+        RanksDisagree: the message has a different dtype or size than ``x``; raised on the receiver.
         CollectiveTimeout: ``Tuning.deadline_seconds`` passed, with ``Tuning.at_deadline="raise"``.
         CommunicatorError: MPI failed.
 
@@ -949,7 +949,7 @@ def recv_async(x: T, source: int, *, comm: Communicator | None = None, flavour: 
         ValueError: an argument has a wrong value, such as a rank that ``comm`` does not have.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
-        RanksDisagree: the message has another dtype or size than ``x``; raised on the receiver, by ``wait()``.
+        RanksDisagree: the message has a different dtype or size than ``x``; raised on the receiver, by ``wait()``.
         CollectiveTimeout: a timeout passed; raised by ``wait()``, after which the operation is still pending.
         CommunicatorError: MPI failed; raised here or by ``wait()``.
 

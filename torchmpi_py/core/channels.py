@@ -85,7 +85,7 @@ class Channel:
     def keep(self, key: Hashable, make: Callable[[Channel], Kept]) -> Kept:
         """Return the resource under ``key``; the first use makes it. ``make`` may be collective over the channel."""
         if key not in self._kept:
-            # Outside inference mode, because tensors from within it cannot be used outside.
+            # Leave inference mode, because tensors that are created in it cannot be used in normal mode.
             with torch.inference_mode(False):
                 self._kept[key] = make(self)
         return self._kept[key]  # type: ignore[return-value]

@@ -76,7 +76,10 @@ class CommunicationThread:
         return handle
 
     def beside(self, name: str) -> CommunicationThread:
-        """Return another thread for operations that must not wait for this one's; drain and close it with this one."""
+        """Return a new thread for operations that must not wait for this thread's operations.
+
+        The new thread is drained and closed with this one.
+        """
         other = CommunicationThread(inline=self.inline, name=name)
         self.add_companion(other)
         return other
@@ -185,5 +188,5 @@ def current() -> CommunicationThread:
 
 
 def is_installed() -> bool:
-    """Whether there is a communication thread."""
+    """Return whether there is a communication thread."""
     return current_thread is not None

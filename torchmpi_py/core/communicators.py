@@ -169,7 +169,7 @@ class Stack:
         return len(self.levels) - 1
 
     def level(self, index: int) -> Communicator:
-        """Return the level with this index. ValueError if it does not exist."""
+        """Return the level with this index. Raise ValueError if it does not exist."""
         if not isinstance(index, int) or not 0 <= index < len(self.levels):
             raise ValueError(f"level {index!r} does not exist; there are levels 0 to {len(self.levels) - 1}")
         return self.levels[index]
@@ -383,7 +383,7 @@ def split(color: int | None, key: int = 0) -> Communicator:
         The communicator, to pass as ``comm=``. With ``color=None``, an object that is false and an error as ``comm=``.
 
     Raises:
-        ValueError: a rank passes another kind of color or key; raised on every rank.
+        ValueError: a rank passes a different kind of color or key; raised on every rank.
         NotStarted: ``mpi.start()`` was not called.
 
     Examples:
@@ -412,7 +412,7 @@ def split(color: int | None, key: int = 0) -> Communicator:
 
 
 def _checked(color: Any, key: Any) -> tuple[int | None, int]:
-    """Return the color and key of a rank as whole numbers. ValueError for a color or key that is not valid."""
+    """Return the color and key of a rank as whole numbers. Raise ValueError for a color or key that is not valid."""
     whole, place = _whole_number(color), _whole_number(key)
     if color is not None and (isinstance(color, bool) or whole is None or whole < 0):
         raise ValueError(f"split: color must be a whole number >= 0, or None to stay out, not {color!r}")
@@ -430,7 +430,7 @@ def _whole_number(value: Any) -> int | None:
 
 
 def beside(comm: Communicator, key: str) -> Communicator:
-    """Return a companion of ``comm``, called ``key``: the same ranks, but an order of operations of its own.
+    """Return a companion of ``comm``, called ``key``: it has the same ranks, but a separate order of operations.
 
     The first call with a key is collective.
     """

@@ -50,7 +50,7 @@ class Tuning:
     """Size of the longest MPI message, in bytes. Longer data travel in pieces, because MPI 3 counts in 32 bits."""
 
     wire_bytes: int = 4 << 20
-    """Size, in bytes, of the scratch memory for dtypes that are reduced in another dtype (16-bit floats in float32)."""
+    """Bytes of the scratch memory for dtypes that are reduced in a different dtype (16-bit floats in float32)."""
 
     staging_bytes: int = 16 << 20
     """Largest shared memory per rank, in bytes, through which flavour shared passes tensors that are not symmetric.
@@ -186,7 +186,10 @@ def log_level(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def keep(path: pathlib.Path, content: object) -> None:
-    """Write ``content`` as JSON to a file for later jobs. Readers see the whole file or none. OSError if it fails."""
+    """Write ``content`` as JSON to a file for later jobs. Raise OSError if the file cannot be written.
+
+    Readers see the whole file or none.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     trusted_files.refuse_others(path)
     file, temporary = tempfile.mkstemp(prefix=path.name, dir=path.parent)

@@ -98,7 +98,7 @@ class Recorded(Protocol):
 
     @property
     def others(self) -> Sequence[Any]:
-        """The remaining arguments; the last one of a message is its source or destination."""
+        """The remaining arguments. For a send or receive, the last argument is the destination or source rank."""
 
     @property
     def fingerprint(self) -> tuple[Any, ...] | None:
@@ -158,7 +158,7 @@ def record(operation: Recorded, thread_role: int, form: int = 0, frame: FrameTyp
     words = board.words
     words[mine] = fingerprint
     theirs = words[neighbours]
-    # The word of a neighbour that is behind or ahead has another sequence number, which is not a difference.
+    # The word of a neighbour that is behind or ahead has a different sequence number, which is not a difference.
     if theirs != fingerprint and theirs ^ fingerprint < _NEXT and not operation.flavour.exchanges_headers:
         fail(entry)
         sequence.is_broken = True  # The neighbour is in its operation of this number, and this rank never enters it.
@@ -172,7 +172,10 @@ def record_plain(name: str, comm: RecordedGroup, thread_role: int = DIRECT) -> E
 
 
 def record_own(name: str, comm: RecordedGroup) -> Entry:
-    """Record a launch by this rank alone, such as a request to a parameter server. ``end`` or ``fail`` it."""
+    """Record a launch by this rank alone, such as a request to a parameter server.
+
+    The caller must ``end`` or ``fail`` the record.
+    """
     return record(Plain(name, comm, None), DIRECT, IS_LAUNCH)
 
 
@@ -181,7 +184,8 @@ def run_together(
 ) -> R:
     """Run ``step``, recorded as an operation that all ranks call, and in which they wait for each other.
 
-    Hang detection applies no timeout to an operation that ``is_patient``. ``frame``: as for ``record``.
+    Hang detection applies no timeout to an operation that ``is_patient``. ``frame`` has the meaning that it has in
+    ``record``.
     """
     return _until_over(record(Plain(name, comm, (name,)), DIRECT, IS_LAUNCH * is_patient, frame), step)
 
@@ -241,7 +245,7 @@ def end(entry: Entry) -> None:
 
 
 def break_off(entry: Entry) -> None:
-    """Refuse all later operations of the sequence, because the ranks may not have carried out this one equally."""
+    """Refuse all later operations of the sequence, because some ranks may not have carried out this one."""
     if entry[5] is not None and not entry[5].is_alone:
         entry[5].is_broken, entry[5].broken_from = True, min(entry[5].broken_from, entry[4])
 

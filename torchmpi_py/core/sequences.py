@@ -140,7 +140,7 @@ def sides(board: Board, mine: Record, *, only_different: bool = False) -> Iterat
             continue
         first = board.first_fingerprint(index, others[index])
         theirs = board.words[first + mine.sequence_number % FINGERPRINTS_PER_SLOT]
-        # With another generation or sequence number, the rank is behind or a round ahead, or its slot was reused.
+        # With a different generation or sequence number, the rank is behind or a round ahead, or its slot was reused.
         has_come, is_same = theirs >> CHECKSUM_BITS == mine.fingerprint >> CHECKSUM_BITS, theirs == mine.fingerprint
         if has_come and not (is_same and only_different):  # Reading a record is slow, and mostly no rank differs.
             yield Side(index, is_same, board.counterpart(mine.slot, mine.fingerprint, index))

@@ -75,7 +75,7 @@ def offer(create: Create, num_bytes: int, until_mapped: contextlib.ExitStack) ->
 
 
 def nameless(num_bytes: int, until_mapped: contextlib.ExitStack) -> str:
-    """A nameless file."""
+    """Create a file without a name."""
     file = os.memfd_create("torchmpi_py") if hasattr(os, "memfd_create") else _refuse("this system has no memfd_create")
     until_mapped.callback(os.close, file)
     os.ftruncate(file, num_bytes)
@@ -83,7 +83,7 @@ def nameless(num_bytes: int, until_mapped: contextlib.ExitStack) -> str:
 
 
 def named(num_bytes: int, until_mapped: contextlib.ExitStack) -> str:
-    """A file in /dev/shm; give a container more with --shm-size or --ipc=host."""
+    """Create a file in /dev/shm; a container gets more space there with --shm-size or --ipc=host."""
     file, path = tempfile.mkstemp(prefix="torchmpi_py_", dir=SHARED_DIRECTORY)
     until_mapped.callback(os.unlink, path)
     try:
@@ -98,10 +98,13 @@ WAYS: tuple[Create, ...] = (nameless, named)
 
 
 def kept(path: str) -> Create:
-    """Return a way to create a file that stays at ``path`` after the job; an older file there loses only its name."""
+    """Return a function that creates a file at ``path``, which stays after the job.
+
+    The new file replaces an older file at ``path``. Processes that have mapped the older file can still use it.
+    """
 
     def create(num_bytes: int, _: contextlib.ExitStack) -> str:
-        """A file that is kept."""
+        """Create a file that stays after the job."""
         file, temporary = tempfile.mkstemp(dir=os.path.dirname(path))
         try:
             os.posix_fallocate(file, 0, num_bytes)  # as in ``named``

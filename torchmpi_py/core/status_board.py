@@ -141,7 +141,7 @@ class Group(NamedTuple):
 
 
 class ReadableBoard:
-    """A board as any process reads it, even after the job. ``begins``: first byte of each part, by local rank."""
+    """A board as any process reads it, even after the job. ``begins`` holds each part's first byte, by local rank."""
 
     def __init__(self, mapping: mmap.mmap, begins: dict[int, int], index: int) -> None:
         self.mapping, self._begins, self.index = mapping, begins, index

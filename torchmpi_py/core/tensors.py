@@ -73,7 +73,7 @@ def check_rank(verb: str, what: str, value: int, size: int) -> int:
 
 
 def check_count(what: str, value: int, least: int, unit: str = "") -> int:
-    """Return ``value``; raise ValueError unless it is an int of at least ``least``. ``unit``: such as "steps"."""
+    """Return ``value``; raise ValueError unless it is an int of at least ``least``. ``unit`` is a plural noun."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         number = f"a whole number of {unit}" if unit else "a whole number"
         raise ValueError(f"{what}={value!r}: give {number}, at least {least}")
@@ -262,7 +262,7 @@ def cut_off(verb: str, x: Tensor, out: object) -> None:
     if not isinstance(target, Tensor) or not target.requires_grad or not torch.is_grad_enabled():
         return
     try:
-        # The user wants the new values of a parameter or of a view of a parameter, so these have no error.
+        # A program writes to a leaf (a parameter or a view of one) on purpose, so ``backward`` raises no error for it.
         is_leaf = target._base.is_leaf if target._base is not None else target.is_leaf
         if not is_leaf:
             _Overwritten.apply(target, verb)  # type: ignore[no-untyped-call]

@@ -40,7 +40,7 @@ def cores() -> Iterator[Finding]:
 
 
 def memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Iterable[Path] | None = None) -> Iterator[Finding]:
-    """Report whether memory suffices for one rank per core. ``cgroups``: this process's folders, for tests."""
+    """Report whether memory suffices for one rank per core. Tests pass ``cgroups`` in place of the real folders."""
     free, limit = topology.free_memory(meminfo, cgroups)
     text = f"{free // _MIB} MiB free{limit}"
     num_needed = topology.num_usable_cores() * _BYTES_OF_A_RANK
@@ -186,7 +186,7 @@ def _open_nameless() -> None:
 
 
 def _read_other_process() -> None:
-    """Let a child read its parent's memory, as ranks read each other's. OSError if that is not allowed."""
+    """Let a child read its parent's memory, as ranks read each other's. Raise OSError if that is not allowed."""
     source, read_end, write_end = ctypes.create_string_buffer(b"memory"), *os.pipe()
     libc, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
     # Open MPI also does this, for the security module yama

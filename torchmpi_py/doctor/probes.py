@@ -20,7 +20,7 @@ def ask_torch() -> dict[str, Any]:
 
 
 def ask_mpi() -> dict[str, Any]:
-    """Return the MPI's name and version, its level of thread support, and whether it has ULFM. Starts MPI."""
+    """Return the MPI's name and version, its level of thread support, and whether it has ULFM. Start MPI."""
     import mpi4py
 
     mpi4py.rc.initialize = False
@@ -29,7 +29,8 @@ def ask_mpi() -> dict[str, Any]:
     name, version = MPI.get_vendor()
     granted = MPI.Init_thread(MPI.THREAD_MULTIPLE)
     try:
-        MPI.COMM_SELF.Dup().Revoke()  # Revoke, because mpi4py substitutes other functions that an MPI lacks
+        # Call Revoke, because mpi4py has substitutes for the other ULFM functions that an MPI may lack.
+        MPI.COMM_SELF.Dup().Revoke()
         has_ulfm = name == "Open MPI"  # MPICH has only a part of ULFM
     except (NotImplementedError, AttributeError, MPI.Exception):
         has_ulfm = False

@@ -139,10 +139,10 @@ def _judge(flavour: str, device: str, text: str) -> Finding:
         return Finding(OK, subject, "the sum over two ranks is right")
     if text == "trying":
         return Finding(
-            PROBLEM, subject, "the job ended in this flavour", "choose another flavour: assign to mpi.selector"
+            PROBLEM, subject, "the job ended in this flavour", "choose a different flavour: assign to mpi.selector"
         )
     if text == "gives wrong values":
-        return Finding(PROBLEM, subject, text, "report it, with the output of the doctor; use another flavour")
+        return Finding(PROBLEM, subject, text, "report it, with the output of the doctor; use a different flavour")
     if flavour in _ESSENTIAL and device == "cpu":
         return Finding(WARNING, subject, text, "see the findings above; slower flavours take its place")
     return Finding(OK, subject, text)

@@ -16,7 +16,7 @@ import torchmpi_py as mpi
 from torchmpi_py.collectives.registry import AvailabilityRow
 from torchmpi_py.doctor.probes import MARK
 
-NUM_ELEMENTS = 1 << 18  # 1 MiB, because large messages use another protocol than small ones
+NUM_ELEMENTS = 1 << 18  # 1 MiB, because large messages use a different protocol than small ones
 TRYING, RIGHT, WRONG = "trying", "right", "gives wrong values"
 
 
@@ -34,7 +34,10 @@ def main() -> None:
 
 
 def outcome(row: AvailabilityRow) -> str:
-    """Return the result of the sum by a flavour, the same on every rank. Collective."""
+    """Test allreduce with the flavour of ``row``. Collective.
+
+    Return RIGHT, WRONG or the status of a flavour that is not available; the result is the same on every rank.
+    """
     if row.status != "available":
         return row.status
     place = mpi.device() if row.device == "cuda" else torch.device("cpu")

@@ -137,7 +137,7 @@ class AllReduceSGDEngine(SGDEngine):
                 iterator.take_place()
             iterator.check_alike()
         device_of_user = getattr(iterator, "device", None)
-        enclosing = self._replicas, self._sharded, self._gets_state_back  # A hook may train another network, or test.
+        enclosing = self._replicas, self._sharded, self._gets_state_back  # A hook may train again, or test.
         self._replicas = self._sharded = None
         try:
             if self.usegpu:

@@ -152,12 +152,12 @@ class BatchIterator(ABC):
             state (mapping): result of ``state_dict``.
 
         Raises:
-            ValueError: the position is in the middle of an epoch that has another order.
+            ValueError: the position is in the middle of an epoch that has a different order.
         """
         order = self._order_facts()
         if state["position"] > 0 and state["order"] != order:
             raise ValueError(
-                f"the place is in the middle of an epoch over {state['order']}; this is another order: {order}"
+                f"the place is in the middle of an epoch over {state['order']}; this is a different order: {order}"
             )
         self.set_epoch(state["epoch"])
         self.set_position(state["position"])
@@ -173,7 +173,10 @@ class BatchIterator(ABC):
         return place
 
     def _run(self, place: IterationPlace, batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
-        """Yield the batches of an iteration. Its place is this iterator's place, except during an inner iteration."""
+        """Yield the batches of an iteration, whose position is stored in ``place``.
+
+        While an inner iteration runs, the iterator describes the position of the inner iteration.
+        """
         outer = self._place if self._place.is_running else None
         self._place, self._is_set, place.is_running = place, False, True
         try:

@@ -163,7 +163,7 @@ class Checkpoint(Extension):
         self._save(state, is_due=self.every == "epoch" or is_over, may_end=not is_over)
 
     def on_end(self, state: State) -> None:
-        """Note the network that was trained. Every rank must make this call.
+        """Record which network was trained. Every rank must make this call.
 
         Args:
             state (State): state of the run.
@@ -176,11 +176,11 @@ class Checkpoint(Extension):
             self._end(state)
 
     def _check_network(self, state: State) -> None:
-        """Raise ValueError if this process has trained another network with this folder. Each rank calls it."""
+        """Raise ValueError if this process has trained a different network with this folder. Each rank calls it."""
         before = completed.get(self.folder)
         if before is not None and before() is not state.network:
             raise ValueError(
-                f"this process has trained another network with Checkpoint({str(self.folder)!r}): use "
+                f"this process has trained a different network with Checkpoint({str(self.folder)!r}): use "
                 "one folder per network, or start the program again to continue with that network"
             )
 
@@ -231,10 +231,9 @@ class Checkpoint(Extension):
     def _restore(self, state: State, parts: dict[str, Any]) -> None:
         experiment, now = parts["experiment"], os.environ.get(config.EXPERIMENT)
         if experiment != now:
-            raise ValueError(
-                f"it belongs to experiment {experiment} of a sweep, and this is experiment {now}: use one folder per "
-                "experiment, such as Checkpoint(mpi.experiment_folder())"
-            )
+            saved, here = (f"experiment {each} of a sweep" if each else "no experiment" for each in (experiment, now))
+            remedy = "use one folder per experiment, such as Checkpoint(mpi.experiment_folder())"
+            raise ValueError(f"it was saved in {saved}, but this run is in {here}; {remedy}")
         trained = parts["trained"]
         for name, module in state.as_one_module().named_children():
             content = trained["modules"].get(name, {})
@@ -243,7 +242,7 @@ class Checkpoint(Extension):
         _restore_optimizer(state, trained)
         for name, part in self.stateful.items():
             if name not in parts["stateful"]:
-                raise ValueError(f"it holds nothing of stateful[{name!r}]")
+                raise ValueError(f"it has no state of stateful[{name!r}]; omit this object, or use an empty folder")
             part.load_state_dict(parts["stateful"][name])
         samples.restore_generators(state.iterator, parts["generators"])
         is_known = self._has_common_place(state) or parts.get("size", outcomes.size()) == outcomes.size()
@@ -253,15 +252,15 @@ class Checkpoint(Extension):
         if parts["loss"] is not None:
             state.loss = parts["loss"].to(next((tensor.device for tensor in state.parameters()), None))
         requested, last = parts["maxepoch"]
-        if state.maxepoch == requested:  # Otherwise the program asks for another number of epochs now.
-            # A hook that lowered maxepoch in the middle of an epoch meant the end of that epoch.
+        if state.maxepoch == requested:  # Otherwise the program asks for a different number of epochs now.
+            # If a hook has lowered maxepoch in the middle of an epoch, the run ends at the end of that epoch.
             state.maxepoch = max(last, state.epoch + (state.position > 0))
 
 
 def _restore_optimizer(state: State, trained: dict[str, Any]) -> None:
     """Restore the optimizer. Raise ValueError unless it fits the saved one."""
     if (state.optimizer is None) != (trained["optimizer"] is None):
-        raise ValueError("one of them has no optimizer (lr=0)")
+        raise ValueError("only one of the saved run and this run has an optimizer (none with lr=0); use the same one")
     if state.optimizer is None:
         return
     _kind(state).check_saved(OptimizerKind(**trained["optimizer_kind"]))

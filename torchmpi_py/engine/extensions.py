@@ -32,7 +32,7 @@ class Extension:
     ``state.sample`` is None.
 
     Raises:
-        TypeError: when a subclass is defined, for another name that begins with ``on_``.
+        TypeError: when a subclass is defined, for any other name that begins with ``on_``.
 
     Examples:
         >>> class StopAtNaN(mpi.engine.Extension):
@@ -84,7 +84,10 @@ def within(brackets: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
 
 @contextmanager
 def called(hooks: Hooks, extensions: Sequence[Extension]) -> Iterator[Hooks]:
-    """Yield the calls at each moment of a run: the user's hook, even if it is set later, and extensions' methods."""
+    """Yield hooks that call the user's hook and then the same method of each extension.
+
+    A hook that the user sets later is called too.
+    """
     for each in extensions:
         if not isinstance(each, Extension):
             raise TypeError(

@@ -164,7 +164,7 @@ class DatasetIterator(BatchIterator):
             state (mapping): result of ``state_dict``.
 
         Raises:
-            ValueError: the position is in the middle of an epoch that has another order.
+            ValueError: the position is in the middle of an epoch that has a different order.
         """
         super().load_state_dict(state)
         if self._first > 0 and state["indices"] is not None:

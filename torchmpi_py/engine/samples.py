@@ -27,7 +27,11 @@ from torchmpi_py.engine.state import State
 
 
 def length(sample: Any) -> int | None:
-    """Return the number of samples, from the target's length; None if ``hooks.on_sample`` may replace the sample."""
+    """Return the length of the sample's target, which is the number of samples.
+
+    Return 0 for None. Return None if the sample has no target, or a target without a length; ``hooks.on_sample`` may
+    then replace the sample.
+    """
     if sample is None:
         return 0
     try:
@@ -91,8 +95,8 @@ def _started(iterator: Any) -> Iterator[Any]:
     """Return ``iter(iterator)`` without changing the loader's generator when persistent workers start.
 
     torch draws a seed from that generator when the workers start, in the first epoch of a process. So a resumed run
-    would be one number ahead. Here the workers' seed comes from another generator, which is seeded from the state of
-    the loader's.
+    would be one number ahead. Here the workers' seed comes from a different generator, which is seeded from the state
+    of the loader's.
     """
     has_lasting_workers = isinstance(iterator, DataLoader) and iterator.persistent_workers
     if not has_lasting_workers or isinstance(iterator.dataset, IterDataPipe):  # A DataPipe draws a number every epoch.
@@ -122,8 +126,8 @@ def restore_place(iterator: Any, place: dict[str, Any] | None, position: int) ->
         return position
     if position > 0 and outcomes.rank() == 0:
         name = type(iterator).__name__
-        text = "the position in the epoch of a %s is unknown, so the epoch begins again; a DatasetIterator"
-        logger.warning(text + " continues (on the same number of ranks torchdata's StatefulDataLoader too)", name)
+        text = "the position of a %s in the epoch is unknown, so the epoch begins again; use a DatasetIterator to"
+        logger.warning(f"{text} continue (torchdata's StatefulDataLoader can too, on the same number of ranks)", name)
     return 0
 
 

@@ -203,7 +203,7 @@ class SGDEngine:
     def _taking_part(self, state: State, extensions: Sequence[Extension]) -> Iterator[Hooks]:
         """Yield the calls of a run, within the contexts of its extensions.
 
-        A hook may train another network with this engine.
+        A hook may train a different network with this engine.
         """
         enclosing = self.extensions, self.calls
         try:
@@ -287,7 +287,7 @@ class SGDEngine:
         state.num_samples = getattr(state.iterator, "num_samples", samples.length(sample))
 
     def prepare(self, state: State) -> None:
-        """Prepare the forward pass, or a step without samples; in training only. Does nothing here.
+        """Prepare the forward pass, or a step without samples; in training only. Here the method does nothing.
 
         Args:
             state (State): state of the run.
@@ -333,7 +333,7 @@ class SGDEngine:
         (state.loss if weight == 1.0 else state.loss * weight).backward()
 
     def reduce(self, state: State) -> None:
-        """Reduce the gradients of all ranks. Does nothing here, because there are no other ranks.
+        """Reduce the gradients of all ranks. Here the method does nothing, because there are no other ranks.
 
         Args:
             state (State): state of the run.

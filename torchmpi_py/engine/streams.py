@@ -12,9 +12,9 @@ the gradients is the average over the samples of all ranks. Alternative: end the
 (``drop_last``). Why not always: the other samples are lost.
 
 The exchange also tells which piece each reader has reached, and how many of its samples are used. So every rank knows
-the rest of the epoch: the pieces that no reader has begun, and the rests of begun pieces. That is the state from which
-the same ranks, or the survivors of a death, continue. A reader that gets the rest of a piece reads the piece from its
-start, and drops the used samples.
+the rest of the epoch: the pieces that no reader has started, and the rests of pieces that were read in part. From this
+state the same ranks, or the survivors of a death, continue. A reader that gets the rest of a piece reads the piece from
+its start, and drops the used samples.
 """
 
 from __future__ import annotations
@@ -163,7 +163,8 @@ class StreamIterator(BatchIterator):
     Every rank of the level at which the iterator was created must iterate, because each step exchanges 32 bytes per
     rank. All ranks take the same number of steps. With each batch, ``weight``, ``num_samples`` and ``position`` are
     set, as by a ``DatasetIterator``. After ``load_state_dict`` the next iteration begins at the saved position, on any
-    number of ranks and workers. The used samples of begun files are read again.
+    number of ranks and workers. Files that were read in part are read again from
+    their start, and their used samples are skipped.
 
     The batch is None if this rank has run out of samples and others have not. The engine handles it. Your own loop
     either passes ``drop_last=True``, or skips the forward and backward pass (``if batch is not None:``) but calls
@@ -177,19 +178,20 @@ class StreamIterator(BatchIterator):
         shuffle (bool): True (default) draws the order of the files of ``Shards`` from (seed, epoch). The samples of a
             file keep their order.
         seed (int): seed of the order, the same on every rank; default 0.
-        num_workers (int): number of processes per rank that read and collate, started in each epoch; default 0, one
-            thread, or none with ``prefetch=0``.
+        num_workers (int): number of processes per rank that read and collate, started in each epoch; default 0: a
+            thread reads, or the main thread if ``prefetch`` is 0.
         multiprocessing_context (str): how processes are started, as in torch; default None.
         prefetch (int): number of batches that each worker builds in advance; default 2.
         device (torch.device or str): device to which batches are moved in advance; default None, not moved.
-        collate_fn (callable): function from a list of samples to a batch; default None, torch's.
+        collate_fn (callable): function from a list of samples to a batch; default None: torch's
+            ``default_collate``.
         drop_last (bool): True ends the epoch with the first step in which some rank has no batch, so no batch is None;
             default False.
 
     Raises:
         TypeError: the stream is not an IterableDataset.
-        ValueError: a number is out of range. At the start of an epoch, on all ranks: files or options differ between
-            ranks.
+        ValueError: a number is out of range. Also raised on all ranks at the start of an epoch, if files or options
+            differ between ranks.
         RuntimeError: a file of ``Shards`` cannot be read.
 
     Examples:

@@ -101,7 +101,7 @@ def show(spec: JobSpec, settings: Mapping[str, Path]) -> int:
 
 
 def start(words: list[str]) -> int:
-    """Do what the command line asks for; return the exit code. LaunchError if it cannot be done."""
+    """Do what the command line asks for; return the exit code. Raise LaunchError if it cannot be done."""
     if words[:1] == [group_jobs.OPTION]:
         try:
             spec = pickle.loads(Path(*words[1:]).read_bytes())

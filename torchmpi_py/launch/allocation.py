@@ -69,7 +69,7 @@ def _idle(own: tuple[Host, ...], num_ranks: int, allocated: tuple[Host, ...], sy
 
 
 def num_ranks_as_torchrun(number: int, num_ranks: int | None, placed: Placement) -> int:
-    """Return the number of ranks by ``--nproc-per-node``. LaunchError with ``-n``, or with several hosts."""
+    """Return the number of ranks by ``--nproc-per-node``. Raise LaunchError with ``-n``, or with several hosts."""
     if num_ranks:
         raise LaunchError(f"-n {num_ranks} and --nproc-per-node {number} both set the number of ranks; give only -n")
     if len(placed.hosts) > 1:

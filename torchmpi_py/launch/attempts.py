@@ -28,7 +28,7 @@ def run(make: Maker, most: int, tail: Tail, wait: Waiter = lambda begin, signals
 
     If an attempt of a minute or more is followed by one on other hosts, the count of failures starts again.
     ``wait(begin, signals)`` is called before each attempt. If it returns False, the attempt is not made, and the exit
-    code is that of a timeout. Returns when the reader of ``tail`` has read everything, or when the job was ended from
+    code is that of a timeout. Return when the reader of ``tail`` has read everything, or when the job was ended from
     outside.
     """
     cleanup.clear_abandoned()

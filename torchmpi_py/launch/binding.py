@@ -68,9 +68,9 @@ def domain_of_rank(cores: Sequence[Core], local_rank: int, local_size: int, kind
 
 
 def _part(cores: Sequence[Core], index: int, num_parts: int) -> tuple[Core, ...]:
-    """Return a part of the cores of both kinds.
+    """Return part ``index`` of the cores: some small cores and some large cores.
 
-    The rarer kind is divided first, and the other kind makes the parts equal.
+    The rarer kind of core is divided first, and cores of the other kind make the parts equal.
     """
     few, many = sorted(([core for core in cores if core.is_small == small] for small in (False, True)), key=len)
     ends = [len(few) * number // num_parts for number in (index, index + 1)]
@@ -121,8 +121,8 @@ def _visible(environment: Mapping[str, str], num_gpus: int) -> Sequence[int]:
     indices = [int(name) for name in names]
     if len(set(indices)) < len(indices) or max(indices) >= num_gpus:
         return ()
-    # If one of several GPUs is visible, all ranks may share it, or each rank may see another one. Slurm may count from
-    # the first GPU that it has granted.
+    # The indices are unclear in two cases. If one of several GPUs is visible, all ranks may share it, or each rank
+    # may see a different GPU. Slurm may count from the first GPU that it has granted.
     is_cut = len(indices) < num_gpus
     return () if is_cut and (len(indices) == 1 or "SLURM_JOB_ID" in environment) else indices
 

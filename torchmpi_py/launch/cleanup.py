@@ -116,7 +116,7 @@ class Remains:
             return cls(folder)
 
     def look(self) -> None:
-        """Note the shared memory that the job's processes hold."""
+        """Record the shared memory that the job's processes hold."""
         if more := shared_memory(self.processes()) - self.shared_memory:
             self.shared_memory |= more
             self.describe()

@@ -57,7 +57,7 @@ class StarterCommand:
 
 
 def build(spec: JobSpec, folder: Path, attempt: int = 0) -> StarterCommand:
-    """Return the command of an attempt, whose files belong in the ``folder``. Writes nothing."""
+    """Return the command of an attempt, and write no file. The files of the attempt belong in the ``folder``."""
     hostfile = folder / "hostfile" if spec.hosts and spec.system != "Slurm" else None
     num_here = hosts.num_ranks_on_busiest(spec.hosts, spec.num_ranks)
     surroundings.raise_open_files(num_here)
@@ -104,7 +104,7 @@ def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def _settings(spec: JobSpec, folder: Path, inherited: Mapping[str, str], *, is_busy: bool) -> dict[str, str]:
     """Return the variables that the MPI needs.
 
-    ``is_busy``: ranks fill the cores of a host, or there are several hosts.
+    ``is_busy`` says that ranks fill the cores of a host, or that there are several hosts.
     """
     vendor = spec.vendor
     settings = dict(vendor.environment)

@@ -36,7 +36,10 @@ _WAIT_SECONDS = 600.0  # limit for enough hosts, in a job without --timeout
 
 
 def ask(script: str) -> tuple[Host, ...]:
-    """Return the hosts that the script prints. LaunchError if it fails, does not end, or prints something else."""
+    """Return the hosts that the script prints.
+
+    Raise LaunchError if the script fails, does not end, or prints something else.
+    """
     # Use a file, because a process that the script leaves behind would keep a pipe open. The script's process group is
     # killed.
     with tempfile.TemporaryFile("w+", errors="replace") as out:
@@ -68,19 +71,19 @@ def chosen(spec: JobSpec, present_hosts: tuple[Host, ...]) -> JobSpec:
 def first(spec: JobSpec, *, waits: bool) -> JobSpec:
     """Return the job on the hosts that its script now names, or the job itself without a script.
 
-    LaunchError if the script fails, or if it names too few hosts for a job that does not wait for more.
+    Raise LaunchError if the script fails, or if it names too few hosts for a job that does not wait for more.
     """
     if not spec.discover:
         return spec
     spec, least = chosen(spec, ask(spec.discover)), spec.elastic_restart[0]
     if spec.num_ranks < least and not waits:
-        raise LaunchError(f"{_shortage(spec)}; name more hosts (only a real run waits for them)")
+        raise LaunchError(f"--discover: {_shortage(spec)}; let it name more (only the start of a job waits for hosts)")
     return spec
 
 
 def _shortage(now: JobSpec) -> str:
-    least = now.elastic_restart[0]
-    return f"for {least} rank{'s' * (least != 1)} (--elastic-restart) {now.discover!r} names {now.num_ranks} slots"
+    least, count = now.elastic_restart[0], now.num_ranks
+    return f"{now.discover!r} names {count} slot{'s' * (count != 1)}, but --elastic-restart needs at least {least}"
 
 
 class Discovery:
@@ -165,7 +168,7 @@ class Discovery:
             signals.wait(_WAIT_SECONDS, lambda: not asking.is_alive())
         self._has_begun, least = True, self.spec.elastic_restart[0]
         if (now := chosen(self.spec, self._found)).num_ranks < least and not signals.ending:
-            say(f"waiting for hosts, at most {limit:.0f} s: {_shortage(now)}")
+            say(f"waiting up to {limit:.0f} s for more hosts: {_shortage(now)}")
             signals.wait(limit, lambda: chosen(self.spec, self._found).num_ranks >= least)
             now = chosen(self.spec, self._found)
         if now.num_ranks < least and not signals.ending:

@@ -1,7 +1,7 @@
 """Marks: files that ranks leave in the job's folder for torchmpirun.
 
 Files serve where the MPI does not: they need no connection, and they outlive a rank that was killed. Each mark is
-written under another name and then renamed, so a reader sees a complete mark or none. R is a rank, P a process.
+written under a different name and then renamed, so a reader sees a complete mark or none. R is a rank, P a process.
 
 - running-R: rank R has not ended in order yet. Holds its process number, the namespace in which this number is valid
   (another host or container may share the folder), a checksum of its command line, and its start time.
@@ -127,7 +127,7 @@ def record(folder: str, mark: str, process_id: int) -> None:
 
 
 def ranks_running(folder: Path, mark: str = "running") -> dict[int, int]:
-    """Return the process of each rank with this ``mark``; 0 if the process has no number here."""
+    """Return the process ID of each rank that has this ``mark``; 0 if it has no ID in this PID namespace."""
     return {int(rank): process_id for rank, process_id, _ in _processes(folder, mark)}
 
 
@@ -223,7 +223,7 @@ class Failure(NamedTuple):
 
 
 def record_failure(folder: str, rank: int, code: int, report: str = "") -> None:
-    """Record when this rank failed, its exit code, and its ``report``. Does nothing on another host."""
+    """Record when this rank failed, its exit code, and its ``report``. Do nothing on another host."""
     if not folder or not os.path.isdir(folder):
         return
     # This rank may fail because it noticed that another rank is ending. A process that ends loses its memory first,
@@ -320,7 +320,7 @@ def explain_alone(ranks: list[int]) -> str:
 
 
 def wait_for_output(descriptors: tuple[int, ...] = (1, 2)) -> None:
-    """Give mpirun time to pass on what this process has written, which an abort would overtake."""
+    """Wait until mpirun has had time to pass on this process's output, because an abort would overtake the output."""
     until = time.monotonic() + _UNREAD_SECONDS
     while any(map(_is_unread, descriptors)) and time.monotonic() < until:
         time.sleep(0.01)

@@ -41,7 +41,10 @@ _POLL_SECONDS = 0.1
 
 
 def divide(spec: JobSpec, count: int, folder: str) -> list[tuple[JobSpec, tuple[int, ...]]]:
-    """Return each group's job, and its cores of this host (empty: all). LaunchError if the ranks do not divide."""
+    """Return each group's job, and the job's cores on this host (empty: all cores).
+
+    Raise LaunchError if the ranks cannot be divided into groups of equal size.
+    """
     if spec.num_ranks % count:
         raise LaunchError(f"--groups {count} does not divide {spec.num_ranks} ranks; set -n to a multiple of {count}")
     size, token = spec.num_ranks // count, uuid.uuid4().hex
@@ -97,7 +100,7 @@ def start_job(
 ) -> "subprocess.Popen[bytes]":
     """Start a torchmpirun for the job, whose description is written to the ``file``.
 
-    ``cores``: the cores that it may use; empty for all cores.
+    ``cores`` are the cores that the job may use; empty for all cores.
     """
 
     def prepare() -> None:  # runs in the new process before the exec

@@ -36,7 +36,7 @@ class GroupOfRanks:
         exit_marks.leave(self.folder, self.path(EXPERIMENT).name)
 
     def record_no_experiment(self) -> None:
-        """Remove this mark, because the experiment has ended and is recorded."""
+        """Remove the mark that an experiment is running, because the experiment has ended and is recorded."""
         self.path(EXPERIMENT).unlink(missing_ok=True)
 
     def record_end(self, reason: str) -> None:

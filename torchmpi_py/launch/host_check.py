@@ -81,7 +81,7 @@ def asking_command(spec: JobSpec, plan: StarterCommand, host: str, doctor: str) 
 def ask(spec: JobSpec, plan: StarterCommand, host: str, doctor: str = WITHOUT_DOCTOR) -> dict[str, Any] | str:
     """Return the facts of a host (`host_facts.facts` and `findings`), or why it does not answer, with the remedy.
 
-    ``plan``: the command of the job, whose environment the host gets.
+    ``plan`` is the command of the job; the host gets its environment.
     """
     code, errors = 0, ""
     try:
@@ -125,7 +125,7 @@ def _why_silent(host: str, code: int, errors: list[str]) -> str:
 
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
-    """Return what a host lacks or has in another version than this one, with the remedy; "" if nothing."""
+    """Return what a host lacks or has in a different version than this one, with the remedy; "" if nothing."""
     problems, packages, remedies = [], [], []
     for key, name in _NAMES.items():
         own, other = here[key], there[key]
@@ -155,7 +155,7 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
 
 
 def _ways(key: str, here: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return what pip must install, and what must be done by hand, to make a host equal to this one for this key."""
+    """Return what pip must install, and what the user must do, so that ``key`` has the same value there as here."""
     if key == "python":
         return [], [f"install Python {here[key]} there, at {sys.executable}"]
     if key == "torchmpi_py":
@@ -220,7 +220,7 @@ def _findings(answer: Mapping[str, Any], vendor: mpirun.Vendor, *, is_to_be_ther
             if each["level"] != "ok"
         ]
     if not is_to_be_there:
-        return []  # another version of the package may lack this doctor
+        return []  # a different version of the package may lack this doctor
     text, remedy = f"could not be examined: {findings or 'no answer'}", f"run there: {sys.executable} -m {_DOCTOR}"
     return [{"level": "warning", "subject": "host", "text": text, "remedy": remedy}]
 

@@ -47,7 +47,7 @@ class Host:
 
 
 def parse_host(text: str, where: str) -> Host:
-    """Return the host in the text, in any form; `where` names the text's source in an error."""
+    """Parse a host (``name``, ``name:4``, ``name slots=4``); ``where`` names the source of ``text`` in an error."""
     match = _FORM.fullmatch(text.strip())
     if match is None:
         raise LaunchError(f"{where}: {text.strip()!r} is not a host; write `name`, `name:4` or `name slots=4`")

@@ -81,7 +81,7 @@ def refusing(subject: str, remedy: str) -> Iterator[None]:
 
 
 def new_folder() -> tempfile.TemporaryDirectory[str]:
-    """Create a folder for the marks of a job. LaunchError if none can be created."""
+    """Create a folder for the marks of a job. Raise LaunchError if none can be created."""
     with refusing("no folder for the job", ROOM_REMEDY):
         return tempfile.TemporaryDirectory(prefix=cleanup.FOLDER_PREFIX, ignore_cleanup_errors=True)
 
@@ -307,7 +307,7 @@ class Job:
     def _failed_for(self) -> float:
         """Return the seconds since a failed or dead rank was first seen.
 
-        The time in a failed rank's mark cannot be used, because it comes from another clock.
+        The time in a failed rank's mark cannot be used, because it comes from a different clock.
         """
         has_died = not self.spec.elastic and any(death.status != 0 for death in self._deaths)
         if not (has_died or exit_marks.failures(self.folder)):
@@ -326,7 +326,7 @@ class Job:
         code = 128 - own if own < 0 else int(own)
         failures = exit_marks.failures(self.folder)
         if not failures and (agreed_code := exit_marks.code_of_end(self.folder)):
-            # The ranks were asked to end, and torchmpirun was not: a host may be about to leave.
+            # The ranks received a request to end, but torchmpirun did not: a host may be about to leave.
             self.verb, self.was_ended = "ended, as its ranks were asked to", not self.spec.discover
             return agreed_code
         report = self._starter_report(code)
@@ -368,7 +368,7 @@ class Job:
         return starter_report.find(self.spec.vendor, self._notices.seen.decode(errors="replace"), code)
 
     def _explain_failure(self, failure: exit_marks.Failure, *, is_first: bool) -> str:
-        """Return which rank failed, or what this rank reported about the rank for which it ended the job."""
+        """Return which rank failed, or its report about a different rank because of which it ended the job."""
         log = (
             "" if self.spec.log_dir is None else f"; its output is in {self.spec.log_dir / f'rank-{failure.rank}.log'}"
         )
@@ -383,8 +383,8 @@ class Job:
         """Return the ranks that left in the middle of the program.
 
         os._exit(0) after the program counts as an end in order. In an elastic job the result is the ranks that still
-        run without their mpirun. Dead ranks are left out. So are ranks of other hosts that share the folder, because
-        their state is unknown.
+        run without their mpirun. Dead ranks are left out. Ranks of other hosts that share the folder are left out too,
+        because their state is unknown.
         """
         running, died = exit_marks.ranks_running(self.folder), {death.rank for death in self._deaths if death.status}
         if self.spec.elastic:

@@ -20,7 +20,7 @@ from torchmpi_py.launch.mpirun import Vendor
 from torchmpi_py.launch.terminal import say
 
 NETWORKS = Path("/sys/class/net")
-_MOST_RESTARTS = 3  # if the MPI does not support --elastic, and for --elastic-restart
+_MOST_RESTARTS = 3  # default of --max-restarts with --elastic-restart, or if restarts replace --elastic
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,10 @@ class JobSpec:
 
 
 def read(options: argparse.Namespace, words: list[str], environment: Mapping[str, str]) -> JobSpec:
-    """Return the job that the options describe; ``words``: the command line. LaunchError if they do not fit."""
+    """Return the job that the options describe. Raise LaunchError if options do not fit together.
+
+    ``words`` is the command line.
+    """
     vendor, starter = _mpi(options, environment)
     placed = allocation.place(options.num_ranks, options.hosts, options.hostfile, environment)
     num_ranks = placed.num_ranks
@@ -110,7 +113,7 @@ def read(options: argparse.Namespace, words: list[str], environment: Mapping[str
 
 
 def _interface(options: argparse.Namespace) -> str:
-    """Return the network interface between hosts. LaunchError if this host lacks it, unless nothing is run."""
+    """Return the network interface between hosts. Raise LaunchError if this host lacks it, except with --dry-run."""
     name: str = options.interface
     if name and not (options.dry_run or (NETWORKS / name).exists()):
         up = ", ".join(sorted(file.parent.name for file in NETWORKS.glob("*/operstate") if file.read_text() == "up\n"))
@@ -142,10 +145,10 @@ def _max_restarts(options: argparse.Namespace, vendor: Vendor) -> int:
 def _num_ranks_within(options: argparse.Namespace, num_ranks: int) -> int:
     """Return the number of ranks by --elastic-restart; its maximum with --discover.
 
-    LaunchError for options that exclude --elastic-restart or --discover.
+    Raise LaunchError for options that exclude --elastic-restart or --discover.
     """
     if not options.elastic_restart:
-        raise LaunchError("--discover names hosts; add --elastic-restart MIN:MAX, the numbers of ranks that may run")
+        raise LaunchError("--discover needs --elastic-restart MIN:MAX, the least and greatest number of ranks; add it")
     (least, most), script = options.elastic_restart, options.discover
     of_restart = {"-n": options.num_ranks, "--groups": options.groups, "--elastic": options.elastic}
     of_script = {f"--{name}": getattr(options, name) for name in ("hosts", "hostfile")}
@@ -160,14 +163,17 @@ def _num_ranks_within(options: argparse.Namespace, num_ranks: int) -> int:
 
 
 def _variables(pairs: list[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of --env; ``NAME`` alone takes its value from ``environment``. LaunchError for others."""
+    """Return the variables of --env; ``NAME`` alone takes its value from ``environment``.
+
+    Raise LaunchError for variables that are not allowed.
+    """
     variables = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not name or not (equals or name in environment):
             raise LaunchError(f"--env {pair!r}: write NAME=VALUE, or NAME if the variable is set here")
         if name.startswith("TORCHMPIRUN_"):
-            raise LaunchError(f"--env {name}: torchmpirun itself sets variables of this name; choose another name")
+            raise LaunchError(f"--env {name}: torchmpirun itself sets variables of this name; choose a different name")
         variables[name] = value if equals else environment[name]
     return variables
 

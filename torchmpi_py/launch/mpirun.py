@@ -179,7 +179,7 @@ def recognise(version: str) -> Vendor | None:
 def has_folder(program: str, words: Iterable[str], environment: Mapping[str, str]) -> bool:
     """Return whether the user or the site has chosen the place of PRRTE's files; PRRTE refuses two places.
 
-    ``words``: the options that the user adds for mpirun.
+    ``words`` are the options that the user adds for mpirun.
     """
     either = "[op]rte_(local_)?tmpdir_base"
     is_set = any(re.fullmatch(f"(PRTE|OMPI)_MCA_{either}", name) for name in environment)
@@ -215,8 +215,8 @@ def of_library(loaded: str) -> Vendor | None:
 def misfit(vendor: Vendor, program: str, loaded: str, error: str) -> str:
     """Return why mpirun cannot start ranks whose mpi4py loads this library, with the remedy; "" if it can.
 
-    ``loaded``: for example "Open MPI 5.0.11"; "" if mpi4py loads no MPI, because of the ``error`` or because mpi4py is
-    not installed.
+    ``loaded`` is, for example, "Open MPI 5.0.11"; it is "" if mpi4py loads no MPI, because of the ``error`` or because
+    mpi4py is not installed.
     """
     number = next(iter(re.findall(r"\d+\.[\w.]+", _output(program, "--version"))), "")
     same = f"{vendor.label} {number[: number.find('.') + 1]}"
@@ -260,7 +260,7 @@ def find(choice: str, environment: Mapping[str, str]) -> tuple[Vendor, str]:
 def remedy(vendor: str, *, again: bool = False) -> str:
     """Return what to do if an MPI is missing ("": any MPI).
 
-    ``again``: another wheel may have replaced its programs.
+    With ``again`` the text says to install it again, because another wheel may have replaced its programs.
     """
     if vendor and vendor not in WHEELS:
         return "load your cluster's module for it"

@@ -44,7 +44,7 @@ class NoticeFilter:
     """Remove mpirun's notices of an abort from its stderr if a rank or torchmpirun has explained the abort.
 
     Everything else passes at once. Only the beginning of a notice is held until the notice is complete.
-    ``is_explained``: returns whether a rank of this package has reported why it ends the job.
+    ``is_explained()`` returns whether a rank of this package has reported why it ends the job.
     """
 
     def __init__(self, is_explained: Callable[[], bool]) -> None:

@@ -15,7 +15,7 @@ _MOST_BYTES = 1 << 20
 def have(name: str, reader: str, environment: Mapping[str, str], installed: tuple[str | None, ...] = ()) -> bool:
     """Return whether a file that the ``reader`` ("openmpi", "prte") reads sets the parameter ``name``.
 
-    ``installed``: paths of a program or the library of this MPI; None if unknown.
+    ``installed`` are paths of a program or the library of this MPI; an unknown path is None.
     """
     paths = list(filter(None, installed))
     paths += [os.path.realpath(path) for path in paths]

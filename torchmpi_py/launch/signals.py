@@ -117,7 +117,7 @@ class Signals:
 class ForwardedSignal:
     """A signal that asks the ranks of this host to end.
 
-    ``ranks``: the processes of the ranks that get the signal. ``reason``: why some ranks get no more time.
+    ``ranks`` are the processes of the ranks that get the signal. ``reason`` says why some ranks get no more time.
     """
 
     def __init__(self, remains: cleanup.Remains, signum: int) -> None:

@@ -34,7 +34,7 @@ _MOST_BYTES = 1 << 20
 
 
 def files(environment: Mapping[str, str]) -> list[Path]:
-    """Return the existing files, the user's last. LaunchError if TORCHMPI_CONFIG names a missing file.
+    """Return the existing files, the user's last. Raise LaunchError if TORCHMPI_CONFIG names a missing file.
 
     TORCHMPI_CONFIG may be empty or /dev/null, which means no file.
     """
@@ -47,7 +47,7 @@ def files(environment: Mapping[str, str]) -> list[Path]:
 def read(path: Path) -> dict[str, list[str]]:
     """Return the settings of a file as words of a command line; no words stand for the option's default.
 
-    LaunchError for unknown settings.
+    Raise LaunchError for unknown settings.
     """
     try:
         table = tomllib.loads(trusted_files.read(path, _MOST_BYTES).decode())

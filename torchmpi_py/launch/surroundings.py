@@ -27,7 +27,7 @@ def open_standard_streams() -> None:
 
 
 def raise_open_files(num_ranks: int) -> None:
-    """Raise the limit of open files for the ranks of this host. LaunchError if that is not possible."""
+    """Raise the limit of open files for the ranks of this host. Raise LaunchError if that is not possible."""
     needed = _FILES + _FILES_OF_A_RANK * num_ranks
     if (limit := allow_open_files(needed)) < needed:
         raise LaunchError(

@@ -1,9 +1,9 @@
 """The page of ``--timeline``: where the ranks store its data, and how it is made after the job.
 
-The ranks keep the records of their operations (`watch.kept_boards`) in a hidden folder beside the page, which is
-removed once the page is written. The folder holds the ranks of hosts that share the page's file system; the page names
-the other ranks as missing. A separate process, ``python -m torchmpi_py.bench timeline``, makes the page. It reads
-numbers with numpy, and this package may use only the standard library.
+The ranks keep the records of their operations (`watch.kept_boards`) in a hidden folder beside the page. The folder is
+removed once the page is written. It holds only the records from hosts that share the page's file system; the page lists
+the other ranks as missing. A separate process, ``python -m torchmpi_py.bench timeline``, makes the page, because the
+page needs numpy, and this package may use only the standard library.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PAGE_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class TimelinePage:
-    """The page of a job; ``path`` is None without ``--timeline``. ``folder``: the ranks' records."""
+    """The page of a job; ``path`` is None without ``--timeline``. ``folder`` holds the ranks' records."""
 
     path: Path | None
     folder: str
@@ -64,7 +64,7 @@ class TimelinePage:
 def kept(spec: JobSpec) -> Iterator[tuple[JobSpec, TimelinePage]]:
     """Yield the job with the setting by which its ranks store records, and the page.
 
-    LaunchError if the page cannot be written.
+    Raise LaunchError if the page cannot be written.
     """
     if spec.timeline is None:
         yield spec, TimelinePage(None, "", "")

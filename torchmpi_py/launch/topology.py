@@ -118,7 +118,7 @@ def _smallest_quota() -> float:
 def cgroup_folders(controller: str) -> list[Path]:
     """Return the folders of this process's cgroup and of its ancestors, for cgroup version 2 and 1.
 
-    ``controller``: the controller of version 1.
+    ``controller`` names the controller of version 1.
     """
     folders: list[Path] = []
     for line in _text(Path("/proc/self/cgroup")).splitlines():

@@ -11,7 +11,7 @@ only MPI knows, once MPI runs.
 The variable TORCHMPIRUN_WORLD is a record of the job, the rank, and the values that were set here. Processes inherit
 the record together with the variables. Without it, a stale variable of an outer job could not be told from a user's:
 
-- The record is of this job and this rank. Then a variable with another value was set later, by the program or by a
+- The record is of this job and this rank. Then a variable with a different value was set later, by the program or by a
   ``torchrun`` that the rank has started, and stays.
 - The record is of another job, from which this one was started. Then a variable with the recorded value is stale, and
   is set again.
@@ -185,7 +185,7 @@ def set_variables(environment: MutableMapping[str, str] = os.environ) -> None:
 def complete(address: str, group_rank: int, environment: MutableMapping[str, str] = os.environ) -> None:
     """Set the values that MPI has found: MASTER_ADDR unless it is known, and GROUP_RANK.
 
-    Does nothing without a record.
+    Do nothing without a record.
     """
     record = read_record(environment)
     if "JOB" in record:
@@ -304,9 +304,10 @@ def _short(name: str) -> str:
 
 
 def _name_for_others(name: str) -> str:
-    """Return a host's name for its peers.
+    """Return the name by which other hosts reach a host.
 
-    For ``user@[::1]`` this is the address; for this host's loopback it is the host's name.
+    A user name and brackets are removed. This host's own name replaces a loopback name (``localhost``, ``::1``,
+    ``127.0.0.1``).
     """
     bare = name.rpartition("@")[2].strip("[]")
     return socket.gethostname() if bare in ("localhost", "::1") or bare.startswith("127.") else bare

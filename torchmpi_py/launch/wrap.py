@@ -109,7 +109,7 @@ def log_to(folder: Path, rank: int) -> None:
     """Redirect this process's output, including that of libraries and children, to its own file.
 
     The descriptors are replaced, because children inherit them. A restarted job appends to the files of the earlier
-    attempt. SystemExit if the log cannot be opened.
+    attempt. Raise SystemExit if the log cannot be opened.
     """
     is_first = os.environ.get("TORCHMPIRUN_RESTART", "0") == "0"
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if is_first else 0)
@@ -161,8 +161,8 @@ def exit_code(error: BaseException) -> int:
 def explain(error: BaseException, rank: int, folder: str, outlets: Sequence[int]) -> None:
     """Print what plain Python would, with the rank, and without the frames of this file and runpy.
 
-    If another rank of the host prints the same error, this rank prints only the last line. ``folder``: the job's
-    folder. ``outlets``: duplicates of descriptor 2 from before the program ran. If there are two, the first one is a
+    If another rank of the host prints the same error, this rank prints only the last line. ``folder`` is the job's
+    folder. ``outlets`` are duplicates of descriptor 2 from before the program ran. If there are two, the first one is a
     complete log, and the second one takes what cannot be written to the log.
     """
     if isinstance(error, SystemExit):

@@ -39,7 +39,10 @@ _SWITCHED_OFF = "switched off by start(with_ipc_groups=False)"
 
 @dataclasses.dataclass
 class GpuTable:
-    """The GPU of every world rank by its place. ``why_no_ipc``: why ranks cannot map GPU memory of others, or empty."""
+    """The GPU of each world rank, by the rank's place.
+
+    ``why_no_ipc`` says why ranks cannot map each other's GPU memory; it is empty if they can.
+    """
 
     gpus: Mapping[Place, Gpu]
     why_no_ipc: str
@@ -82,7 +85,7 @@ def group(place: Place) -> int:
 
 
 def why_no_ipc(places: Sequence[Place] = ()) -> str:
-    """Return why the ranks at ``places`` cannot map each other's GPU memory, or empty; equal on all of them."""
+    """Return why the ranks at ``places`` cannot map each other's GPU memory, or "". These ranks get the same text."""
     if current is None:
         return "this session computes on the CPU; call mpi.start(with_cuda=True) on every rank"
     if current.why_no_ipc:

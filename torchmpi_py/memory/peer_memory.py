@@ -47,7 +47,7 @@ class PeerMemory:
 
 
 def peer_memory(channel: Channel) -> PeerMemory | None:
-    """Return the memory of the channel's ranks; None on all ranks if one may not read another's. Collective."""
+    """Return the memory of the channel's ranks; None on all ranks if a rank may not read it. Collective."""
     token = secrets.token_bytes(_TOKEN_BYTES)
     shown = ctypes.create_string_buffer(token, _TOKEN_BYTES)
     of_all = channel.mpi.allgather((os.getpid(), ctypes.addressof(shown), token))

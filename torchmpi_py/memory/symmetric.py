@@ -43,8 +43,8 @@ class Segment:
     """A segment on the host as one rank sees it, without owning the memory.
 
     ``key`` is equal on all ranks of the segment. ``indices`` are the ranks of its parts, by their index on the node.
-    ``is_declared``: whether the program created its tensors as symmetric, which it then did on all ranks. ``is_live``:
-    whether this rank's part is still in use.
+    ``is_declared`` says whether the program created its tensors as symmetric (then it did so on all ranks).
+    ``is_live`` says whether this rank's part is still in use.
     """
 
     device_type, is_declared, is_live = "cpu", True, True
@@ -270,7 +270,8 @@ def unmap_peers(node: MPI.Comm) -> None:
     """
     segments = [segment for segment in live.now[1] if isinstance(segment, cuda_ipc.GpuSegment)]
     for device in {part.device for segment in segments for part in segment.parts.values()}:
-        with contextlib.suppress(RuntimeError):  # CUDA raises errors of earlier work; the other ranks wait below.
+        # CUDA may report an error of earlier work here. Ignore it, because the other ranks wait at the barrier below.
+        with contextlib.suppress(RuntimeError):
             devices.of(device).synchronize()  # Work of a broken communicator may still be running.
     for segment in segments:
         live.remove(segment)

@@ -172,7 +172,7 @@ class Compression:
 class BF16(Compression):
     """Send gradients as bfloat16: 8 bits of precision and the range of float32. Sums accumulate in float32.
 
-    Applies to float32 and float64 gradients.
+    Only float32 and float64 gradients are compressed.
 
     Examples:
         >>> net = torch.nn.Linear(4, 1)
@@ -201,7 +201,8 @@ class FP16(Compression):
     """Send gradients as float16: 11 bits of precision. A power of 2 scales the gradients into the range of float16.
 
     The scale follows from the result of the previous step. If a result overflows nevertheless, or is too small for
-    float16, the ranks reduce the bucket again uncompressed. Applies to float32 and float64 gradients.
+    float16, the ranks reduce the bucket again uncompressed. Only float32 and float64 gradients are
+    compressed.
 
     Examples:
         >>> net = torch.nn.Linear(4, 1)
@@ -245,7 +246,7 @@ class _FP16(_Half):
 class TopK(Compression):
     """Send only the largest elements of each rank's gradients; add the other elements to the next step's gradients.
 
-    Applies to floating-point gradients.
+    Only floating-point gradients are compressed.
 
     Args:
         ratio (float): share of the elements to send, above 0 and at most 1; default 0.01. The same on every rank.
@@ -309,7 +310,7 @@ class _TopK(Compressor):
 class PowerSGD(Compression):
     """Send each gradient of at least two dimensions as a product of two matrices of rank ``rank``, if that is smaller.
 
-    The part that the product lacks is added to the next step's gradients. Applies to float32 and float64 gradients.
+    The approximation error is added to the next step's gradients. Only float32 and float64 gradients are compressed.
     Gradients that would not become smaller are sent uncompressed.
 
     Args:

@@ -2,7 +2,7 @@
 
 The buckets of one registration (``async_backward``) have a fixed order. Two registrations on one communicator are
 launched in the order in which autograd reaches them. That order differs between ranks if one rank computes the outputs
-of two networks in another order, or omits a layer. Buckets of one size would then be added to each other.
+of two networks in a different order, or omits a layer. Buckets of one size would then be added to each other.
 
 The idea: each registration counts the launches on its communicator and notes the numbers of its own launches. It
 hashes these numbers, its own number, and the age of its compression, which counts reductions. This digest and its
@@ -54,7 +54,7 @@ class LaunchOrder:
         self._digest = self._number
 
     def add(self) -> None:
-        """Note the number of a launch."""
+        """Add the number of a launch to the digest."""
         self._digest = zlib.crc32(next(self._places).to_bytes(8, "little"), self._digest)
 
     def append_numbers(self, flags: Tensor, *, compares_steps: bool) -> Tensor:
@@ -83,10 +83,10 @@ class LaunchOrder:
         if any(most != least for most, least in digest):
             raise RanksDisagree(
                 "the backward passes of the ranks reach several registrations (register_async_backward, or optimizers "
-                "of optim) in different orders, so their gradients were mixed up. A rank computes the outputs in "
-                "another order, omits a layer, or continued after an error in its backward pass. Register one module "
-                "that holds all of them, such as torch.nn.ModuleList([a, b]). With compression there is a second "
-                "cause: only some ranks have loaded a state. Call load_state_dict (or restart) on every rank"
+                "of optim) in different orders, so their gradients were mixed up. A rank computes the outputs in its "
+                "own order, omits a layer, or continued after an error in its backward pass. Register one module that "
+                "holds all of them, such as torch.nn.ModuleList([a, b]). With compression there is a second cause: "
+                "only some ranks have loaded a state. Call load_state_dict (or restart) on every rank"
             )
         self.num_steps += 1
         return flags

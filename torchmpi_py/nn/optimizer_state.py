@@ -68,10 +68,10 @@ class OptimizerKind(NamedTuple):
     def check_saved(self, saved: OptimizerKind) -> None:
         """Raise ValueError, which names both, if a state saved from the optimizer ``saved`` does not fit this one."""
         if saved.name != self.name:
-            raise ValueError(f"it was trained by the optimizer {saved.name}, and this one is {self.name}")
+            raise ValueError(f"it was saved with the optimizer {saved.name}, but this run has {self.name}")
         for number, (theirs, mine) in enumerate(zip(saved.shapes, self.shapes, strict=False)):
             if theirs != mine:
-                raise ValueError(f"parameter {number} of its {self.name} has shape {theirs}, and of this one {mine}")
+                raise ValueError(f"parameter {number} has shape {theirs} in the saved {saved.name}, but {mine} now")
 
 
 def name_of_class(optimizer: Any, transparent: tuple[type, ...] = ()) -> str:

@@ -56,7 +56,7 @@ class CellRun:
         self.pulled: bytes | None = None
 
     def carry_out(self, ranks: set[int], kind: str, *content: object) -> None:
-        """Send a task to ranks, and show their output until none is busy. Raises RanksFailed or RanksEnded."""
+        """Send a task to ranks, and show their output until none is busy. Raise RanksFailed or RanksEnded."""
         was_sent = False
         while self._job.busy or not was_sent:
             try:
@@ -77,7 +77,7 @@ class CellRun:
     def drain(self, asked: set[int] | None = None) -> dict[int, tuple[str, str, object]]:
         """Show the output since the last cell, including the output of ranks that had not ended it.
 
-        Returns the places of the ``asked`` ranks, as ``ask_where`` does. Raises RanksEnded if the job has ended.
+        Return the places of the ``asked`` ranks, as ``ask_where`` does. Raise RanksEnded if the job has ended.
         """
         had_not_ended = bool(self._job.busy)
         while not self._job.events.empty():

@@ -110,7 +110,7 @@ class RankJob:
                 threading.Thread(target=_write_to, args=(connection, outbox), daemon=True).start()
 
     def _read_rank(self, rank: int, connection: Connection[Any, Any]) -> None:
-        """Queue the messages of a rank until its end. Runs in a thread."""
+        """Queue the messages of a rank until the rank ends. This method runs in a thread."""
         try:
             with connection, contextlib.suppress(EOFError, OSError):
                 while True:
@@ -119,7 +119,7 @@ class RankJob:
             self.events.put((rank, ("gone",)))
 
     def _read_launcher(self) -> None:
-        """Queue the lines that the launcher, MPI and C libraries write. Runs in a thread."""
+        """Queue the lines that the launcher, MPI and C libraries write. This method runs in a thread."""
         assert self._launcher.stdout is not None
         with self._launcher.stdout as lines:
             for line in lines:
@@ -134,7 +134,7 @@ class RankJob:
         self._outgoing.put((ranks, (kind, *content)))
 
     def _distribute(self) -> None:
-        """Pass messages to the threads of their ranks, until a message is None. Runs in a thread.
+        """Pass messages to the threads of their ranks, until a message is None. This method runs in a thread.
 
         Each rank has its own thread, so that a slow rank does not delay the others.
         """
@@ -221,7 +221,10 @@ def connect(where: str, key: bytes) -> Connection[Any, Any]:
 
 
 def _hear_proof(accepted: socket.socket, key: bytes, unproved: list[socket.socket], proved: Any) -> None:
-    """Check the key of a new connection, and move it to ``proved`` with the rank's first message. Runs in a thread."""
+    """Check the key of a new connection, and move the connection to ``proved`` with the rank's first message.
+
+    This function runs in a thread.
+    """
     connection: Connection[Any, Any] = Connection(os.dup(accepted.fileno()))
     with accepted:
         _limit(accepted, _HELLO_SECONDS)
@@ -240,7 +243,7 @@ def _hear_proof(accepted: socket.socket, key: bytes, unproved: list[socket.socke
 
 
 def _write_to(connection: Connection[Any, Any], outbox: _Outbox) -> None:
-    """Send the messages of the outbox until a message is None. Runs in a thread."""
+    """Send the messages of the outbox until a message is None. This function runs in a thread."""
     while (message := outbox.get()) is not None:
         with contextlib.suppress(OSError, TypeError):  # TypeError: the connection was closed during the send
             connection.send(message)
@@ -255,14 +258,14 @@ def _limit(connection: socket.socket, seconds: int) -> None:
 def _address_for(words: list[str]) -> str:
     """Return the address to listen on for the ranks that these options of torchmpirun start.
 
-    Raises LaunchError for options that are not valid in a notebook.
+    Raise LaunchError for options that are not valid in a notebook.
     """
     try:
         options = parse([*words, *_PROGRAM])
     except SystemExit:
         raise LaunchError(f"{' '.join(words)}: pass options of torchmpirun, such as -n 4 (error above)") from None
     if options.program != _PROGRAM:
-        raise LaunchError(f"{options.program[0]!r} is not an option of torchmpirun; omit it, the program is the cell")
+        raise LaunchError(f"{options.program[0]!r} is not an option of torchmpirun; omit it: the cell is the program")
     if invalid := [f"--{name.replace('_', '-')}" for name in _REFUSED.split() if getattr(options, name)]:
         raise LaunchError(f"{', '.join(invalid)}: not for notebooks, where the death of a rank ends the job; omit it")
     placed = allocation.place(1, options.hosts, options.hostfile, os.environ)
@@ -271,7 +274,7 @@ def _address_for(words: list[str]) -> str:
 
 
 def _address_towards(host: str) -> str:
-    """Return this host's address on the interface that leads to a host. Raises LaunchError if there is none."""
+    """Return this host's address on the interface that leads to a host. Raise LaunchError if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))  # selects an interface, and sends nothing
@@ -281,7 +284,7 @@ def _address_towards(host: str) -> str:
 
 
 def _leave_group() -> None:
-    """Leave the kernel's process group, so that its interrupts do not reach the launcher. Runs in the new process."""
+    """In the new process, leave the kernel's process group, so that Ctrl-C there does not reach the launcher."""
     os.setpgid(0, 0)
     for signum in (signal.SIGINT, signal.SIGHUP):  # a kernel under nohup ignores them, and children inherit that
         signal.signal(signum, signal.SIG_DFL)

@@ -174,7 +174,7 @@ class RankProgram:
         self._shell.run_cell(source, store_history=True)
 
     def _listen(self) -> None:
-        """Handle the messages of the kernel. Runs in a thread."""
+        """Handle the messages of the kernel. This method runs in a thread."""
         try:
             while True:
                 message = self._link.connection.recv()

@@ -111,7 +111,7 @@ class Gossip(LocalOptimizer):
         return {**super().state_dict(), "gossip": {"generator": self._generator.get_state()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of ``state_dict``, or a state of the plain optimizer. Every rank must make this call.
+        """Load a state that ``state_dict()``, or the plain optimizer, has returned. Every rank must make this call.
 
         A pending exchange belongs to the steps that the state replaces, so its result is dropped.
 

@@ -96,7 +96,7 @@ def join(module_or_optimizer: torch.nn.Module | DistributedOptimizer, *stateful:
         >>> mpi.nn.synchronize_parameters(net)
         >>> optimizer = mpi.optim.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net)
         >>> with mpi.join(optimizer):
-        ...     for x in torch.randn(1 + mpi.rank(), 8, 4):  # each rank has another number of batches
+        ...     for x in torch.randn(1 + mpi.rank(), 8, 4):  # each rank has a different number of batches
         ...         optimizer.zero_grad()
         ...         net(x).square().mean().backward()
         ...         optimizer.step()
@@ -127,7 +127,8 @@ def join(module_or_optimizer: torch.nn.Module | DistributedOptimizer, *stateful:
         reduction.go_on_without_data()
     finally:
         reduction.__class__ = plain
-        reduction.order.num_updates = 0  # The number differs between ranks by their steps in the block.
+        # The ranks have made different numbers of steps in the block, so their counts differ.
+        reduction.order.num_updates = 0
     steps = verbs.allgather_object(reduction.num_steps, comm=reduction.buckets.comm)
     root = steps.index(max(steps))
     tensors = [x.detach() for x in (*module.parameters(), *module.buffers())]

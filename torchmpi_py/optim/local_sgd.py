@@ -144,7 +144,7 @@ def _checked(period: int | Mapping[Communicator, int], comm: Communicator | None
     if not isinstance(period, Mapping):
         period = {resolve(comm): period}
     elif comm is not None or not period:
-        raise ValueError(f"LocalSGD: period={period!r}: a mapping needs one period per communicator, and no comm=")
+        raise ValueError(f"LocalSGD: period={period!r}: expected {{communicator: steps}}, without comm=")
     for each in period.values():
         check_count("LocalSGD: period", each, 1, "steps")
     in_order = sorted(period.items(), key=lambda item: item[1])

@@ -188,7 +188,7 @@ class ReducingOptimizer(OptimizerWrapper):
             )
 
     def check_equal(self) -> None:
-        """Raise RanksDisagree, on all ranks, if the parameters differ. Runs once, after a reduction. Collective."""
+        """Raise RanksDisagree on all ranks if the parameters differ. Call it once, after a reduction. Collective."""
         if not self._is_checked:
             self._is_checked = True
             check_all_with_allreduce({name: p for p, name in self.reduction.names.items()}, comm=self.comm)

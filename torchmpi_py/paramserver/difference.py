@@ -76,7 +76,7 @@ class DifferenceUpdate(Update):
         self._when_sent: list[Tensor] = []  # parameters at the time of the send; empty unless an exchange is pending
 
     def begin(self, served: tensor_lists.ServedTensors) -> None:
-        """Fetch the first values of the server, which are the first base of all workers. Collective."""
+        """Fetch the first values of the server. They are the first base of all workers. Collective."""
         if self.is_root:
             bases: dict[Tensor, Tensor] = {}
             tensor_lists.integrate_tensors(served, lambda fetched, p: bases.update({p: fetched.clone()}))

@@ -115,7 +115,7 @@ class DownpourUpdate(Update):
     def send(self, served: tensor_lists.ServedTensors) -> None:
         """Send the sums of the gradients since the last send, and start new sums.
 
-        Raises ParameterServerError if a sum is not finite. The sums are dropped then, and nothing is sent.
+        Raise ParameterServerError if a sum is not finite. The sums are dropped then, and nothing is sent.
         """
         has_overflow = not all(is_finite(total) for total in self._sums)
         if not has_overflow:

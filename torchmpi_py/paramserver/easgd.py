@@ -142,7 +142,7 @@ class EAMSGDUpdate(EASGDUpdate):
 def _check_optimizer(optimizer: object, network: torch.nn.Module) -> None:
     """Check that ``optimizer`` is SGD with Nesterov's momentum for exactly the trained parameters.
 
-    Raises TypeError or ValueError.
+    Raise TypeError or ValueError.
     """
     remedy = "pass the torch.optim.SGD(network.parameters(), lr=..., momentum=..., nesterov=True) that trains it"
     if not isinstance(optimizer, torch.optim.SGD):

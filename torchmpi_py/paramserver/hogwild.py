@@ -178,7 +178,7 @@ def _flatten(network: torch.nn.Module) -> None:
 def _check(parameters: list[torch.nn.Parameter], comm: Communicator) -> None:
     """Check that all ranks can share one copy. Collective.
 
-    Raises Unavailable, ValueError or RanksDisagree, on every rank.
+    Raise Unavailable, ValueError or RanksDisagree, on every rank.
     """
     if comm.num_nodes > 1:
         raise Unavailable(

@@ -175,7 +175,7 @@ class Client:
     def ask(self, service: int, request: ShardRequest, memory: Tensor | None) -> PendingReply:
         """Send a request, and return without a wait for the reply.
 
-        Raises ParameterServerError if the communication of an earlier request has failed.
+        Raise ParameterServerError if the communication of an earlier request has failed.
         """
         if self._failure is not None:
             raise ParameterServerError(

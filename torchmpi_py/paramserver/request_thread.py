@@ -180,7 +180,7 @@ class _Pipeline(CommunicationThread):
             has_moved |= client.advance()
             if client.is_idle:
                 self._clients.remove(client)
-        # Handles complete in the order of the requests, even if the replies arrive in another order.
+        # Handles complete in the order of the requests, even if the replies arrive in a different order.
         while self._under_way and self._is_complete(self._under_way[0]._work):
             self._under_way.popleft().execute()
         if not self._under_way:

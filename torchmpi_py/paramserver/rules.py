@@ -80,7 +80,7 @@ def _elastic(shard: Tensor, payload: Tensor, *, weight: float) -> None:
 
 
 def _average(shard: Tensor, payload: Tensor, memory: Memory) -> None:
-    """Keep the mean of all payloads of this rule since the last send with another rule, without the values before."""
+    """Keep the mean of all payloads of this rule since the last send with a different rule, without earlier values."""
     memory.times.add_(1)
     _move(shard, payload, 1 / memory.times.item())
 
@@ -204,7 +204,7 @@ def register_rule(name: str, fn: Callable[..., object], num_slots: int = 0) -> N
         )
     check_count("register_rule: num_slots", num_slots, 0)
     if name in _BUILT_IN:
-        raise ValueError(f"register_rule: {name!r} is a built-in rule; choose another name")
+        raise ValueError(f"register_rule: {name!r} is a built-in rule; choose a different name")
     _rules[name] = Rule(fn, "optimizer", num_slots) if num_slots else Rule(fn)
 
 
@@ -233,7 +233,7 @@ def optimizer(name: str) -> Rule:
 def checked(name: str, options: Mapping[str, Any], dtype: torch.dtype, of_server: str | None) -> Rule:
     """Return the rule called ``name``, for a server of this dtype that was created for the optimizer ``of_server``.
 
-    Raises ValueError if the rule is unknown or does not suit the server, and TypeError if it does not accept the
+    Raise ValueError if the rule is unknown or does not suit the server, and TypeError if it does not accept the
     options.
     """
     rule = named("send", name)

@@ -149,8 +149,8 @@ class ParameterServer:
             rule (str): what each shard does with the tensor. "add" (default) adds it, "copy" replaces the values by
                 it, "zero" sets the values to 0, and "scaled_add" adds ``scale * tensor``. The rule "elastic" moves the
                 values towards the tensor by the fraction ``weight`` of the distance. The rule "average" keeps the
-                mean of all sends since the last send with another rule. The name of the server's optimizer takes one
-                step with the tensor as the gradient. Names from ``register_rule`` are valid too.
+                mean of all sends since the last send with a different rule. The name of the server's optimizer takes
+                one step with the tensor as the gradient. Names from ``register_rule`` are valid too.
             **options: options of the rule: ``scale=`` for "scaled_add", ``weight=`` for "elastic", and the options of
                 the optimizer, such as ``lr=0.1``.
 
@@ -289,7 +289,7 @@ class ParameterServer:
         return shard.joined(list(saved.values()), self.shape, self.dtype, self.optimizer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state, which may come from a job with another number of ranks. **Overwrites** all shards.
+        """Restore a saved state, which may come from a job with a different number of ranks. **Overwrites** all shards.
 
         Call it on one rank. The other ranks must not use the server until it has returned; call ``mpi.barrier`` after.
 
@@ -297,7 +297,7 @@ class ParameterServer:
             state (dict): dictionary that ``state_dict`` returned.
 
         Raises:
-            ValueError: the state belongs to a server of another shape, dtype or optimizer.
+            ValueError: the state belongs to a server of a different shape, dtype or optimizer.
             ParameterServerError: the server was freed.
         """
         self._check_alive("load_state_dict")
@@ -312,7 +312,7 @@ class ParameterServer:
             state (dict): dictionary that ``state_dict`` returned.
 
         Raises:
-            ValueError: the state belongs to a server of another shape, dtype or optimizer.
+            ValueError: the state belongs to a server of a different shape, dtype or optimizer.
         """
         self._parted(state)
 

@@ -96,7 +96,7 @@ def parted(
 ) -> list[Shard]:
     """Cut a saved state into the shards that are not empty.
 
-    Raises ValueError if the state belongs to a server of another shape, dtype or optimizer.
+    Raise ValueError if the state belongs to a server of a different shape, dtype or optimizer.
     """
     keys = {"values", "optimizer", "slots", "num_averaged", "num_steps"}
     if not keys <= set(state) or not isinstance(state["values"], Tensor):

@@ -87,11 +87,11 @@ class SynchronousUpdate:
             RuntimeError: a parameter was frozen since the constructor.
         """
         if self.is_free:
-            raise ParameterServerError("update: this SynchronousUpdate was freed; create another one")
+            raise ParameterServerError("update: this SynchronousUpdate was freed; create a new one")
         if frozen := [number for number, p in enumerate(self.parameters) if not p.requires_grad]:
             raise RuntimeError(
                 f"trained parameter {frozen[0]} was frozen after the SynchronousUpdate was created, whose optimizer "
-                "state would still change it; call free(), and create another one"
+                "state would still change it; call free(), and create a new one"
             )
         gradients = [_gradient(p) for p in self.parameters]
         wait_all(tensor_lists.send_tensors(self._gradients, gradients, "scaled_add", scale=1 / self._comm.size))

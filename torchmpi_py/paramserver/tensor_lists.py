@@ -191,7 +191,7 @@ class ServedTensors:
 def _same_on_all_ranks(tensors: Iterable[Tensor], comm: Communicator) -> list[Tensor]:
     """Return the tensors as a list, once all ranks agree on their shapes and dtypes. Collective.
 
-    Raises RanksDisagree, on every rank, if the ranks pass different shapes, dtypes or orders. Raises TypeError, on
+    Raise RanksDisagree, on every rank, if the ranks pass different shapes, dtypes or orders. Raise TypeError, on
     every rank, if an element on any rank is not a dense tensor.
     """
     dense = list[Tensor]()

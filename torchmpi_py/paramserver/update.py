@@ -310,13 +310,13 @@ class Update(ABC):
             state (dict): dictionary that ``state_dict`` returned on this rank.
 
         Raises:
-            ValueError: the state belongs to another class, other shapes or another ``init_delay``. Raised on every
+            ValueError: the state belongs to a different class, other shapes or another ``init_delay``. Raised on every
                 rank.
             ParameterServerError: ``update`` was called before, or this object was freed.
         """
         self._check_usable("load_state_dict")
         if self._last_step >= 0:
-            raise ParameterServerError("load_state_dict: call it before the first update, or create another one for it")
+            raise ParameterServerError("load_state_dict: call it before the first update of a new object")
         self._run_on_all_ranks(lambda: self._check_origin(state))
         self.check_alike(is_seeded=state["is_seeded"])
         if state["is_seeded"]:
@@ -330,7 +330,7 @@ class Update(ABC):
 
     def _check_origin(self, state: dict[str, Any]) -> None:
         if differing := [name for name, value in self._origin().items() if state.get(name) != value]:
-            raise ValueError(f"{self._name}.load_state_dict: the state was saved with another {', '.join(differing)}")
+            raise ValueError(f"{self._name}.load_state_dict: the state has a different {', '.join(differing)}")
 
     def _seed(self, state: dict[str, Any] | None = None) -> None:
         """Create the server with rank 0's values or from a saved state."""
@@ -388,7 +388,7 @@ class Update(ABC):
 
     def _check_usable(self, call: str) -> None:
         if self.is_free:
-            raise ParameterServerError(f"{call}: this {self._name} was freed; create another one")
+            raise ParameterServerError(f"{call}: this {self._name} was freed; create a new one")
 
     def _check_still_trained(self, step: int) -> None:
         """Raise ParameterServerError unless the network still trains the served parameters, in the same order."""
@@ -396,7 +396,7 @@ class Update(ABC):
         if trained != [id(p) for p in self.parameters]:
             raise ParameterServerError(
                 f"update({step}): the network no longer trains the parameters with which this {self._name} was created "
-                "(some were added, removed, replaced or frozen); free it, and create another one"
+                "(some were added, removed, replaced or frozen); free it, and create a new one"
             )
 
     def _check_group(self) -> None:

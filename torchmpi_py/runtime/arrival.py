@@ -71,7 +71,10 @@ class Wait:
                 self._over.set()
 
     def _watch(self, sockets: contextlib.ExitStack) -> None:
-        """Report a wait that takes too long, and end the job. Runs in a thread; ``sockets`` close after the wait."""
+        """Report a wait that takes too long, and end the job.
+
+        This method runs in a thread. ``sockets`` close after the wait.
+        """
         ages, is_reported = watchdog.Ages(time.monotonic()), False
         while (age := ages.seconds.get(0, 0.0)) < self._seconds or (age < _CONNECT_SECONDS and self._all_are_here()):
             if self._over.wait(min(_LOOK_SECONDS, self._seconds)):

@@ -83,7 +83,8 @@ def locate(node: MPI.Comm) -> Local:
     rank = mine[0] if sorted(claimed) == list(range(node.size)) else None
     available = len(set().union(*cores))
     share = max(1, min(len(mine[1]), available // node.size))
-    # Parts of one host can look like nodes (a container per rank). Their local ranks are distinct and number the GPUs.
+    # Parts of one host can look like nodes (a container per rank). Their local ranks are distinct, so each local rank
+    # is used as the number of a GPU.
     gpu_rank = mine[0] if mine[0] is not None and len(set(claimed)) == node.size else node.rank
     return Local(node.rank if rank is None else rank, node.size, share, available, gpu_rank)
 

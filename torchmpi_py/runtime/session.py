@@ -124,7 +124,7 @@ class Session:
     def close(self, why_not: str, *, is_lost: bool = False) -> None:
         """Take all parts down, so that later calls raise NotStarted with ``why_not``. Collective.
 
-        ``is_lost``: ranks have died, so this is not collective: pending calls fail, on this rank and on the others.
+        ``is_lost`` says that ranks have died. Then this call is not collective, and pending calls fail on all ranks.
         """
         # 1. In a lost world no operation can complete, so none counts as late, and waiting calls raise.
         if is_lost:
@@ -230,7 +230,7 @@ def check_same(world: MPI.Comm, tuning: config.Tuning) -> None:
 
 
 def _use_tuning(tuning: config.Tuning, *, inline: bool, logs: bool) -> None:
-    """Make ``tuning`` current as far as this MPI supports it. ``logs``: whether this rank logs warnings."""
+    """Make ``tuning`` current as far as this MPI supports it. ``logs``: log warnings."""
     if inline and logs:
         logger.warning("this MPI does not provide MPI_THREAD_MULTIPLE: asynchronous operations run at their launch")
     config.use(tuning)

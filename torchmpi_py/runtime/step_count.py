@@ -81,7 +81,7 @@ class StepCount:
     def record(self, *, is_whole: bool) -> None:
         """Write the file unless it exists; without rates if there were too few steps.
 
-        ``is_whole``: whether the measured time is over, so that the program did not end before.
+        ``is_whole`` says whether the measured time is over; otherwise the program has ended early.
         """
         if self._is_over or os.getpid() != self._process_id:  # A forked child is not the rank.
             return

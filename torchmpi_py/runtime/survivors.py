@@ -84,7 +84,7 @@ def elastic() -> Iterator[Attempt]:
     once or at their next call that needs another rank. Then the world is built again without the dead ranks: rank and
     size change, and communicators from ``mpi.split`` and parameter servers are gone. Symmetric tensors remain as
     ordinary ones. The program continues after the block, where ``mpi.catch_up`` gives all ranks the same state. Other
-    errors pass through the block. Of nested blocks only the outermost recovers.
+    errors pass through the block. If blocks are nested, only the outermost recovers.
 
     A block costs an agreement of all ranks at its end, and one for each ``attempt.confirm()``. In a job that was not
     started with ``torchmpirun --elastic`` (or ``mpirun --with-ft ulfm``) a block does nothing, and a death ends the

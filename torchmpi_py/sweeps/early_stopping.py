@@ -54,8 +54,8 @@ def report(value: float, step: int | None = None) -> None:
 
     Args:
         value (float): value of the experiment, such as its validation accuracy. Rank 0's value counts.
-        step (int): number of epochs, or another number that is comparable between experiments. Default None, one more
-            than in the last call, from 1. Pass it in an experiment that resumes from a checkpoint.
+        step (int): number of epochs, or a different number that is comparable between experiments. Default None, one
+            more than in the last call, from 1. Pass it in an experiment that resumes from a checkpoint.
 
     Raises:
         ExperimentStopped: the experiment must end. Raised on every rank of the group. Do not catch it.

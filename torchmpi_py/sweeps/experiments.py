@@ -136,7 +136,7 @@ def experiments(
 def _group_size(wanted: int | None, place: group_of_ranks.GroupOfRanks | None, folder: Path) -> int:
     """Return the number of ranks of a group. Raise ValueError if it, or the folder, is not valid."""
     if place and folder in _folders:
-        raise ValueError(f"{folder} was used by an earlier call of mpi.experiments; pass another directory= to each")
+        raise ValueError(f"mpi.experiments has used {folder} before; pass a different directory= to each call")
     if chief.is_in_experiment():
         raise ValueError("mpi.experiments was called in an experiment; experiments cannot be nested")
     size = process.size() if wanted is None and place else 1 if wanted is None else wanted
@@ -268,7 +268,7 @@ class _Group:
     def _leave_failed(self, number: int, levels: Stack, errors: list[str] | None, error: str, began: float) -> bool:
         """Return if no rank of the group is in a call of the failed experiment any more; otherwise end the job.
 
-        Returns whether the ranks can free their communicators together, because all ranks created the same ones and
+        Return whether the ranks can free their communicators together, because all ranks created the same ones and
         none is broken.
         """
         failed_rank = self.mpi.rank
@@ -311,7 +311,7 @@ class _Group:
     def _exchanged(self, error: str) -> list[str] | None:
         """Exchange the errors of all ranks. Collective.
 
-        Returns None if this rank has failed, and another rank has not called it within `OTHERS_SECONDS`.
+        Return None if this rank has failed, and another rank has not called it within `OTHERS_SECONDS`.
         """
         mine = np.zeros(_MOST_TEXT_BYTES, np.uint8)
         text = error.encode()[:_MOST_TEXT_BYTES]

@@ -73,8 +73,8 @@ class Ledger:
     def prepare(self, configurations: Sequence[Any], seed: int, *, resume: bool) -> int:
         """Start a run of a new sweep, or of the sweep in the folder. Only rank 0 of the first group calls it.
 
-        Returns the number of experiments that have already ended. A group that was started again joins its run. Raises
-        ValueError if the folder holds a sweep of other configurations, or other files.
+        Return the number of experiments that have already ended. A group that was started again joins its run.
+        Raise ValueError if the folder holds a sweep of other configurations, or other files.
         """
         if self._run.exists():
             self.join()
@@ -82,7 +82,7 @@ class Ledger:
         self.folder.mkdir(parents=True, exist_ok=True)
         sweep = self.folder / _SWEEP
         if not sweep.exists() and any(not path.name.startswith(f"part-{_SWEEP}") for path in self.folder.iterdir()):
-            raise ValueError(f"{self.folder} is not the folder of a sweep, and not empty; pass another directory=")
+            raise ValueError(f"{self.folder} is neither empty nor the folder of a sweep; pass a different directory=")
         trusted_files.refuse_others(sweep, _REMEDY)
         former = _read(sweep) if resume and sweep.exists() else None
         if former is None:

@@ -41,7 +41,10 @@ Call = tuple[Sequence[Operation[Any]], list[Tensor], Sequence[Callable[[], objec
 
 
 def _record(call: Call, thread_role: int, form: int, frame: FrameType) -> None:
-    """Record all operations of a call in the journal before the first one runs. RanksDisagree as in collectives."""
+    """Record all operations of a call in the journal before the first one runs.
+
+    Raise RanksDisagree if the ranks make different calls, as a collective does.
+    """
     try:
         for operation in call[0]:
             operation.entry = journal.record(operation.plan, thread_role, form, frame)
@@ -187,7 +190,7 @@ class CallQueue:
         return queued
 
     def enter(self) -> None:
-        """Note that this thread begins a call."""
+        """Record that this thread begins a call."""
         self._direct.acquire()
         self._runner = threading.get_ident()
 
@@ -225,7 +228,7 @@ class CallQueue:
             call.end()
 
     def give_up(self) -> None:
-        """Note that the program no longer waits for a call, which continues."""
+        """Record that the program no longer waits for a call. The call continues."""
         with self._order:
             if self._under_way:
                 self._set_stuck(True)

@@ -80,7 +80,7 @@ def compressed(compression: Compression, group: Any = None) -> Hook:
 
     Returns:
         The hook for ``ddp.register_comm_hook(state, hook)``. Its ``state`` must be None or the group. It raises
-        ValueError for another state, RuntimeError with a second module, and TypeError for sparse gradients.
+        ValueError for a different state, RuntimeError with a second module, and TypeError for sparse gradients.
 
     Raises:
         TypeError: ``compression`` is not a compression, or ``group`` is not a group of backend "torchmpi".

@@ -103,9 +103,9 @@ class ExtraOperations(Carrier):
             nap.take()
 
     def exchange(self, channel: Channel, has_empty: bool, *tensors: Tensor) -> None:
-        """Exchange messages between all pairs of ranks. ``tensors``: an output for each rank, then an input for each.
+        """Exchange messages between all pairs of ranks. ``tensors`` are an output for each rank, then the inputs.
 
-        ``has_empty`` says that empty parts are sent too, because the other rank may expect or send another size.
+        ``has_empty`` says that empty parts are sent too, because the other rank may expect or send a different size.
         """
         outputs, inputs = tensors[: channel.size], tensors[channel.size :]
         received = [_room_on_host(x) for x in outputs]

@@ -229,7 +229,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def _check_open(self) -> None:
         if not self.queue.is_open:
-            raise CommunicatorError(f"process group {self.group_name!r} was destroyed; make another by dist.new_group")
+            raise CommunicatorError(f"process group {self.group_name!r} was destroyed; create one by dist.new_group")
         communicators.resolve(self.comm)
 
 

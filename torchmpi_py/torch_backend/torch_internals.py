@@ -118,7 +118,10 @@ def is_group(group: Any) -> bool:
 
 
 def group_of_hook(hook: str, state: Any) -> Any:
-    """Return the process group for a DDP hook; the default group for None. RuntimeError or TypeError if not ours."""
+    """Return the process group for a DDP hook; the default group for None.
+
+    Raise RuntimeError or TypeError if the group does not belong to this package's backend.
+    """
     group = distributed.group.WORLD if state is None else state
     if group is None:
         raise RuntimeError(f"{hook}: there is no default process group; call init_process_group first")

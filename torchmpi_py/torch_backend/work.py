@@ -219,7 +219,7 @@ class PendingWork(CallWork):
         self.handle.expect(self._seconds)
 
     def give_up(self) -> None:
-        """Note that the program no longer waits for the call, which continues."""
+        """Record that the program no longer waits for the call. The call continues."""
         self.handle.give_up()
 
     def wait(self, timeout: dt.timedelta | None = None) -> bool:

@@ -11,7 +11,8 @@ from torchmpi_py.launch import exit_marks
 from torchmpi_py.launch.notices import printable
 from torchmpi_py.watch import stacks, tracing
 
-_HANDLED_SECONDS = 0.6  # a watchdog wakes twice a second; exit_marks.py lists what else takes time
+# time to collect exceptions: more than the 0.5 s between two turns of a watchdog (other delays: exit_marks.py)
+_HANDLED_SECONDS = 0.6
 EXIT_CODE = 1
 """The exit code of a job that hang detection ends."""
 
@@ -19,7 +20,7 @@ EXIT_CODE = 1
 def abort(code: int, report: str = "") -> None:
     """End the whole job with ``code`` if the job has other ranks; else do nothing.
 
-    ``report``: a few words about the fault, if this rank ends the job because of a fault of another rank.
+    ``report`` describes the fault in a few words, if this rank ends the job because of a fault of another rank.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or mpi_api.is_forked() or not mpi.Is_initialized() or mpi.Is_finalized():

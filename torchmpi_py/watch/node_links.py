@@ -155,7 +155,10 @@ class Link:
         return self._failure is not None and self._failure.errno in _UNREACHABLE
 
     def send(self, message: Message) -> None:
-        """Send as much of a message as the system accepts now; ``flush`` sends the rest. OSError on a lost link."""
+        """Send as much of a message as the system accepts now; ``flush`` sends the rest.
+
+        Raise OSError if the link is lost.
+        """
         text = json.dumps(message, separators=(",", ":")).encode()
         self._out += _LENGTH.pack(len(text)) + text
         self.flush()

@@ -67,7 +67,7 @@ class NodeWatch:
             listener.setblocking(False)
         self._begun = self._last_rows = self._now = time.monotonic()  # _now: the last look at the links
         self._last_connect = self._accept_after = 0.0
-        self._heard_rows: dict[int, float] = {}  # by node: when its rows arrived
+        self._heard_rows: dict[int, float] = {}  # the time at which the rows of each node last arrived
         self._has_warned = self._has_announced = False
         self._ending = threading.Event()
         self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -214,7 +214,7 @@ class NodeWatch:
         link.close()
 
     def _lose(self, node: int) -> None:
-        """Note that a leader's link has ended, and why."""
+        """Record that a leader's link has ended, and why."""
         link, now = self._links.pop(node), time.monotonic()
         with contextlib.suppress(OSError, ValueError):
             link.receive()  # the last message may be "leaving"

@@ -344,7 +344,7 @@ def brief(board: Board, index: int) -> str:
 
 
 class Sides(NamedTuple):
-    """The calls of ranks at the place of an operation. ``differ``: whether a call differs from this rank's."""
+    """The calls of ranks at the place of an operation. ``differ`` says whether a call differs from this rank's."""
 
     text: str
     differ: bool

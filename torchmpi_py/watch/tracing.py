@@ -273,7 +273,10 @@ def stop() -> None:
 
 
 def save() -> None:
-    """Write the trace of this rank only, which has failed and ends the job. ``launch/wrap.py`` calls this too."""
+    """Write the trace of this rank only, because this rank has failed and ends the job.
+
+    ``launch/wrap.py`` calls this too.
+    """
     if current is not None:
         current.write()
 

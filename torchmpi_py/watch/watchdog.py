@@ -238,7 +238,7 @@ class Watchdog:
                 end_job(self._board, CLAIMED_DIFFERENCE, f"RanksDisagree: {difference}")
 
     def _check_circles(self) -> None:
-        """End the job if ranks of the node wait for each other in a circle; only report it if another thread may help.
+        """End the job if ranks of the node wait for each other in a circle; only report if another thread may help.
 
         A circle counts only if the look before has found the same circle.
         """

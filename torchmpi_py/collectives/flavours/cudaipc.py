@@ -162,7 +162,7 @@ def _group(channel: Channel, x: Tensor) -> IpcGroup:
 
 
 def _nothing(shown: Tensor, begin: int, end: int) -> None:
-    """Do nothing, as ``fill`` or ``drain`` of a collective without such a step."""
+    """Do nothing; the ``fill`` or ``drain`` of a collective that has no such step."""
 
 
 @dataclasses.dataclass
@@ -202,7 +202,7 @@ class IpcGroup:
         if shown is not None:
             exchange.fill(shown, 0, shown.shape[1])
         self._events.record(READY)
-        # Step 2: the headers contain the place of this tensor, which an empty tensor does not have.
+        # Step 2: exchange headers with the place of the shown tensor. An empty tensor means that none can be shown yet.
         place = exchange.x[:0] if shown is None else shown.reshape(-1)
         num_columns, count = exchange.shape[1], math.prod(exchange.shape)
         headers = self.node.exchange_headers(exchange.what, place, count=count)

@@ -38,7 +38,7 @@ class FlagBarrier:
         self._count = 0
 
     def wait(self) -> None:
-        """Wait until all ranks have called this. Collective. Raises MPI's exception if a rank has died (ULFM)."""
+        """Wait until all ranks have called this. Collective. Raise MPI's exception if a rank has died (ULFM)."""
         self._count = count = self._count + 1
         flags = self._flags
         flags[self._own] = count

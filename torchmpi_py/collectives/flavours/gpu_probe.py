@@ -218,7 +218,7 @@ def read(facts: GpuFacts) -> Verdict | None:
 
 
 def write(facts: GpuFacts, verdict: Verdict) -> None:
-    """Save a verdict in its file; readers see the whole file or none. OSError if the file cannot be written."""
+    """Save a verdict in its file; readers see the whole file or none. Raise OSError if the file cannot be written."""
     config.keep(facts.path(), {"format": FORMAT, "facts": facts._asdict(), "why_not": verdict.why_not})
 
 
@@ -239,7 +239,7 @@ def run(world: Channel, device: torch.device) -> None:
 
 
 def _try_out(group: Channel, device: torch.device) -> None:
-    """Fill this rank's memory, and read the memory of all ranks. Unavailable if values are wrong or unreadable."""
+    """Fill this rank's memory, and read the memory of all ranks. Raise Unavailable if a read fails or is wrong."""
     part, segment = cuda_ipc.allocate(group.mpi, group.places, NUM_BYTES, device, lambda segment: None)
     events = cuda_ipc.PeerEvents(group, device)
     part.fill_(_value(group.rank))

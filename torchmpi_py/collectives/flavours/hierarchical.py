@@ -329,7 +329,7 @@ def span_end(channel: Channel) -> Communicator | None:
 
 
 def _colours(channel: Channel) -> list[int]:
-    """Return a number for every rank of a channel, which is the same only within a group. Collective."""
+    """Return a number for every rank of a channel: equal within a group, different between groups. Collective."""
     end = span_end(channel)
     if end is None:
         return list(channel.places.nodes.tolist())

@@ -5,7 +5,7 @@ in total, smaller calls replace it. An allgather becomes broadcasts, and a reduc
 become messages between pairs, by the plans of ``schedule.py``.
 
 The tag of a message contains its dtype, so that the bits of one dtype never arrive as values of another. This costs no
-additional bytes. A message of another dtype does not match a receive; the receive finds the message in a probe, and
+additional bytes. A message of a different dtype does not match a receive; the receive finds the message in a probe, and
 raises an error (``Receipt``). Alternative: a header in the message. It is not used, because it needs a copy, or a
 derived datatype, which makes large messages 3 to 20 times slower.
 
@@ -42,7 +42,7 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 TAGS_PER_KIND = 64  # more than the number of dtypes
 MESSAGE, EXCHANGE, INTERNAL = (kind * TAGS_PER_KIND for kind in range(3))
 """The first tag of each kind. The kinds differ, so that a pending receive never gets a piece of another collective."""
-# The time between two probes for a message of another dtype. A probe takes some microseconds.
+# The time between two probes for a message of a different dtype. A probe takes some microseconds.
 _LOOK_SECONDS = 100e-6
 # The time between two searches for messages of other dtypes behind messages of other tags.
 _SEARCH_SECONDS = 0.05
@@ -137,7 +137,10 @@ def _messages(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
 
 
 def _exchanges(comm: MPI.Comm, source: Tensor, target: Tensor, plan: Iterable[Iterable[schedule.Step]]) -> Steps:
-    """Yield a Sendrecv for every step of a plan, whose messages may be empty. RanksDisagree if fewer bytes arrive."""
+    """Yield a Sendrecv for every step of a plan. The messages may be empty.
+
+    Raise RanksDisagree if fewer bytes arrive than the plan says.
+    """
     (sent, _), (room, _), tag = mpi_buffers.raw(source), mpi_buffers.raw(target), INTERNAL + _CODES[source.dtype]
     for step in itertools.chain.from_iterable(plan):
         status, piece = MPI.Status(), room[slice(*step.received)]
@@ -188,9 +191,9 @@ class Receipt:
     """A posted receive, whose message must have the dtype of the piece, and exactly as many bytes.
 
     The receive is not posted if the first message from its source does not fit, and is cancelled if a message of
-    another dtype arrives first. In both cases that message is received, so that the next receive gets the next message.
-    Two messages may arrive between two probes. Then a receive gets the first message of its own dtype, and the next
-    receive finds the other message.
+    a different dtype arrives first. In both cases that message is received, so that the next receive gets the next
+    message. Two messages may arrive between two probes. Then a receive gets the first message of its own dtype, and the
+    next receive finds the other message.
     """
 
     def __init__(self, comm: MPI.Comm, piece: Tensor, source: int, tag: int) -> None:
@@ -223,7 +226,7 @@ class Receipt:
         return True
 
     def _finds_misfit(self, most_bytes: float) -> bool:
-        """Return whether the first message from the source has this kind, but another dtype or too many bytes.
+        """Return whether the first message from the source has this kind, but a different dtype or too many bytes.
 
         Sets ``status`` to the status of that message. A search behind messages of other kinds takes longer, and is
         rare.
@@ -238,7 +241,10 @@ class Receipt:
         return is_of_kind and (self.status.tag != self.tag or self.status.Get_elements(MPI.BYTE) > most_bytes)
 
     def _is_cut_off(self) -> bool:
-        """Return whether the receive is complete after all; RanksDisagree if a message of another dtype has arrived."""
+        """Return whether the receive is complete after all.
+
+        Raise RanksDisagree if a message of a different dtype has arrived.
+        """
         if (now := time.monotonic()) < self._next_look:
             return False
         self._next_look = now + _LOOK_SECONDS

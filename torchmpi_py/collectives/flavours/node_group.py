@@ -127,13 +127,16 @@ class NodeGroup:
     def exchange_headers(self, what: str, x: Tensor, out: Tensor | None = None, count: int | None = None) -> Headers:
         """Announce this rank's header, and read the headers of the others. Collective.
 
-        RanksDisagree, on all ranks, if the ranks start different operations.
+        Raise RanksDisagree on all ranks if the ranks start different operations.
         """
         self.announce(self.header(what, x, out, count))
         return self.read_headers(what, x, count)
 
     def read_headers(self, what: str, x: Tensor, count: int | None = None) -> Headers:
-        """Return the headers that the ranks have announced. RanksDisagree, on all ranks, if codes or counts differ."""
+        """Return the headers that the ranks have announced.
+
+        Raise RanksDisagree on all ranks if codes or counts differ.
+        """
         texts = [self._memory[place] for place in self._headers[1 - self.turn]]
         # The columns of the table of headers. Codes and counts must be equal on all ranks; places may differ.
         kinds, counts, *places = zip(*(_HEADER.unpack(text) for text in texts), strict=True)
@@ -214,13 +217,13 @@ def _slot_bytes() -> int:
 
 
 def _allocate(channel: Channel, num_bytes: int) -> tuple[mmap.mmap, symmetric.Segment]:
-    """Allocate the segment. Collective over the channel. Unavailable, on every rank, if there is too little memory."""
+    """Allocate the segment. Collective over the channel. Raise Unavailable on every rank if memory is missing."""
     try:
         return symmetric.allocate(channel.mpi, channel.places, num_bytes)
     except Unavailable as error:
         raise Unavailable(
             f"cannot allocate shared memory for a communicator of {channel.size} ranks: {error}. "
-            f'Use fewer communicators, a smaller TORCHMPI_CHUNK_BYTES, or another flavour, such as "mpi"'
+            f'Use fewer communicators, a smaller TORCHMPI_CHUNK_BYTES, or a different flavour, such as "mpi"'
         ) from None
 
 

@@ -49,12 +49,12 @@ newest_lazy_store = list[Any]()
 
 
 def open_store(channel: Channel, who: str, *, is_lazy: bool = False) -> Any:
-    """Return a store to which all ranks of a channel are connected. Rank 0, which may serve it, must drop it last.
+    """Return a store to which all ranks of a channel are connected. Collective.
 
-    Collective. CommunicatorError, on every rank, if the store cannot be opened; the message begins with ``who``, the
-    caller. With ``is_lazy`` on rank 0 and more than 1,024 ranks, the others connect when they first use the store,
-    because the program may never need these connections. C++ does not keep a lazy store alive, so
-    ``newest_lazy_store`` does.
+    Rank 0 must drop the store last, because it may serve the other ranks. Raise CommunicatorError on every rank if the
+    store cannot be opened; the message begins with ``who``, the caller. With ``is_lazy`` on rank 0 and more than 1,024
+    ranks, the others connect when they first use the store, because the program may never need these connections. C++
+    does not keep a lazy store alive, so ``newest_lazy_store`` does.
     """
     if (path := _shared_file(channel)) is not None:
         store = getattr(distributed, "FileStore")(path, channel.size)  # noqa: B009 - its stub does not export it
@@ -100,7 +100,10 @@ def _connected_later(connect: Callable[[], Any]) -> Any:
 
 
 def _shared_file(channel: Channel) -> str | None:
-    """Return the path of a new file in the job's folder, which the store removes; None if ranks cannot share one."""
+    """Return the path of a new file in the job's folder; None if the ranks cannot share a file.
+
+    The store removes the file.
+    """
     path = os.path.join(os.environ.get("TORCHMPIRUN_JOB_DIR", ""), f"store-{secrets.token_hex(8)}")
     is_shared = channel.num_nodes == 1 and "TORCHMPIRUN_JOB_DIR" in os.environ
     if channel.rank == 0 and is_shared:
@@ -137,7 +140,10 @@ def _tcp_store(host: str, port: int, num_ranks: int, **options: Any) -> Any:
 
 
 def connect_all(comm: MPI.Comm, what: str, attempt: Callable[[], T], remedy: str = REMEDY) -> T:
-    """Return the result of ``attempt``. CommunicatorError, with ``what`` and ``remedy``, on all ranks if one fails."""
+    """Return the result of ``attempt``.
+
+    Raise CommunicatorError, with ``what`` and ``remedy``, on all ranks if one attempt fails.
+    """
 
     def failed(failures: Mapping[int, str]) -> CommunicatorError:
         by_rank = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
@@ -194,7 +200,7 @@ def _of_interface(name: str) -> str:
 
 
 def _is_reachable(address: str) -> bool:
-    """Return whether other hosts may reach an address, which is neither loopback nor link-local."""
+    """Return whether other hosts may reach an address, that is, whether it is neither loopback nor link-local."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     return not (parsed.is_loopback or parsed.is_link_local)
 

@@ -20,8 +20,8 @@ other step.
 
 One rank computes the total of an element, in an order that the plan fixes, and the others pass it on unchanged. So all
 ranks get the same bits, and so do two runs. In addition to the tensors, a reduction uses 2 * ROUNDS_UNDER_WAY *
-CHUNK_BYTES of memory for received chunks, which it keeps for the next reduction. If values travel in another form than
-they are stored in, it uses about as much again for a short time. The other collectives need no memory.
+CHUNK_BYTES of memory for received chunks, which it keeps for the next reduction. If values travel in a different form
+than they are stored in, it uses about as much again for a short time. The other collectives need no memory.
 
 The ring is the algorithm of Baidu's and Horovod's allreduce and of TorchMPI's p2p collectives. No allreduce can send
 less: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
@@ -219,7 +219,8 @@ class _Reduction:
             chunk = incoming[: (end - begin) * dtype.itemsize].view(dtype)
             yield post(self.comm, step, mpi_buffers.raw(sent)[0], mpi_buffers.raw(chunk)[0])
             chunk, as_it_is = how.partial(chunk) if as_it_is else chunk, False
-            # Both are complete: add this rank's values to the received chunk, in the last step right into the target.
+            # The send and the receive are complete. Add this rank's values to the received chunk. The last step writes
+            # the sum directly into the target.
             if end > begin:
                 out = plain_target if plain_target is not None and step is steps[-1] else chunk
                 last_bounds, partial = step.received, how.combine(mine(step.received), chunk, out=out)
