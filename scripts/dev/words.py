@@ -25,7 +25,7 @@ WORDS = {  # pattern: what to write
     r"starters?": "mpirun",
     r"chief": "rank 0, main process",
     r"modes? of distribution": "training strategy",
-    r"but (for|in)": "except (in)",
+    r"but (for|in)(?! MPI)": "except (in)",
     r"alike": "with the same arguments on every rank",
     r"anew": "again",
     r"by itself": "automatically",
