@@ -19,6 +19,7 @@ import threading
 import time
 from pathlib import Path
 
+from torchmpi_py.launch.job import die_with_parent
 from torchmpi_py.watch import node_links
 from torchmpi_py.watch.node_links import Nodes
 
@@ -162,7 +163,7 @@ class Hub:
         command = [sys.executable, __file__, str(num_nodes), "hub", str(number)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(command, env=environment, **pipes)
+        self.process = subprocess.Popen(command, env=environment, preexec_fn=die_with_parent, **pipes)
 
     def say(self, text=""):
         """Send the hub a line."""
@@ -192,6 +193,7 @@ def measure(num_nodes):
             gate, opened = os.pipe()
             if (child := os.fork()) == 0:
                 try:
+                    die_with_parent()
                     lead(nodes_of(index * RANKS, num_nodes, ports), outcomes, index, gate)
                 finally:
                     os._exit(1)
