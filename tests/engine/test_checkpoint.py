@@ -144,7 +144,7 @@ def test_an_epoch_of_a_loader_whose_place_is_not_known_begins_again(tmp_path, ca
         train(torch.nn.Linear(6, 3), loader(), engine=SGDEngine(), checkpoint=tmp_path, on_update=steps.append)
     assert steps[:5] == [1, 2, 3, 4, 5]
     assert len(steps) == 5 + 7
-    assert "a DataLoader is unknown, so the epoch begins again" in caplog.text
+    assert "a DataLoader in the epoch is unknown, so the epoch begins again" in caplog.text
 
 
 @pytest.mark.parametrize(

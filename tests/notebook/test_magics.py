@@ -229,7 +229,7 @@ def test_a_mistake_is_an_error_with_a_remedy():
         ("%torchmpi pull", "pull NAME"),
         ("%%torchmpi -n none\n1", "-n 4"),
         ("%%torchmpi -n '2\n1", "No closing quotation"),
-        ("%%torchmpi train.py\n1", "the program is the cell"),
+        ("%%torchmpi train.py\n1", "the cell is the program"),
         ("%%torchmpi -n 2 --elastic --layouts --discover x\n1", "--elastic, --discover, --layouts: not for notebooks"),
         ("%%torchmpi -n 2 --hosts a.invalid:2\n1", "a.invalid"),
         ("%%torchmpi -n 2 --env wrong\n1", "write NAME=VALUE"),
