@@ -2,7 +2,7 @@
 
 A *round* is a program of several *actors*. An actor is one thread on every rank, with groups that no other actor of the
 round has; it goes through its *steps* in order, and each rank takes those of the groups that it belongs to. So ranks
-never wait for each other in a circle. Asynchronous calls of ``mpi`` share one thread a process, and have to be launched
+never wait for each other in a cycle. Asynchronous calls of ``mpi`` share one thread a process, and have to be launched
 in one order on all ranks: one actor of a round makes them. Groups of torch.distributed have a thread each: there odd
 ranks launch in another order than even ones. All is drawn alike on every rank.
 """

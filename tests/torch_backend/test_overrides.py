@@ -87,7 +87,7 @@ def test_what_was_asked_for_by_name_is_not_told(mpi, library, warned):
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
     groups = [None, dist.new_group(), mesh.get_group("b"), model.process_group]
     assert [dist.get_backend(group) for group in groups] == ["torchmpi"] * 4
-    assert warned("made on") == 0
+    assert warned("instead of MPI") == 0
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,10 @@ NextBuffers = Callable[[], TaskBuffers]
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One implementation of the task. ``bind`` takes buffers, and returns the call on them that is timed."""
+    """One implementation of the task.
+
+    ``bind`` takes a function that returns buffers, and returns the call to time.
+    """
 
     name: str
     bind: Callable[[NextBuffers], Call]

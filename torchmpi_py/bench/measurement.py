@@ -27,9 +27,10 @@ _SMALL_BYTES = 64 << 10  # the time of a call hardly depends on sizes up to this
 
 @dataclasses.dataclass
 class Measurement:
-    """Candidates that do the same task on ``comm``, and their pools, by whether these are symmetric.
+    """Candidates that do the same task on ``comm``, and the pools of memory from which they get buffers.
 
-    With a ``link`` every row has its ratio to the floor of the wire, which is a row too. Every method is collective.
+    ``pools`` maps True to the symmetric pool and False to the plain pool. With a ``link``, every row has its ratio to
+    the floor (the shortest time on the link), and the floor has a row too. Every method is collective.
     """
 
     comm: MPI.Comm

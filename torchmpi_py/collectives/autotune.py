@@ -103,7 +103,7 @@ def autotune(
         return
     rows = _measure(world, settings)
     if not rows:
-        raise Unavailable(f"autotune: none of {', '.join(settings.flavours)} is available; print(mpi.availability())")
+        raise Unavailable(f"autotune: none of {', '.join(settings.flavours)} is available; see mpi.availability()")
     measured_cache.install(rows, "measured in this process")
     if save:
         selector.source = _save(world, rows, path, device)

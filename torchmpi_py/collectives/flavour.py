@@ -113,11 +113,11 @@ class Flavour(Carrier):
         raise NotImplementedError
 
     def broadcast_object(self, channel: Channel, obj: object, root: int) -> Any:
-        """Return the object of ``root``, which travels by pickle."""
+        """Return the object of ``root``. The object is sent as a pickle."""
         raise NotImplementedError
 
     def allgather_object(self, channel: Channel, obj: object) -> list[Any]:
-        """Return the objects of all ranks, which travel by pickle."""
+        """Return the objects of all ranks. The objects are sent as pickles."""
         raise NotImplementedError
 
 
@@ -198,7 +198,10 @@ class Gathering(Carrier):
         return result
 
     def gather(self, channel: Channel, x: Tensor, out: Tensor | None, root: int) -> Tensor | None:
-        """Return all ``x`` along dim 0 on ``root``, as ``allgather`` does; None on other ranks."""
+        """Return the ``x`` of all ranks, concatenated along dim 0 as by ``allgather``, on ``root``.
+
+        Return None on other ranks.
+        """
         sizes = exchange_sizes(channel.mpi, x, out)
         shape = sizes.output_shape("gather", x, out, writers=(root,))
         result = None if channel.rank != root else x.new_empty(shape) if out is None else out

@@ -180,7 +180,10 @@ class Plan:
             raise sequences.refused(self.name, self.comm)
 
     def _refused(self, channel: Channel, me: int, entry: Entry | None) -> CommunicatorError:
-        """Return the error for a channel in which another thread, or this one under a signal handler, is at work."""
+        """Return the error for a channel that is in use.
+
+        Another thread is using it, or this thread was using it when a signal handler interrupted it.
+        """
         if entry is not None:
             journal.fail(entry)
         if channel.user == me:

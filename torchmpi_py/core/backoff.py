@@ -105,12 +105,10 @@ def fenced(wait: Callable[[], T]) -> Callable[[], T]:
 
 
 def fence() -> None:
-    """Complete all memory accesses of this thread before the call, before any access after the call.
-
-    Python has no fence, so two pairs of lock operations replace it. The unlock of the first pair is a store-release,
-    and the lock of the second pair is a load-acquire. The two cannot change places; no earlier access moves behind
-    the unlock, and no later access moves before the lock.
-    """
+    """Order this thread's memory accesses: every access before the call completes before any access after the call."""
+    # Python has no fence, so two pairs of lock operations replace it. The unlock of the first pair is a store-release,
+    # and the lock of the second pair is a load-acquire. The two cannot change places. No earlier access moves
+    # behind the unlock, and no later access moves before the lock.
     lock = threading.Lock()
     for _ in range(2):
         lock.acquire()

@@ -204,9 +204,10 @@ def is_started() -> bool:
 
 
 class NoCommunicator:
-    """The object that ``split`` returns on a rank that stays out.
+    """The object that ``split`` returns on a rank that joins no group.
 
-    It is false in a condition, and an error as ``comm=``. None would not be an error there: it means the current level.
+    It is false in a condition, and raises ValueError when it is passed as ``comm=``. None would not raise, because it
+    means the current level.
     """
 
     def __bool__(self) -> bool:

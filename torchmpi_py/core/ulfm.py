@@ -22,7 +22,7 @@ from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import RankDied
 
 _KNOWN_WITHIN_SECONDS = 1.0
-_KNOWN_WITHIN_SECONDS_OF_MPI = 10.0  # after an error from MPI
+_KNOWN_WITHIN_SECONDS_OF_MPI = 10.0  # time within which a death must be known after an error from MPI
 
 num_acknowledged = 0
 """Dead ranks that the session already knows and goes on without. An error means a death only if another rank has died.

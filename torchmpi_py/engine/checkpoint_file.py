@@ -130,7 +130,8 @@ def unpacked(stream: io.BytesIO) -> Any:
     """Return the content of a file, on the CPU. From torch 2.6 on, no code of the file runs."""
     try:
         return torch.load(stream, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many types, whose texts advise to run the file's code.
+    except Exception as error:
+        # torch raises exceptions of many types, and their messages advise the user to run the code in the file.
         why = textwrap.shorten(f"{type(error).__name__}: {error}", 80, placeholder=" ...")
         raise CheckpointError(f"it does not hold the plain data of a checkpoint ({why})") from error
 

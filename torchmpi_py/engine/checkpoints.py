@@ -184,7 +184,7 @@ class Checkpoints:
         """Create the folder, and lock it. Only rank 0 calls it."""
         files.make_folder(self.directory)
         if not os.access(self.directory, os.W_OK):
-            raise PermissionError(errno.EACCES, "this user cannot write into it", str(self.directory))
+            raise PermissionError(errno.EACCES, "this user cannot write into the folder", str(self.directory))
         self._lock = folder_lock.take(self.directory)
 
     def _write(self, step: int, parts: Mapping[str, Any], own: Sequence[torch.Tensor]) -> pathlib.Path:

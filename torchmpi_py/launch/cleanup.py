@@ -51,12 +51,13 @@ from pathlib import Path
 from torchmpi_py import trusted_files
 from torchmpi_py.launch import exit_marks, proc
 
-FOLDER_PREFIX = "torchmpirun-"  # Beginning of a job folder's name, in the place for temporary files.
-GRACE_SECONDS = 5.0  # For mpirun to end after a signal.
-KILL_SECONDS = 5.0  # For processes to end by SIGKILL.
-EXEC_SECONDS = 1.0  # For processes in exec, which may wait for a core or for the program's file system.
-_TRACKER_SECONDS = 1.0  # For Python's resource trackers to remove what killed processes have left.
-_TRACKER = b".resource_tracker import main"  # On the command line of the trackers of multiprocessing and joblib.
+FOLDER_PREFIX = "torchmpirun-"  # Start of a job folder's name, in the directory for temporary files.
+GRACE_SECONDS = 5.0  # Time for mpirun to end after a signal.
+KILL_SECONDS = 5.0  # Time for processes to end after SIGKILL.
+EXEC_SECONDS = 1.0  # Time for processes to finish exec, which may wait for a core or for the program's file system.
+_TRACKER_SECONDS = 1.0  # Time for Python's resource trackers to remove the files of killed processes.
+# Text on the command line of the resource trackers of multiprocessing and joblib.
+_TRACKER = b".resource_tracker import main"
 _SHARED_MEMORY = "/dev/shm/"
 _NAMES = (
     "sm_segment.",

@@ -194,7 +194,10 @@ def release_replaced(folder: Path, rank: int) -> bool:
 
 
 def _beginning(process_id: int) -> str:
-    """Return when a process started, which tells it from a later one with its number; unknown if it ended."""
+    """Return the start time of a process; unknown if the process has ended.
+
+    The start time distinguishes the process from a later one with the same number.
+    """
     fields = proc.status_fields(process_id)
     return _UNKNOWN if fields[:1] in ([], ["Z"], ["X"]) else fields[19]
 

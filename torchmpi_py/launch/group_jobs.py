@@ -210,7 +210,7 @@ def _wait(jobs: list[_GroupJob], signals: Signals) -> int:
                 continue
             code = exit_code
             if code == TIMEOUT_CODE:
-                continue  # the other groups end by their own limit, which is the same
+                continue  # the other groups have the same time limit, so each ends without a signal from here
             where = f"after signal {signum}, which was passed on" if signum else "outside of an experiment"
             say(f"{name} failed {where}, with exit code {exit_code}{', which ends the others' if others else ''}")
             _send(running, signal.SIGTERM)

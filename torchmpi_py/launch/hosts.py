@@ -117,7 +117,10 @@ def render(hosts: Iterable[Host], line: str) -> str:
 
 
 def num_ranks_on_busiest(hosts: tuple[Host, ...], num_ranks: int) -> int:
-    """Return the ranks on the fullest host if slots are filled in proportion; without hosts, all ranks."""
+    """Return the number of ranks on the fullest host if slots are filled in proportion.
+
+    Return ``num_ranks`` without hosts.
+    """
     if not hosts:
         return num_ranks
     num_slots = sum(host.num_slots for host in hosts)

@@ -98,9 +98,9 @@ class Job:
     verb: str = "failed"  # what happened to the job, for a message
     has_run: bool = False
     may_lack_something: bool = False  # The start failed, and no rank of this host reported why.
-    was_ended: bool = False  # By a signal or the time limit.
+    was_ended: bool = False  # A signal or the time limit ended the job.
     has_lasted: bool = False  # The job ran for longer than a failing start takes.
-    starts_again: bool = False  # Ended because its hosts have changed.
+    starts_again: bool = False  # The job was ended because its hosts have changed.
     signals: Signals = field(default_factory=Signals)
     news: Callable[[], str] = lambda: ""  # Why the job must end and start again. Empty if it should go on.
     _deaths: list[Death] = field(default_factory=list)  # The first death. In an elastic job every death.

@@ -61,7 +61,7 @@ class JobSpec:
 
     @property
     def host_names(self) -> tuple[str, ...]:
-        """The hosts that may get ranks; empty for this host."""
+        """The hosts that may get ranks; empty if all ranks run on this host."""
         return tuple(host.name for host in self.hosts) or allocation.slurm_nodes(self.environment)
 
     @property

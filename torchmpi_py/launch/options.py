@@ -91,7 +91,10 @@ def _ranks_per_host(text: str) -> float:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that takes no word of the program for an abbreviation; ``allow_abbrev`` covers only ``--``."""
+    """A parser that never reads a word of the program's command line as an abbreviated option.
+
+    ``allow_abbrev=False`` covers only options that begin with ``--``.
+    """
 
     source: Path | None = None  # the file from which the words were read; None for the command line
 

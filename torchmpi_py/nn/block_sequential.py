@@ -183,7 +183,10 @@ def _parameters(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Return one flat tensor with the values of all: their own memory if they lie one after another, else a copy."""
+    """Return one flat tensor with the values of all tensors.
+
+    It is a view of their memory if the tensors lie one after another, else a copy.
+    """
     if not tensors:
         return torch.empty(0)
     if len(kinds := {(x.dtype, x.device) for x in tensors}) > 1:

@@ -54,8 +54,8 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, *, comm: Communicat
         optimizer.load_state_dict(torch.load(content, map_location=gpus, weights_only=False))
     if others := _differing(optimizer, comm):
         raise RanksDisagree(
-            f"{type(optimizer).__name__}.load_state_dict has changed the state of rank {root} while loading it, on "
-            f"rank {', '.join(map(str, others))}; call load_state_dict with the same state on every rank"
+            f"the state of {type(optimizer).__name__} on rank {root} differs from the state that was loaded on rank "
+            f"{', '.join(map(str, others))}; call load_state_dict with the same state on every rank"
         )
 
 

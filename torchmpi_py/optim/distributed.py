@@ -97,7 +97,7 @@ class DistributedOptimizer(ReducingOptimizer):
         counts = verbs.allgather(len(others), comm=self.comm)
         if any(counts):
             raise ValueError(
-                f"DistributedOptimizer: expected parameters of the module; the ranks' optimizers have {counts} others. "
+                f"DistributedOptimizer: the optimizers have {counts} parameters (by rank) that are not in the module. "
                 "Create them with torch.optim.SGD(module.parameters(), ...), and do not copy the module afterwards"
             )
         self._register(

@@ -92,7 +92,10 @@ class Gossip(LocalOptimizer):
         return loss
 
     def finish(self) -> None:
-        """Wait for the parameters of the partners, and average. Without ``asynchronous``, ``step`` does this."""
+        """Wait for the parameters of the partners, and average them with this rank's parameters.
+
+        Unless ``asynchronous`` is set, ``step`` does this.
+        """
         while self._under_way:
             self._under_way[0].finish()  # The exchange stays in the list if a timeout or a signal interrupts the wait.
             del self._under_way[0]

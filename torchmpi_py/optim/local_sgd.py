@@ -115,7 +115,8 @@ class LocalSGD(LocalOptimizer):
         """Return this rank's state of the optimizer, with LocalSGD's own state under "local_sgd".
 
         Returns:
-            A dict of torch's form. "local_sgd" holds the number of steps, and x0 and v of each parameter, or None.
+            A dict in the format of ``torch.optim``. "local_sgd" holds the number of steps, and x0 and v (or None) for
+            each parameter.
         """
         slow = [(self._before.get(p), self._momentum.get(p)) for p in self.parameters()]
         return {**super().state_dict(), "local_sgd": {"num_steps": self.num_steps, "slow": slow}}

@@ -54,7 +54,7 @@ def large_batch(
     """
     factor = resolve(None).size if factor is None else factor
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
-        raise ValueError(f"large_batch: factor={factor!r}: expected a number above 0, by which the batch is larger")
+        raise ValueError(f"large_batch: factor={factor!r}: expected a number above 0 (large batch / original batch)")
     if rule not in ("linear", "sqrt"):
         raise ValueError(f"large_batch: rule={rule!r}: expected 'linear' or 'sqrt'")
     check_count("large_batch: warmup_steps", warmup_steps, 0, "steps")

@@ -100,8 +100,8 @@ class ReducingOptimizer(OptimizerWrapper):
     def synchronize(self) -> None:
         """Reduce gradients that are not reduced yet. Every rank must take part.
 
-        It does nothing after a backward pass that has reduced them. Call it on a rank that ran no backward pass in this
-        step, or fewer than the other ranks, before you clip; ``step`` calls it otherwise.
+        It does nothing after a backward pass that has reduced the gradients. Before you clip gradients, call it on each
+        rank that ran fewer backward passes than the other ranks in this step. If you do not clip, ``step`` calls it.
 
         Raises:
             RuntimeError: ``remove()`` was called.

@@ -144,14 +144,14 @@ def _check_optimizer(optimizer: object, network: torch.nn.Module) -> None:
 
     Raise TypeError or ValueError.
     """
-    remedy = "pass the torch.optim.SGD(network.parameters(), lr=..., momentum=..., nesterov=True) that trains it"
+    remedy = "pass the torch.optim.SGD(network.parameters(), lr=..., momentum=..., nesterov=True) of the network"
     if not isinstance(optimizer, torch.optim.SGD):
         raise TypeError(f"EAMSGDUpdate: optimizer={optimizer!r}: {remedy}")
     for group in optimizer.param_groups:
         if not group["nesterov"]:
             raise ValueError(
-                f"EAMSGDUpdate: the optimizer has momentum={group['momentum']} and nesterov=False: {remedy}; with "
-                "another optimizer use EASGDUpdate"
+                f"EAMSGDUpdate: the optimizer has momentum={group['momentum']} and nesterov=False; {remedy}. For "
+                "any other optimizer use EASGDUpdate"
             )
     optimized = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     trained = {p: name for name, p in network.named_parameters() if p.requires_grad}

@@ -86,7 +86,7 @@ def _average(shard: Tensor, payload: Tensor, memory: Memory) -> None:
 
 
 def _move(shard: Tensor, payload: Tensor, weight: float) -> None:
-    """Move the shard by the fraction ``weight`` of the distance."""
+    """Move the shard towards the payload by the fraction ``weight`` of their distance."""
     # Copy if the fraction is 1, because the distance is not finite if the shard is not, or if it is too large.
     if weight == 1:
         shard.copy_(payload)

@@ -191,8 +191,8 @@ class ParameterServer:
     def receive(self, tensor: Tensor | None = None) -> Handle[Tensor]:
         """Fetch the values of all shards. Any rank may call it, at any time. **Overwrites** ``tensor``.
 
-        The values contain everything that this rank has sent before, and every send of another rank that was complete.
-        No shard is read in the middle of a send, but different shards may be read at different times.
+        The values contain every send of this rank before the call, and every send of another rank that was complete
+        before the call. No shard is read in the middle of a send, but different shards may be read at different times.
 
         Args:
             tensor (Tensor): tensor for the values, on the CPU or a GPU, with the shape and dtype of the server. Do not

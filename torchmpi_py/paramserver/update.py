@@ -459,8 +459,8 @@ def check_trained(comm: Communicator, who: str, network: torch.nn.Module) -> Non
     if (rank := agree.first_different(by_rank)) is not None:
         index, there, here = agree.first_difference(by_rank[rank], by_rank[0], "missing")
         raise RanksDisagree(
-            f"{who}: rank {rank} trains other parameters than rank 0: number {index} is {there}, and {here} on rank "
-            "0; create the same network on all ranks, and freeze the same parameters"
+            f"{who}: rank {rank} and rank 0 train different parameters: parameter {index} is {there} on rank {rank} "
+            f"and {here} on rank 0. Create the same network on all ranks, and freeze the same parameters"
         )
 
 

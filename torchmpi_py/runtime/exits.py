@@ -26,7 +26,10 @@ logger = logging.getLogger("torchmpi_py")
 
 
 def register(stop: Callable[[], None]) -> None:
-    """Register, once per process: stop at exit, abort on an uncaught exception, and disownment of forked children."""
+    """Register the handlers of this process, once.
+
+    They call ``stop`` at exit, abort the job on an uncaught exception, and make forked children unable to call MPI.
+    """
     if not mpi_api.claim_process():
         return
     atexit.register(_at_exit, stop)

@@ -26,7 +26,7 @@ def check_list(
     for rank, part in enumerate(parts):
         if part.dtype != x.dtype or part.device != x.device:
             raise ValueError(
-                f"{verb}: expected {x.dtype} on {x.device}, as the other tensor is; "
+                f"{verb}: expected {x.dtype} on {x.device}, to match the other tensor; "
                 f"found {part.dtype} on {part.device} in {what}[{rank}]"
             )
     for rank in of_equal_size:

@@ -36,7 +36,8 @@ _KINDS: Any = distributed.ReduceOp.RedOpType
 _BY_NUMBER = {_KINDS.__members__[name].value: GroupReduction(op, None) for name, op in _OPS.items()}
 _PREMUL_SUM = _KINDS.PREMUL_SUM.value  # compare numbers, because torch's enumerations are slow
 _allreduce = builder(verbs.allreduce)
-_Base: Any = distributed.ProcessGroup  # its methods have several signatures each; this class accepts all
+# Any, because torch declares several signatures for each method, and ProcessGroup's methods accept them all
+_Base: Any = distributed.ProcessGroup
 
 
 class ProcessGroup(_Base):  # type: ignore[misc]

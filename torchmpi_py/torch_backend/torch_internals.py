@@ -169,7 +169,7 @@ def _warn_if_elsewhere(backend: str, names: set[str]) -> None:
     if backend == _UNNAMED or library:
         why = f"{library} asks for it" if library else "no backend was named"
         logger.warning(
-            'the default group of torch.distributed is made on "%s", not on MPI: %s. For MPI, %s',
+            'the default group of torch.distributed uses "%s" instead of MPI: %s. For MPI, %s',
             "/".join(sorted(names)), why, _REMEDY,
         )  # fmt: skip
 

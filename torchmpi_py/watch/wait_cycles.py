@@ -1,4 +1,4 @@
-"""Find circles of waits (deadlocks): each rank waits for a call that the next rank, itself waiting, has not made.
+"""Find cycles of waits (deadlocks): each rank waits for a call that the next rank, itself waiting, has not made.
 
 The comparison of calls finds ranks that differ at one place of one sequence. But ranks may also wait in different
 sequences. For example, one rank waits in a blocking call and one for an asynchronous call. Or two ranks use two
@@ -6,18 +6,18 @@ communicators in crossed order, or one rank waits for a message and one in a col
 
 The idea: each watchdog publishes on the board the operation in which its rank waits. An operation needs another rank if
 it cannot complete before that rank calls it. An allreduce, allgather, reduce_scatter, alltoall or barrier needs all
-ranks, and a message needs its other side. Suppose that each rank of a circle waits in an operation that needs the next
-rank, and that the next rank has not called it. Then the circle can never resolve, because every call that a rank has
+ranks, and a message needs its other side. Suppose that each rank of a cycle waits in an operation that needs the next
+rank, and that the next rank has not called it. Then the cycle can never resolve, because every call that a rank has
 made or launched is already on the board.
 
 This is a proof only if nothing else can make a missing call. So a watchdog publishes a wait only after a second, and
-only if it has no time limit. A circle counts only if two successive looks find the same operations. If a rank of
-the circle has another Python thread, that thread might still make the call. Then the report is printed, and the job
+only if it has no time limit. A cycle counts only if two successive looks find the same operations. If a rank of
+the cycle has another Python thread, that thread might still make the call. Then the report is printed, and the job
 continues until its timeout.
 
-An alternative is to look for circles of every kind: also calls that are queued behind another call, and broadcasts that
+An alternative is to look for cycles of every kind: also calls that are queued behind another call, and broadcasts that
 wait for their root. We do not, because the board does not tell whether a call is queued or posted, nor which ranks a
-broadcast has passed. A false circle would end a correct job. So such waits end only at the timeout. The same is true
+broadcast has passed. A false cycle would end a correct job. So such waits end only at the timeout. The same is true
 of a rank whose watchdog cannot run, for example in mpi4py calls on Python objects, which block other Python threads.
 """
 
@@ -35,7 +35,7 @@ _SURE_SECONDS = 1.0
 _NEED_ALL = frozenset({"barrier", *(row.name for row in COLLECTIVES.values() if row.needs_all)})
 _OTHER_SIDE = {"send": "recv", "recv": "send"}
 Circle = frozenset[tuple[int, int]]
-"""The members of a circle: each one's local rank, and the number of the record in which it waits."""
+"""The members of a cycle: each one's local rank, and the number of the record in which it waits."""
 
 
 def publish(board: Board, ages: Mapping[int, float]) -> None:
@@ -50,7 +50,7 @@ def publish(board: Board, ages: Mapping[int, float]) -> None:
 
 
 def find(board: Board) -> Circle:
-    """Return the circle in which this rank waits; an empty one if none is certain."""
+    """Return the cycle in which this rank waits; an empty one if none is certain."""
     mine = _waited_for(board, board.index)
     # A depth-first search from this rank along "needs" until a path comes back to this rank.
     paths: list[tuple[tuple[int, Record], ...]] = [] if mine is None else [((board.index, mine),)]
@@ -96,7 +96,7 @@ def _lacks(board: Board, index: int, record: Record, group: Group) -> bool:
 
 
 def describe(board: Board, circle: Circle) -> str:
-    """Return the operations of a circle, with their call sites."""
+    """Describe the operations of a wait cycle, with their call sites."""
     waits = sorted((board.get(WORLD_RANK, index), index, number) for index, number in circle)
     calls = [(rank, next((r for r in board.records(index) if r.number == n), None)) for rank, index, n in waits]
     return "; ".join(f"rank {rank} waits in {r.call}" for rank, r in calls if r is not None)

@@ -238,9 +238,9 @@ class Watchdog:
                 end_job(self._board, CLAIMED_DIFFERENCE, f"RanksDisagree: {difference}")
 
     def _check_circles(self) -> None:
-        """End the job if ranks of the node wait for each other in a circle; only report if another thread may help.
+        """End the job if ranks of the node wait for each other in a cycle; only report if another thread may help.
 
-        A circle counts only if the look before has found the same circle.
+        A cycle counts only if the look before has found the same cycle.
         """
         if ulfm.is_elastic():
             return  # a death may end the waits

@@ -242,7 +242,7 @@ class IpcGroup:
         exchange.work(views, begin, end)
         self._events.record(DONE)
         self.node.barrier()
-        self._events.follow(DONE)  # ... and here until no stream reads or writes this rank's tensor any more
+        self._events.follow(DONE)  # this rank's stream waits until no stream reads or writes this rank's tensor
         exchange.drain(shown, begin, end)
 
     def _step(self, exchange: IpcExchange) -> int:

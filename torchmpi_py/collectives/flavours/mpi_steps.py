@@ -241,9 +241,9 @@ class Receipt:
         return is_of_kind and (self.status.tag != self.tag or self.status.Get_elements(MPI.BYTE) > most_bytes)
 
     def _is_cut_off(self) -> bool:
-        """Return whether the receive is complete after all.
+        """Cancel the receive if a message of a different dtype has arrived, and raise RanksDisagree.
 
-        Raise RanksDisagree if a message of a different dtype has arrived.
+        Return True if the receive was complete before it could be cancelled, and False if there is no such message.
         """
         if (now := time.monotonic()) < self._next_look:
             return False

@@ -160,9 +160,10 @@ class NodeGroup:
         return header, [self.two_slots(rank, turn, x.dtype, x.numel()) for rank in range(self.size)]
 
     def views(self, x: Tensor, offsets: Sequence[int], counts: Sequence[int] | None = None) -> list[Tensor]:
-        """Return views of the symmetric tensors of all ranks, with the dtype of ``x``, and its size or ``counts``.
+        """Return a view of each rank's symmetric tensor, with the dtype of ``x``.
 
-        The views do not keep the memory alive.
+        A view has the rank's number of elements in ``counts``; without ``counts``, as many elements as ``x``. The views
+        do not keep the memory alive.
         """
         counts = [x.numel()] * self.size if counts is None else counts
         location = symmetric.find(x)

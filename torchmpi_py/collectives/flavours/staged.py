@@ -94,10 +94,10 @@ class Staged(Flavour):
         gives: bool = True,
         takes: bool = True,
     ) -> None:
-        """Carry out a collective that treats each column on its own, with one row or a row for each rank.
+        """Carry out a collective that treats each column separately.
 
-        In collectives with one row the result replaces the input in the slot. ``gives`` and ``takes`` say whether this
-        rank's values are copied down, and whether its result is copied up.
+        ``rows`` has one row, or one row per rank. With one row, the result replaces the input in the slot. ``gives``
+        says whether this rank's values are copied to the host, and ``takes`` whether its result is copied back.
         """
         slots, is_in_place = _slots(channel, rows), verb in ("allreduce", "reduce", "broadcast")
         pieces = chunks(0, rows.shape[1], max(1, slots.chunk_bytes // (rows.shape[0] * rows.itemsize)))
