@@ -182,7 +182,7 @@ def test_bad_input(mpi):
     module, _ = pair(*SIZES)
     for parameters, error, message in (
         ([], ValueError, "empty parameter list"),
-        ([torch.zeros(2)], TypeError, "parameter 0 is a Tensor"),
+        ([torch.zeros(2)], TypeError, "number 0 is a Tensor"),
         ([module[0].weight, module[0].weight], ValueError, "twice"),
     ):
         with pytest.raises(error, match=message):
