@@ -92,7 +92,7 @@ def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
 def report(comm: MPI.Comm, options: argparse.Namespace) -> Report:
     """Measure on ``mpi.device()``, and return the report. Collective. Raise UsageError or WrongValue, as ``main``."""
     task = _task(comm, options)
-    link = None if options.link is None else wire.open_link(comm, options.link)
+    link = None if options.link is None else wire.open_link(options.link)
     with_peers = options.command == "compare"
     with_torchmpi = options.flavours is None or TORCHMPI in options.flavours
     forms = (False, True) if with_peers and options.asynchronous else (options.asynchronous,)

@@ -102,7 +102,7 @@ def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
         raise UsageError("--layers are the widths of the perceptron; omit --layers, or use --network perceptron")
     machine.limit_threads()
     device, layers = mpi.device(), options.layers or trainers.LAYERS[options.network]
-    link = None if options.link is None else wire.open_link(comm, options.link)
+    link = None if options.link is None else wire.open_link(options.link)
     with process_groups(comm, with_torchmpi=True) as groups:
         made = trainers.trainers(
             layers,

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torchmpi_py as mpi
 from torchmpi_py.bench import UsageError
 from torchmpi_py.bench.cases import ROOT
-from torchmpi_py.core.mpi_api import MPI
 
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
@@ -63,28 +62,26 @@ class Wire(NamedTuple):
 
     bytes_per_second: float
     ranks_per_node: list[int]
-    fact: str
 
     def floor_seconds(self, verb: str, num_bytes: int) -> float:
         """Return the seconds that the busiest link takes for the bytes that it has to carry."""
         return floor_bytes(verb, num_bytes, self.ranks_per_node) / self.bytes_per_second
 
 
-def open_link(comm: MPI.Comm, bytes_per_second: float) -> Wire:
-    """Return the link of a job on several nodes. Collective.
+def open_link(bytes_per_second: float) -> Wire:
+    """Return the link of a job on several nodes.
 
     Raise UsageError on every rank if all ranks are on one node.
     """
-    nodes = _nodes()
-    if len(nodes) == 1:
-        raise UsageError(f"--link: all {comm.size} ranks are on one node, and send nothing over a link; omit --link")
-    fact = f"{bytes_per_second / 1e6:.4g} MB/s in each direction"
-    return Wire(bytes_per_second, [len(ranks) for ranks in nodes], fact)
+    sizes = [len(ranks) for ranks in _nodes()]
+    if len(sizes) == 1:
+        raise UsageError(f"--link: all {sizes[0]} ranks are on one node, and send nothing over a link; omit --link")
+    return Wire(bytes_per_second, sizes)
 
 
 def facts(link: Wire | None) -> dict[str, str]:
     """Return the facts about a link for the header of a report."""
-    return {} if link is None else {"link": link.fact}
+    return {} if link is None else {"link": f"{link.bytes_per_second / 1e6:.4g} MB/s in each direction"}
 
 
 def _nodes() -> list[list[int]]:
