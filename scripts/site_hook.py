@@ -27,7 +27,6 @@ BOOSTS = {
     "reference/": 0.5,
     "from_torchmpi": 0.5,
     "from_0.1": 0.5,
-    "glossary": 0.5,
 }
 CODE = re.compile(r"<pre>(?=(?:(?!</pre>).)*<span class=\"gp\">\$ )(.*?)</pre>", re.DOTALL)
 _source_of: dict[str, Path] = {}  # file in the repository, by its place in the site
