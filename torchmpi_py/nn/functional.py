@@ -3,7 +3,7 @@
 Each function takes the arguments of the collective of the same name, without ``out`` and ``flavour``. It does not
 change ``x``, and it returns a new tensor. Each function is a linear map of the inputs of all P ranks, and its backward
 pass is the adjoint map. Let x_r and y_r be the input and the result of rank r, and L the *sum of the losses of all
-ranks*. The gradients of a rank are::
+ranks*. The gradients of a rank are:
 
     dx_r = dL / dx_r      dy_r = dL / dy_r
 

@@ -87,7 +87,7 @@ def compressed(compression: Compression, group: Any = None) -> Hook:
         RuntimeError: ``group`` is None, and there is no default group.
 
     Examples:
-        ::
+        Average 16-bit gradients of a module in DDP:
 
             ddp = torch.nn.parallel.DistributedDataParallel(net)
             ddp.register_comm_hook(None, torch_backend.compressed(optim.compression.BF16()))

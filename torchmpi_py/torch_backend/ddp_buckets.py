@@ -75,7 +75,7 @@ def average(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         RuntimeError: ``state`` is None, and there is no default group.
 
     Examples:
-        ::
+        Average the gradients of a module in DDP:
 
             ddp = torch.nn.parallel.DistributedDataParallel(net)
             ddp.register_comm_hook(None, torch_backend.average)
