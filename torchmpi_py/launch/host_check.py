@@ -183,13 +183,8 @@ def check(spec: JobSpec, doctor: str = WITH_DOCTOR) -> Outcome:
         return Outcome([f"this host: {here}"], [], "")
     hosts = spec.host_names
     others = [host for host in hosts if not is_this_host(host)]
-    with socket.create_server(("", 0), backlog=len(others) + 1) as probe, ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
-        if not spec.launch_agent:  # an agent that passes this host's environment on would name the user's own machine
-            variables_there = {**plan.environment, host_facts.PROBE: str(probe.getsockname()[1])}
-            plan = replace(plan, environment=variables_there, forwarded=(*plan.forwarded, host_facts.PROBE))
-        answers = dict(zip(others, pool.map(lambda host: ask(spec, plan, host, doctor), others), strict=True))
     own_name, has_ranks_here = f"{here['host']} (this host)", not hosts or len(others) < len(hosts)
-    answers = {own_name: here, **answers}
+    answers = {own_name: here, **(_ask_others(spec, plan, others, doctor) if others else {})}
     summary = f"{len(answers)} hosts answer, and have the same" if others else "this host can run a job"
     lines, examined = [], {}
     for host, answer in answers.items():
@@ -201,6 +196,18 @@ def check(spec: JobSpec, doctor: str = WITH_DOCTOR) -> Outcome:
             examined[host] = _findings(answer, spec.vendor, is_to_be_there=doctor == WITH_DOCTOR and not text)
     problems, warnings = (_merged(examined, level) for level in ("problem", "warning"))
     return Outcome(lines + problems, warnings, f"{summary}: {', '.join(_versions(here))}")
+
+
+def _ask_others(spec: JobSpec, plan: StarterCommand, others: list[str], doctor: str) -> dict[str, dict[str, Any] | str]:
+    """Ask the other hosts, each of which connects back to a port of this host, and return their answers."""
+    # ssh may have come by IPv6.
+    family, is_dual = (socket.AF_INET6, True) if socket.has_dualstack_ipv6() else (socket.AF_INET, False)
+    listening = socket.create_server(("", 0), family=family, backlog=len(others) + 1, dualstack_ipv6=is_dual)
+    with listening as probe, ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
+        if not spec.launch_agent:  # an agent that passes this host's environment on would name the user's own machine
+            variables_there = {**plan.environment, host_facts.PROBE: str(probe.getsockname()[1])}
+            plan = replace(plan, environment=variables_there, forwarded=(*plan.forwarded, host_facts.PROBE))
+        return dict(zip(others, pool.map(lambda host: ask(spec, plan, host, doctor), others), strict=True))
 
 
 def _misfit(spec: JobSpec, here: Mapping[str, Any]) -> str:
