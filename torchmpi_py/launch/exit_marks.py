@@ -49,6 +49,7 @@ from torchmpi_py.launch import proc, variables
 # job in which a rank has failed.
 _UNREAD_SECONDS = 1.5
 _OUTPUT_SECONDS = 0.3
+_ENDING_SECONDS = 1.5  # for the kernel to free the memory of a rank that is ending, before a failure is recorded
 _UNKNOWN = "unknown"
 _STARTER_SECONDS = 10.0  # limit for MPI_Abort itself
 _KILLED_SECONDS = 2.0  # limit for mpirun to kill a rank that has called MPI_Abort
@@ -231,7 +232,7 @@ def record_failure(folder: str, rank: int, code: int, report: str = "") -> None:
         return
     # This rank may fail because it noticed that another rank is ending. A process that ends loses its memory first,
     # which may take a second for gigabytes, and only then breaks its pipe. Wait for that, so that the order is right.
-    until = time.monotonic() + _UNREAD_SECONDS
+    until = time.monotonic() + _ENDING_SECONDS
     while any(map(proc.is_ending, ranks_running(Path(folder)).values())) and time.monotonic() < until:
         time.sleep(0.01)
     # Then take this rank's place in the order in which ranks begin to end.
