@@ -85,8 +85,8 @@ class Source:
         >>> texts = torch.utils.data.TensorDataset(torch.randn(8, 4))
         >>> sources = [mpi.engine.Source(images, prefetch=4), mpi.engine.Source(texts)]
         >>> iterator = mpi.engine.DatasetIterator(sources, batch_size=4)
-        >>> len(iterator) == 4 // mpi.size()
-        True
+        >>> iterator.total
+        16
     """
 
     def __init__(
