@@ -1,9 +1,9 @@
-"""A program that tries whether this MPI accepts addresses of GPU memory: ``python cuda_trial.py cuda:0``.
+"""A program that tests whether this MPI accepts addresses of GPU memory: ``python cuda_trial.py cuda:0``.
 
 The program runs in its own process, as a job of one rank, because an MPI that takes a GPU address for a host address
-crashes. Therefore the program announces each trial on standard output before it makes the trial. The parent reads
-there in which trial the program ended, and how. The program imports nothing from the package. With ``cpu`` it makes the
-trials on host memory.
+crashes. Therefore the program announces each trial on standard output before the trial starts, so that the parent
+process can tell which trial crashed. The program imports nothing from the package. With the argument ``cpu`` the trials
+use host memory.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-MARK = "cuda_trial:"  # begins the lines for the parent, because MPI may also write to standard output
+MARK = "cuda_trial:"  # This prefix marks the lines for the parent, because MPI may also write to standard output.
 TRYING, WRONG, FAILED, RIGHT = "trying", "wrong", "failed", "right"
-LAST_SECONDS = 120  # the program ends itself then, because the parent may have been killed
+LAST_SECONDS = 120  # The program ends after this time, because its parent may have been killed.
 
-# The calls, on x = 0, 2, 4, ... and y = 0, 5, 10, ..., and the step of the multiples that they leave in y.
+# Each trial is an MPI call on x = 0, 2, 4, ... and y = 0, 5, 10, ..., and the factor k of the expected y = 0, k, 2k, ...
 TRIALS: dict[str, tuple[Callable[[Any, Any, Any], object], int]] = {
-    "Sendrecv": (lambda mpi, x, y: mpi.COMM_SELF.Sendrecv(x, 0, 0, y, 0, 0), 2),  # a message of the rank to itself
-    "Allreduce": (lambda mpi, x, y: mpi.COMM_SELF.Allreduce(x, y, mpi.SUM), 2),  # over one rank
-    "Reduce_local": (lambda mpi, x, y: mpi.SUM.Reduce_local(x, y), 7),  # the addition within a reduction of many ranks
+    "Sendrecv": (lambda mpi, x, y: mpi.COMM_SELF.Sendrecv(x, 0, 0, y, 0, 0), 2),  # a message from the rank to itself
+    "Allreduce": (lambda mpi, x, y: mpi.COMM_SELF.Allreduce(x, y, mpi.SUM), 2),  # a reduction over one rank
+    "Reduce_local": (lambda mpi, x, y: mpi.SUM.Reduce_local(x, y), 7),  # MPI's addition of two buffers
 }
-COUNTS = (16, 1 << 18)  # MPI sends 64 bytes eagerly, and 1 MiB by its method for large messages
+COUNTS = (16, 1 << 18)  # MPI sends 64 bytes eagerly, and 1 MiB with its protocol for large messages.
 
 
 def reports(mpi: Any, device: str) -> Iterator[str]:
-    """Make the trials, and yield the lines for the parent: one before each trial, and one at the end."""
+    """Run the trials, and yield the lines for the parent: one before each trial, and one at the end."""
     for count in COUNTS:
         for name in TRIALS:
             what = f"{name} of {4 * count} bytes"
@@ -44,7 +44,7 @@ def reports(mpi: Any, device: str) -> Iterator[str]:
 
 
 def is_right(mpi: Any, name: str, device: str, count: int) -> bool:
-    """Make a trial with ``count`` whole numbers, which float32 holds exactly; return whether the result is right."""
+    """Run one trial with ``count`` integers that float32 represents exactly; return whether the result is right."""
     import torch
 
     call, factor = TRIALS[name]
@@ -56,15 +56,15 @@ def is_right(mpi: Any, name: str, device: str, count: int) -> bool:
 
 
 def _message(mpi: Any, x: Any) -> list[Any]:
-    """Return ``x`` as an MPI message."""
+    """Return ``x`` as mpi4py's description of a message: buffer and datatype."""
     return [mpi.memory.fromaddress(x.data_ptr(), x.nbytes), mpi.FLOAT]
 
 
 def main(device: str) -> None:
-    """Select the GPU, start MPI, in this order like ``start(with_cuda=True)``, and make and report the trials."""
+    """Select the GPU before MPI starts, like ``start(with_cuda=True)``; then run the trials and report their results."""
     signal.alarm(LAST_SECONDS)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file, because a crash is an expected result
-    del sys.path[0]  # the folder of this file, whose modules could hide others of the same name
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # Write no core file, because a crash is an expected result.
+    del sys.path[0]  # Modules in the folder of this file could hide library modules with the same names.
     import torch
 
     if device != "cpu":
