@@ -1,28 +1,30 @@
 """Flavour ``cudaipc``: collectives through GPU memory that the ranks of a node map, with one or several ranks per GPU.
 
-Reductions and moves work on peer views, like flavour ``shared``, on the caller's stream (``two_shot.py``). An allreduce
-works in place if the result is symmetric: each rank reduces the slice that it owns, and stores it into the tensors of
-all peers. In the other collectives every rank reads the data that it needs from the ranks that own them. An allreduce
-of S bytes per rank reads S and writes S, and copies S into and out of scratch memory if its result is not symmetric.
+Like flavour ``shared``, this flavour works on peer views (``two_shot.py``), here on the caller's stream. An allreduce
+works in place if the result is symmetric: each rank reduces the slice that it owns, and stores the result into the
+tensors of all peers. In the other collectives every rank reads the data that it needs from its peers. For an allreduce
+of S bytes each rank reads S and writes S. If the result is not symmetric, the rank also copies S into scratch memory
+and S out of it.
 
-Every collective is an *exchange*, in which every rank shows the others a tensor of equal shape. The tensor has ``rows``
-rows, and the rank shows all of its *columns*, or some at a time. If the caller's tensors are symmetric on all ranks,
-each rank shows its own one (its *home*), with all columns at once. Otherwise a rank shows a piece of the channel's
-*scratch* memory, which is as large as the largest tensor so far, up to ``Tuning.gpu_scratch_bytes``. A larger tensor
-needs several pieces. The steps, for a piece:
+Every collective is an *exchange*, in which every rank exposes a tensor of the same shape to its peers. The tensor
+consists of rows and *columns*, and a rank exposes all columns together or some of them at a time. If the caller's
+tensors are symmetric on all ranks, each rank exposes the caller's tensor (its *home*) with all columns. Otherwise a
+rank exposes a piece of the channel's *scratch* memory. Scratch memory is large enough for the largest tensor so far, up
+to ``Tuning.gpu_scratch_bytes``. A larger tensor needs several pieces. The steps for each piece:
 
-1. ``fill``: put this rank's columns there, on the current stream; record the event READY
-2. barrier (the first one also compares headers, and shows whether all have homes); follow all READY events
+1. ``fill``: write this rank's columns into the exposed tensor, on the current stream; record the event READY
+2. barrier (the first one also compares headers, and shows whether all ranks have homes); wait for all READY events
 3. ``work`` on the tensors of all ranks; record the event DONE
-4. barrier; follow all DONE events, then ``drain``: fetch the results that the others left here
+4. barrier; wait for all DONE events, then ``drain``: copy the results that the peers wrote into the exposed tensor
 
-Two exchanges may run on different streams, so each exchange first follows the one before it. The host makes two
-barriers per piece, whatever the number of ranks, and waits for no GPU. The exchange needs a third barrier if a rank
-cannot show anything before the first one, because scratch memory must be allocated or enlarged, or if kinds of memory
-differ.
+The waits for events are queued on the current stream. Consecutive exchanges may run on different streams, so each
+exchange first waits for the previous exchange in the same way. The host makes two barriers per piece, whatever the
+number of ranks, and never waits for a GPU. An exchange needs a third barrier if a rank has no tensor to expose before
+the first barrier, because scratch memory must be allocated or enlarged. It also needs a third barrier if the exposed
+tensors belong to different segments, for example if only some ranks have homes.
 
-TorchMPI's cudaIPC collectives were rings. Their ranks synchronized on the host 2 (P-1) + 1 times, and a ring was
-ordered only after the local stream. Here ranks synchronize twice, and follow the streams of all ranks.
+Alternative: rings, as in TorchMPI's cudaIPC collectives. Their ranks synchronized on the host 2 (P-1) + 1 times, and a
+ring waited only for the local stream. Here ranks synchronize twice, and wait for the streams of all ranks.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ from torchmpi_py.memory.cuda_ipc import DONE, READY, peer_events
 _LEAST_BYTES = 1 << 20
 T = TypeVar("T")
 Columns = Callable[[T, int, int], None]
-"""A function of the tensor, or the tensors of all ranks, with the columns from a start to an end."""
+"""A function of one rank's tensor, or of the tensors of all ranks, and of the begin and end of the columns in it."""
 
 
 class CudaIpc(Flavour):
@@ -61,7 +63,7 @@ class CudaIpc(Flavour):
     exchanges_headers = True
 
     def __init__(self, devices: Iterable[str] = ("cuda",)) -> None:
-        self.devices = frozenset(devices)  # type: ignore[misc]  # tests use the flavour on the host
+        self.devices = frozenset(devices)  # type: ignore[misc]  # Tests use the flavour on the host.
 
     def missing(self, device: str) -> str:
         return symmetric.unavailable_because or (gpus.why_no_ipc() if device == "cuda" else "")
@@ -113,7 +115,7 @@ class CudaIpc(Flavour):
         self.gather(channel, x, out, channel.rank, sizes)
 
     def gather(self, channel: Channel, x: Tensor, out: Tensor | None, root: int, sizes: Sizes) -> None:
-        """Show this rank's ``x``, which has its own size; ranks with ``out`` read the ``x`` of all ranks."""
+        """Expose this rank's ``x``, whose size may differ between ranks; ranks with ``out`` read all ``x``."""
         group, x = _group(channel, x), x.view(-1)
         work = _reads([] if out is None else [(part.view(-1), rank, 0) for rank, part in enumerate(sizes.split(out))])
 
@@ -125,7 +127,7 @@ class CudaIpc(Flavour):
 
 
 def _reduction(out: Tensor | None, row: int, how: Kernel) -> Columns[Sequence[Tensor]]:
-    """Return the work of a rank that reduces a row of all ranks into the flat ``out``; without ``out``, no work."""
+    """Return a function that reduces one row of all ranks' tensors into the flat ``out``; without ``out``, a no-op."""
 
     def work(views: Sequence[Tensor], begin: int, end: int) -> None:
         if out is not None:
@@ -136,7 +138,7 @@ def _reduction(out: Tensor | None, row: int, how: Kernel) -> Columns[Sequence[Te
 
 
 def _reads(moves: Sequence[tuple[Tensor, int, int]]) -> Columns[Sequence[Tensor]]:
-    """Return the work of a rank that reads; ``moves`` are flat tensors, each with the rank and row to read from."""
+    """Return a function that fills flat tensors from peers; ``moves`` lists (tensor, rank to read from, row)."""
 
     def work(views: Sequence[Tensor], begin: int, end: int) -> None:
         for line, rank, row in moves:
@@ -147,7 +149,7 @@ def _reads(moves: Sequence[tuple[Tensor, int, int]]) -> Columns[Sequence[Tensor]
 
 
 def _showing(what: str, x: Tensor, work: Columns[Sequence[Tensor]], *, shows: bool = True) -> IpcExchange:
-    """Return the exchange of a collective that reads from ``x``; without ``shows``, no rank reads this rank's ``x``."""
+    """Return an exchange in which ranks read from ``x``; without ``shows``, no rank reads this rank's ``x``."""
 
     def fill(shown: Tensor, begin: int, end: int) -> None:
         if shows:
@@ -167,11 +169,11 @@ def _nothing(shown: Tensor, begin: int, end: int) -> None:
 
 @dataclasses.dataclass
 class IpcExchange:
-    """The description of an exchange. The callbacks get tensors of shape (rows, end - begin) with these columns."""
+    """The description of an exchange. Callbacks get tensors of shape (rows, end - begin): columns begin to end."""
 
     what: str
     x: Tensor
-    shape: tuple[int, int]  # rows and columns, equal on all ranks unless they make different calls
+    shape: tuple[int, int]  # rows and columns; equal on all ranks unless the program is wrong
     work: Columns[Sequence[Tensor]]
     home: Tensor | None = None
     fill: Columns[Tensor] = _nothing
@@ -179,45 +181,49 @@ class IpcExchange:
 
 
 class IpcGroup:
-    """A channel whose ranks can map each other's memory on ``device``; kept with the channel."""
+    """Scratch memory and events of a channel whose ranks can map each other's memory on ``device``.
+
+    The channel keeps this object between calls.
+    """
 
     def __init__(self, channel: Channel, device: torch.device) -> None:
         self.node = channel.keep(NodeGroup, NodeGroup)
         self._channel, self._device = channel, device
         self._events = peer_events(channel, device)
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._most_bytes = sys.maxsize  # largest scratch that could be allocated
+        self._most_bytes = sys.maxsize  # largest size of scratch memory that could be allocated
 
     def run(self, exchange: IpcExchange) -> None:
-        """Carry out an exchange, on the current stream. Collective."""
-        self._events.enter()  # follow the previous exchange, which may have run on another stream
+        """Carry out an exchange on the current stream. All ranks of the channel must call it."""
+        self._events.enter()  # The previous exchange may have run on another stream.
         try:
             self._carry_out(exchange)
         finally:
             self._events.leave()
 
     def _carry_out(self, exchange: IpcExchange) -> None:
-        # Step 1, for the first piece: fill the tensor that this rank shows, if it can already show one.
+        # Step 1, for the first piece: fill the tensor that this rank exposes, if there is one already.
         shown = self._shown_first(exchange)
         if shown is not None:
             exchange.fill(shown, 0, shown.shape[1])
         self._events.record(READY)
-        # Step 2: exchange headers with the place of the shown tensor. An empty tensor means that none can be shown yet.
+        # Step 2: exchange headers with the place of the exposed tensor. An empty tensor means that there is none yet.
         place = exchange.x[:0] if shown is None else shown.reshape(-1)
         num_columns, count = exchange.shape[1], math.prod(exchange.shape)
         headers = self.node.exchange_headers(exchange.what, place, count=count)
         if not count:
             return
         if headers.read is None:
-            # Kinds of memory differ, or a rank has too little scratch: all ranks use scratch, and repeat step 1.
+            # The tensors belong to different segments, or a rank has too little scratch memory. So all ranks use
+            # scratch memory, and repeat step 1.
             shown = None
             self._make_room(count * exchange.x.itemsize)
         elif shown is not None and shown.shape[1] == num_columns:
-            # One piece is enough, because all tensors are homes or fit into scratch.
+            # One piece is enough, because all tensors are homes or fit into scratch memory.
             self._finish(exchange, shown, headers.read, 0, num_columns)
             return
         for begin, end in chunks(0, num_columns, self._step(exchange)):
-            if begin or shown is None:  # steps 1 and 2 of all further pieces
+            if begin or shown is None:  # Steps 1 and 2 are not done for this piece.
                 shown = self._piece(exchange, end - begin)
                 exchange.fill(shown, begin, end)
                 self._events.record(READY)
@@ -225,7 +231,7 @@ class IpcGroup:
             self._finish(exchange, shown, [0] * self._channel.size, begin, end)
 
     def _shown_first(self, exchange: IpcExchange) -> Tensor | None:
-        """Return the home, or else the first piece of scratch; None if there is too little scratch."""
+        """Return the home, or else the first piece of scratch memory; None if there is too little scratch memory."""
         if exchange.home is not None:
             location = symmetric.find(exchange.home)
             if location is not None and self.node.is_within(location[0]):
@@ -236,31 +242,37 @@ class IpcGroup:
         return self._piece(exchange, min(exchange.shape[1], self._step(exchange)))
 
     def _finish(self, exchange: IpcExchange, shown: Tensor, offsets: Sequence[int], begin: int, end: int) -> None:
-        """Make steps 2 (after the barrier), 3 and 4; ``offsets``: positions of the ranks' tensors in the segment."""
+        """Carry out step 2 after the barrier, and steps 3 and 4.
+
+        ``offsets`` are the positions of the ranks' tensors in the segment.
+        """
         views = [view.view(shown.shape) for view in self.node.views(shown.view(-1), offsets)]
-        self._events.follow(READY)  # this rank's stream waits until the streams of all ranks have filled their tensors
+        self._events.follow(READY)  # The stream waits until the streams of all peers have filled their tensors.
         exchange.work(views, begin, end)
         self._events.record(DONE)
         self.node.barrier()
-        self._events.follow(DONE)  # this rank's stream waits until no stream reads or writes this rank's tensor
+        self._events.follow(DONE)  # The stream waits until no peer reads or writes this rank's tensor.
         exchange.drain(shown, begin, end)
 
     def _step(self, exchange: IpcExchange) -> int:
-        """Return the number of columns in a piece of scratch."""
+        """Return the number of columns that fit into scratch memory."""
         return max(1, self._scratch.numel() // (exchange.shape[0] * exchange.x.itemsize))
 
     def _piece(self, exchange: IpcExchange, columns: int) -> Tensor:
-        """Return scratch memory with this number of columns."""
+        """Return a tensor of this number of columns at the start of scratch memory."""
         num_bytes = exchange.shape[0] * columns * exchange.x.itemsize
         return self._scratch[:num_bytes].view(exchange.x.dtype).view(-1, columns)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Enlarge the scratch for tensors of ``num_bytes``, as far as memory allows. Collective; equal on all ranks."""
+        """Enlarge scratch memory for tensors of ``num_bytes``, or less if the GPU lacks memory.
+
+        All ranks of the channel must call it, and get scratch memory of the same size.
+        """
         size_bytes = self._wanted_bytes(num_bytes)
         while self._scratch.numel() < size_bytes:
-            self._scratch = self._scratch.new_empty(0)  # freed first, so that its memory is available for the new one
+            self._scratch = self._scratch.new_empty(0)  # Free the old memory before the allocation.
             try:
-                with torch.inference_mode(False):  # later calls outside of this mode use the scratch too
+                with torch.inference_mode(False):  # Later calls outside of this mode use the scratch memory too.
                     self._scratch = symmetric.memory(self._channel, size_bytes, self._device)
             except Unavailable:
                 size_bytes //= 2
@@ -269,12 +281,15 @@ class IpcGroup:
                 self._most_bytes = size_bytes
 
     def _wanted_bytes(self, num_bytes: int) -> int:
-        """Return the size of scratch for tensors of ``num_bytes``: a power of two, so that scratch seldom grows."""
+        """Return the size of scratch memory for tensors of ``num_bytes``.
+
+        Apart from the limits, the size is a power of two, so that scratch memory seldom grows.
+        """
         limit = max(_LEAST_BYTES, config.current.gpu_scratch_bytes)
         return min(limit, self._most_bytes, max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length()))
 
     def free(self) -> None:
-        """Release scratch memory and events, after all GPUs have finished. Collective."""
+        """Release scratch memory and events after all GPUs have finished. All ranks of the channel must call it."""
         devices.of(self._device).synchronize()
         self._channel.mpi.Barrier()
         del self._scratch
