@@ -1,1 +1,1 @@
-"""The implementations of the collectives, one file each, and what only they use."""
+"""The flavours (implementations of the collectives), one file each, and the modules that only flavours use."""

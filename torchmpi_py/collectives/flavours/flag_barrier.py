@@ -65,5 +65,5 @@ class FlagBarrier:
                 nap.take()
 
     def release(self) -> None:
-        """Release this object's view of the shared memory, which keeps the mapping alive."""
+        """Release this object's view of the shared memory."""
         self._flags.release()

@@ -1,11 +1,12 @@
-"""Two trials of GPU memory, which run when the package starts with GPUs.
+"""Two tests of GPU memory, which run when the package starts with GPUs.
 
-``probe`` tries whether the MPI accepts addresses of GPU memory (is *CUDA-aware*). The name and version of an MPI do not
-tell. An MPI that is not CUDA-aware crashes on such an address, or gives wrong values. Therefore one child process on
-each node makes the trial (``cuda_trial.py``). Ranks pass GPU memory to MPI only if all trials succeed. The *verdict* of
-a node is saved in a file with its facts (MPI, its library and settings, torch, host, GPU), which the next job reads.
+``probe`` tests whether the MPI is *CUDA-aware*, that is, whether it accepts addresses of GPU memory. The name and
+version of an MPI do not show this. An MPI that is not CUDA-aware crashes on GPU addresses, or produces wrong values.
+Therefore a child process on each node runs the trial (``cuda_trial.py``). Ranks pass GPU memory to MPI only if all
+trials succeed. Each node saves its *verdict* in a file, together with the facts for which the verdict is valid: MPI,
+MPI's library and settings, torch, host, GPU. Later jobs read the file.
 
-``run`` tries whether ranks can use each other's GPU memory and events. Some containers and virtual machines do not
+``run`` tests whether ranks can use each other's GPU memory and events. Some containers and virtual machines do not
 allow this, and on some machines peers read wrong values.
 """
 
@@ -43,28 +44,32 @@ FORMAT = 1
 LIMIT_SECONDS = 60.0
 NUM_BYTES = 1 << 16
 
-# Prefixes of variables that make a process a rank of a job. A child with these variables would join, or wait for, a job
-# that does not expect it. TORCHMPIRUN_JOB_DIR stays, so that torchmpirun finds the child when it cleans up.
+# Prefixes of variables that make a process a rank of a job. A child process with these variables would try to join the
+# job, or wait for it. TORCHMPIRUN_JOB_DIR stays in the environment, so that torchmpirun finds the child at cleanup.
 _OF_JOB = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL", "PALS_", "MV2_COMM_WORLD_", "SLURM_", "TORCHMPI_")
-_OF_OPEN_MPI_JOB = ("ess", "pmix", "orte_", "num_procs", "initial_wdir")  # OMPI_MCA_ names that mpirun sets, not users
+_OF_OPEN_MPI_JOB = ("ess", "pmix", "orte_", "num_procs", "initial_wdir")  # OMPI_MCA_ names that mpirun sets
 _KEPT = ("OMPI_MCA_", "OMPI_ALLOW_RUN_AS_ROOT", "PMIX_MCA_", "PRTE_ALLOW_RUN_AS_ROOT")
-# Prefixes of settings that decide whether an MPI, or a library below it, supports GPUs.
+# Prefixes of variables that determine whether an MPI, or a library that the MPI uses, supports GPUs.
 _SETTINGS = ("OMPI_MCA_", "MPICH_", "MPIR_CVAR_", "MV2_", "I_MPI_OFFLOAD", "UCX_", "FI_", "PSM")
 
 why_no_gpu_memory = "it is not known whether the MPI accepts GPU memory; call mpi.start(with_cuda=True) first"
-"""Why ranks must not pass GPU memory to MPI, or empty. It is the same on all ranks; only a session assigns it."""
+"""Why ranks must not pass GPU memory to MPI, or "". All ranks have the same text. Only a session assigns it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Why MPI does not accept GPU memory (empty: it does); ``is_final``: the trial has reached GPU memory."""
+    """The result of a trial.
+
+    ``why_not`` is the reason why MPI does not accept GPU memory, or "" if MPI accepts it. ``is_final`` is False if the
+    trial ended before it used GPU memory; such a verdict is not saved.
+    """
 
     why_not: str
     is_final: bool = True
 
 
 class GpuFacts(NamedTuple):
-    """The facts of a job; a verdict is valid only for jobs with the same facts."""
+    """Facts about the software and hardware of a job. A verdict is valid only for jobs with the same facts."""
 
     mpi: str
     library: str
@@ -74,17 +79,17 @@ class GpuFacts(NamedTuple):
     gpu: str
 
     def path(self) -> pathlib.Path:
-        """Return the path of the file for the verdict."""
+        """Return the path of the file that stores the verdict for these facts."""
         host = re.sub(r"[^A-Za-z0-9.+]+", "_", self.host)
         digest = hashlib.sha256(repr(tuple(self)).encode()).hexdigest()[:12]
         return config.tuning_directory() / f"cuda_aware-{host}-{digest}.json"
 
 
 def probe(world: Communicator) -> str:
-    """Return why MPI does not accept GPU memory on some node, or an empty text. Collective over ``world``.
+    """Return why MPI does not accept GPU memory on at least one node, or "". All ranks of ``world`` must call it.
 
-    The first rank of each node reads the file. Without a file it runs a child process on its GPU, which takes some
-    seconds.
+    The first rank of each node reads the node's saved verdict. Without a saved verdict, this rank runs a trial on its
+    GPU, which takes some seconds.
     """
     channel = world.direct
     reason = _no_gpu()
@@ -95,12 +100,12 @@ def probe(world: Communicator) -> str:
 
 
 def _no_gpu() -> str:
-    """Return why this rank has no GPU, or an empty text."""
+    """Return why this rank has no GPU, or ""."""
     return "" if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device"
 
 
 def _verdict() -> Verdict:
-    """Return the verdict on this node, from its file or a new trial."""
+    """Return the verdict for this node, from a file or from a new trial."""
     facts = _facts()
     saved = read(facts)
     if saved is not None:
@@ -113,7 +118,7 @@ def _verdict() -> Verdict:
 
 
 def _facts() -> GpuFacts:
-    """Return the facts of this job on this rank."""
+    """Collect this rank's facts."""
     settings = sorted(f"{k}={v}" for k, v in singleton_environment(os.environ).items() if k.startswith(_SETTINGS))
     return GpuFacts(
         mpi=MPI.Get_library_version().strip("\0 \n"),
@@ -126,7 +131,10 @@ def _facts() -> GpuFacts:
 
 
 def _library() -> str:
-    """Return the files of MPI's library and their times: another build of the same version may support CUDA."""
+    """Return the paths and modification times of MPI's library files, or "" if they cannot be determined.
+
+    The times distinguish builds of one version of MPI, because only some builds may support CUDA.
+    """
     with contextlib.suppress(OSError):
         lines = pathlib.Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
         paths = {line.split(maxsplit=5)[5] for line in lines if "/libmpi" in line}
@@ -135,12 +143,12 @@ def _library() -> str:
 
 
 def command(device: str) -> list[str]:
-    """Return the command line of the trial."""
+    """Return the command line of a trial on ``device``."""
     return [sys.executable, cuda_trial.__file__, device]
 
 
 def singleton_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which a process is a job of one rank."""
+    """Return a copy of the environment in which a process starts as its own job of one rank."""
     return {name: value for name, value in environment.items() if not _is_of_job(name)}
 
 
@@ -152,9 +160,9 @@ def _is_of_job(name: str) -> bool:
 
 
 def run_trial(command: Sequence[str], limit_seconds: float = LIMIT_SECONDS) -> Verdict:
-    """Run a trial in a child process, and judge it by its output and exit status. Raises nothing."""
+    """Run a trial in a child process, and return the verdict, also if the process cannot be started."""
     try:
-        # A file, not a pipe, because a process that the child has started could keep a pipe open for ever.
+        # Use a file instead of a pipe, because a process that the child has started could keep a pipe open for ever.
         with tempfile.TemporaryFile() as file:
             environment, nothing = singleton_environment(os.environ), subprocess.DEVNULL
             child = subprocess.Popen(command, stdin=nothing, stdout=file, stderr=subprocess.STDOUT, env=environment)
@@ -162,12 +170,12 @@ def run_trial(command: Sequence[str], limit_seconds: float = LIMIT_SECONDS) -> V
             file.seek(0)
             output = file.read().decode(errors="replace")
     except OSError as error:
-        return Verdict(f"it is not known whether this MPI is CUDA-aware: cannot start a trial: {error}", is_final=False)
+        return Verdict(f"it is not known whether this MPI is CUDA-aware: a trial cannot start ({error})", is_final=False)
     return judge(output, status, limit_seconds)
 
 
 def _wait(child: subprocess.Popen[bytes], limit_seconds: float) -> int | None:
-    """Return the exit status of a child process; None if it exceeded the limit, and was killed."""
+    """Return the exit status of a child process, or kill it after ``limit_seconds`` and return None."""
     try:
         return child.wait(limit_seconds)
     except subprocess.TimeoutExpired:
@@ -178,7 +186,7 @@ def _wait(child: subprocess.Popen[bytes], limit_seconds: float) -> int | None:
 
 
 def judge(output: str, status: int | None, limit_seconds: float) -> Verdict:
-    """Return the verdict on a trial with this output and exit status (None: it did not end in time)."""
+    """Return the verdict on a trial with this output and exit status (None if the trial did not end in time)."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     reports = [line.partition(cuda_trial.MARK)[2].strip() for line in lines if cuda_trial.MARK in line]
     word, _, what = reports[-1].partition(" ") if reports else ("", "", "")
@@ -201,7 +209,7 @@ def judge(output: str, status: int | None, limit_seconds: float) -> Verdict:
 
 
 def read(facts: GpuFacts) -> Verdict | None:
-    """Return the saved verdict for these facts; None if it does not exist or cannot be read."""
+    """Return the saved verdict for these facts, or None if no verdict is saved or the file is not readable."""
     path = facts.path()
     try:
         content = trusted_files.read_json(path, owners={path.parent.stat().st_uid})
@@ -218,12 +226,15 @@ def read(facts: GpuFacts) -> Verdict | None:
 
 
 def write(facts: GpuFacts, verdict: Verdict) -> None:
-    """Save a verdict in its file; readers see the whole file or none. Raise OSError if the file cannot be written."""
+    """Save a verdict atomically, so that no reader finds an incomplete file. Raise OSError if the write fails."""
     config.keep(facts.path(), {"format": FORMAT, "facts": facts._asdict(), "why_not": verdict.why_not})
 
 
 def run(world: Channel, device: torch.device) -> None:
-    """Try GPU IPC in every group of ranks; if one fails, switch IPC off on all ranks. Collective over ``world``."""
+    """Test GPU IPC in every IPC group, and switch IPC off on all ranks if the test fails in any group.
+
+    All ranks of ``world`` must call it.
+    """
     if gpus.why_no_ipc():
         return
     group = world.split([gpus.group(place) for place in world.places])
@@ -239,7 +250,10 @@ def run(world: Channel, device: torch.device) -> None:
 
 
 def _try_out(group: Channel, device: torch.device) -> None:
-    """Fill this rank's memory, and read the memory of all ranks. Raise Unavailable if a read fails or is wrong."""
+    """Fill this rank's GPU memory with a known value, and check that this rank reads the right values from all ranks.
+
+    Raise Unavailable if a read fails or returns wrong values.
+    """
     part, segment = cuda_ipc.allocate(group.mpi, group.places, NUM_BYTES, device, lambda segment: None)
     events = cuda_ipc.PeerEvents(group, device)
     part.fill_(_value(group.rank))
@@ -252,11 +266,11 @@ def _try_out(group: Channel, device: torch.device) -> None:
     except RuntimeError as error:
         raise Unavailable(agree.first_line(error)) from None
     finally:
-        group.mpi.Barrier()  # memory and events must live until all ranks have read
+        group.mpi.Barrier()  # Memory and events must exist until all ranks have read.
     if wrong:
-        raise Unavailable(f"rank {group.rank} of {group.size} reads wrong values from {wrong}")
+        raise Unavailable(f"rank {group.rank} of {group.size} reads wrong values from the memory of ranks {wrong}")
 
 
 def _value(rank: int) -> int:
-    """Return the byte, never 0, with which a rank fills its memory."""
+    """Return the byte, never 0, with which ``rank`` fills its memory."""
     return rank % 255 + 1
