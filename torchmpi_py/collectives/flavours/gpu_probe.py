@@ -170,7 +170,7 @@ def run_trial(command: Sequence[str], limit_seconds: float = LIMIT_SECONDS) -> V
             file.seek(0)
             output = file.read().decode(errors="replace")
     except OSError as error:
-        return Verdict(f"it is not known whether this MPI is CUDA-aware: a trial cannot start ({error})", is_final=False)
+        return Verdict(f"it is not known whether this MPI is CUDA-aware: cannot start a trial: {error}", is_final=False)
     return judge(output, status, limit_seconds)
 
 
@@ -268,7 +268,7 @@ def _try_out(group: Channel, device: torch.device) -> None:
     finally:
         group.mpi.Barrier()  # Memory and events must exist until all ranks have read.
     if wrong:
-        raise Unavailable(f"rank {group.rank} of {group.size} reads wrong values from the memory of ranks {wrong}")
+        raise Unavailable(f"rank {group.rank} of {group.size} reads wrong values from these ranks: {wrong}")
 
 
 def _value(rank: int) -> int:

@@ -1,26 +1,28 @@
-"""Flavour ``hierarchical``: fast memory within groups of ranks first, then the network between groups.
+"""Flavour ``hierarchical``: one flavour inside groups of ranks (fast memory), another between groups (the network).
 
-The *groups* are the nodes of a communicator. If the span begins at its level, they are the groups of the level at which
-the span ends (``set_collective_span``). Each rank has an *inner* channel, its group, and an *outer* channel, its
-column: the ranks with the same inner rank in all groups. If groups are unequal, only the roots of the groups have a
-column.
+Usually the *groups* are the nodes of a communicator. If the collective span (``set_collective_span``) begins at the
+communicator's level, the groups are defined by the level at which the span ends. Each rank has an *inner* channel to
+its group. The rank's *outer* channel is its column: the ranks with the same inner rank in all groups. If groups are
+unequal, only the column of the groups' roots is used.
 
-- allreduce of S bytes, M equal groups of m ranks: reduce-scatter inside (each rank owns S/m), allreduce of every slice
-  across groups by its owners, allgather inside. 2 S (M-1)/M bytes leave each group, with a ring outside, whatever m is.
-- allreduce, unequal groups: reduce to the group's root, allreduce across the roots, broadcast inside.
+- allreduce of S bytes, M equal groups of m ranks: reduce-scatter inside the groups, so that each rank owns S/m bytes;
+  allreduce of each slice between its owners in all groups; allgather inside the groups. With a ring between groups,
+  2 S (M-1)/M bytes leave each group, whatever m is.
+- allreduce, unequal groups: reduce to the group's root, allreduce between the roots, broadcast inside the groups.
 - reduce_scatter: the first half of an allreduce. S (M-1)/M bytes leave each group.
-- allgather: the second half. S (M-1)/M bytes leave each group. With unequal groups or parts it uses the roots, in one
-  piece.
-- broadcast and reduce: through the roots. S bytes enter each other group, or leave it.
+- allgather: the second half of an allreduce. S (M-1)/M bytes leave each group. With unequal groups, or parts of
+  different sizes, all data goes through the roots, in one piece.
+- broadcast and reduce: through the roots. In a broadcast S bytes enter each group except root's group; in a reduce
+  S bytes leave each group except root's group.
 
-The work is divided into *pieces*. While some pieces travel between groups, each as a walk (``Flavour.walk``), the ranks
-work on the next one inside. In broadcast and reduce only one piece travels at a time. A piece is so large that the
-outer flavour can send one chunk to each neighbour. So the pieces under way fill both directions of a group's link,
-while the memory inside is also busy.
+The work is divided into *pieces*. Some pieces travel between groups, each as a walk (``Flavour.walk``), while the ranks
+work on the next piece inside the groups. In broadcast and reduce only one piece travels at a time. A piece is large
+enough for the outer flavour to send one chunk to each neighbour. So the pieces keep both directions of a group's link
+busy while the ranks also use the memory inside the groups.
 
 Alternative: one flavour for all ranks, such as a ring. It is not used between nodes, because each rank of a node would
-send its own bytes over the network. The idea is that of TorchMPI's hierarchical collectives, which had no such
-collectives on CPUs, and did not map the root to an inner rank.
+send its own bytes over the network. The idea comes from TorchMPI, which had no hierarchical collectives on CPUs, and
+did not map the root of a collective to its inner rank.
 """
 
 from __future__ import annotations
@@ -42,19 +44,23 @@ from torchmpi_py.core.communicators import Communicator
 
 CHUNK_BYTES = 512 << 10
 LEAST_CHUNK_BYTES = 64 << 10
-"""Bytes of a piece, for each group and each rank that carries the piece: a chunk of the outer ring, or less."""
+"""Limits of a piece on CPUs, per group and per rank of a group that carries the piece.
+
+CHUNK_BYTES is also the largest chunk of flavour ``ring``.
+"""
 
 MOST_PIECE_BYTES = 32 << 20
-"""Largest piece. Several pieces lie in scratch memory, which would otherwise grow with the number of groups."""
+"""Maximum size of a piece. Without it, the memory for the pieces under way would grow with the number of groups."""
 
-PIECES_UNDER_WAY = 3  # pieces that travel between groups while the next one is reduced inside
+PIECES_UNDER_WAY = 3  # number of pieces that travel between groups while the next one is reduced inside
 
 
 class Members(NamedTuple):
-    """The flavours to combine: ``inners`` and ``rooted`` inside groups, ``outer`` between them.
+    """The flavours that are combined: ``outer`` between groups, and one of ``inners`` or ``rooted`` inside groups.
 
-    Collectives with a root use the flavours in ``rooted``. The first flavour that can serve the group is used. The last
-    one serves any group, and carries messages between two ranks.
+    Steps with a root inside a group use ``rooted``, other steps use ``inners``. In both lists the first flavour that
+    can serve the group is used. The last flavour of each list can serve every group. The last flavour of ``rooted``
+    also carries messages between two ranks.
     """
 
     inners: Sequence[Flavour]
@@ -63,7 +69,7 @@ class Members(NamedTuple):
 
 
 class Hierarchical(Flavour):
-    """Collectives by one flavour inside groups and another between groups, for each type of device."""
+    """Collectives that use one flavour inside groups and another between groups; ``members`` is by device type."""
 
     name = "hierarchical"
 
@@ -90,13 +96,13 @@ class Hierarchical(Flavour):
         form(channel, source.view(-1), destination.view(-1), kernel(source.dtype, op))
 
     def _allreduce_by_slices(self, channel: Channel, x: Tensor, out: Tensor, how: Kernel) -> None:
-        """Carry out an allreduce of equal groups: between groups, every rank reduces the slice that it owns."""
+        """Carry out an allreduce of equal groups, in which every rank carries the slice that it owns between groups."""
         groups, inner, outer = self._parts(channel, x)
         size, index = groups.inner.size, groups.inner.rank
 
         def reduce_inside(piece: slice) -> tuple[Tensor, Walk]:
             partial, target = how.partial(x[piece]), out[piece]
-            if partial.numel() % size:  # slices must be equal, so the last piece may need some more zeros
+            if partial.numel() % size:  # Slices must be equal, so the last piece may need padding.
                 partial = torch.nn.functional.pad(partial, (0, -partial.numel() % size))
             count = partial.numel() // size
             if how.is_plain and inner.scatters_in_place and partial.numel() == target.numel():
@@ -116,7 +122,7 @@ class Hierarchical(Flavour):
         _overlap(chunks(0, x.numel(), _step(x, groups, size)), reduce_inside, spread_inside)
 
     def _allreduce_by_roots(self, channel: Channel, x: Tensor, out: Tensor, how: Kernel) -> None:
-        """Carry out an allreduce of unequal groups: between groups, the roots reduce whole pieces."""
+        """Carry out an allreduce of unequal groups, in which the groups' roots reduce whole pieces between groups."""
         groups, inner, outer = self._parts(channel, x, with_root=True)
         is_root = groups.inner.rank == 0
 
@@ -140,8 +146,8 @@ class Hierarchical(Flavour):
             outer.reduce(groups.outer, source, destination, op, root)
             return
         (group, index), point = groups.location[root], self.members[x.device.type].rooted[-1]
-        # Each piece is reduced inside to the group's root, then between groups to the root of root's group, and sent
-        # inside to root.
+        # Each piece is first reduced inside each group to the group's root, then between the groups' roots to the root
+        # of the group that contains ``root``. If ``root`` is another rank of that group, the piece is sent to ``root``.
         for piece in chunks(0, x.numel(), _chain_step(x)):
             total = _own(how, x[slice(*piece)])
             inner.reduce(groups.inner, total, total, how.op, 0)
@@ -188,7 +194,8 @@ class Hierarchical(Flavour):
         pieces = chunks(0, out.numel(), max(1, _step(source, groups, groups.inner.size) // channel.size))
 
         def reduce_inside(piece: slice) -> tuple[Tensor, Walk]:
-            # Row i of the partial results belongs to the ranks with inner rank i, in the order of the groups.
+            # The reduce_scatter inside the group gives part i to the rank with inner rank i. Therefore the rows are
+            # ordered by columns, so that part i consists of the rows for the ranks of column i.
             partial = how.partial(rows[groups.by_columns, piece].view(-1))
             mine = partial.new_empty(partial.numel() // groups.inner.size)
             inner.reduce_scatter(groups.inner, partial, mine, how.op)
@@ -226,14 +233,14 @@ class Hierarchical(Flavour):
         _overlap(pieces, gather_between_groups, spread_inside)
 
     def _allgather_by_roots(self, channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> None:
-        """Carry out an allgather of different sizes, or of unequal groups."""
+        """Carry out an allgather of parts of different sizes, or of unequal groups, through the groups' roots."""
         groups, inner, outer = self._parts(channel, x, with_root=True)
         # 1. Inside, the root gathers all parts of the group.
         mine = groups.members[groups.group]
         is_root = groups.inner.rank == 0
         part = x.new_empty((sum(sizes.rows[rank] for rank in mine), *x.shape[1:])) if is_root else None
         inner.gather(groups.inner, x, part, 0, sizes.of(mine))
-        # 2. Between groups, the roots gather the parts of all groups, and bring them into the order of ranks.
+        # 2. Between groups, the roots gather the parts of all groups, and sort them by rank.
         if part is not None:
             in_order = [rank for members in groups.members for rank in members]
             is_sorted = in_order == sorted(in_order)
@@ -258,11 +265,12 @@ class Hierarchical(Flavour):
 def _overlap(
     pieces: Sequence[Bounds], begin: Callable[[slice], tuple[Tensor, Walk]], end: Callable[[slice, Tensor], None]
 ) -> None:
-    """Work on pieces: ``begin`` inside the groups, a walk between them, ``end`` inside; some pieces are under way.
+    """Take all pieces through three stages, with several pieces in the second stage at a time.
 
-    ``begin`` returns the tensor for ``end``, and the walk. All ranks start and finish the same walks in the same order,
-    and a walk has equally many steps on all ranks. So two ranks agree on the order of their messages, and one tag is
-    enough. For trees one tag would not be enough.
+    The stages are ``begin`` inside the groups, a walk between the groups, and ``end`` inside the groups. ``begin``
+    returns the tensor for ``end``, and the walk. All ranks resume the same walks in the same order, and a walk has the
+    same number of steps on all ranks. So any two ranks agree on the order of their messages, and all walks can use one
+    tag. This function is not for trees (broadcast, reduce), whose walks have different numbers of steps.
     """
     begun: dict[int, Tensor] = {}
     under_way: dict[int, tuple[Walk, Requests]] = {}  # in the order in which the walks are resumed
@@ -288,7 +296,7 @@ def _overlap(
 
 
 class NodeGroups:
-    """The groups of a channel's ranks, ordered by their lowest rank; kept with the channel."""
+    """The groups of a channel's ranks, ordered by their lowest rank. The channel keeps this object between calls."""
 
     def __init__(self, channel: Channel) -> None:
         colours = _colours(channel)
@@ -297,17 +305,17 @@ class NodeGroups:
         self.group, _ = self.location[channel.rank]
         self.are_equal = len({len(members) for members in self.members}) == 1
         self.are_single = len(self.members) == channel.size
-        """Whether each rank is a group of its own, so that the flavour between groups does all the work."""
+        """Whether every group has only one rank, so that the flavour between groups does all the work."""
         self.inner = channel.split(colours)
         indices = [self.location[rank][1] for rank in range(channel.size)]
-        self.outer = channel.split(indices)  # this rank's column; the first column has the roots of all groups
+        self.outer = channel.split(indices)  # this rank's column; column 0 consists of the groups' roots
         self.roots = self.outer
         columns = zip(*self.members, strict=True) if self.are_equal else []
         self.by_columns = [rank for column in columns for rank in sorted(column)]
-        """For equal groups: the ranks of the first column in the order of ``outer``, then of the second, and so on."""
+        """For equal groups, the ranks column by column, in the order of each column's outer channel; else empty."""
 
     def free(self) -> None:
-        """Free the channels."""
+        """Free the inner and outer channels."""
         self.outer.free()
         self.inner.free()
 
@@ -318,9 +326,10 @@ def groups_of(channel: Channel) -> NodeGroups:
 
 
 def span_end(channel: Channel) -> Communicator | None:
-    """Return the level at which the span ends, if the span begins at the level of ``channel``.
+    """Return the level at which the span ends, or None if the span does not apply to ``channel``.
 
-    None if the span begins elsewhere, or if the groups of the level are not smaller; then nodes are the groups.
+    The span applies if it begins at the level of ``channel``, and if the groups of the level at which it ends are
+    smaller. Otherwise the groups are the nodes.
     """
     stack = communicators.stack()
     level, groups = (stack.levels[index] for index in stack.span)
@@ -329,7 +338,10 @@ def span_end(channel: Channel) -> Communicator | None:
 
 
 def _colours(channel: Channel) -> list[int]:
-    """Return a number for every rank of a channel: equal within a group, different between groups. Collective."""
+    """Return a number for every rank of a channel, equal within a group and different between groups.
+
+    All ranks of the channel must call it.
+    """
     end = span_end(channel)
     if end is None:
         return list(channel.places.nodes.tolist())
@@ -339,9 +351,10 @@ def _colours(channel: Channel) -> list[int]:
 
 
 def _step(x: Tensor, groups: NodeGroups, num_carriers: int) -> int:
-    """Return the number of elements of a piece of ``x``, a multiple of the number of ranks that carry it per group.
+    """Return the number of elements in a piece of ``x``.
 
-    Small tensors have smaller pieces, so that several are under way. On GPUs pieces are larger, because the ranks of a
+    ``num_carriers`` is the number of ranks per group that carry the piece. The result is a multiple of it. Small
+    tensors have smaller pieces, so that several pieces are under way. On GPUs pieces are larger, because the ranks of a
     group synchronize on the host once per piece.
     """
     itemsize, num_chunks = max(4, x.itemsize), num_carriers * len(groups.members)
@@ -355,15 +368,15 @@ def _step(x: Tensor, groups: NodeGroups, num_carriers: int) -> int:
 
 
 def _own(how: Kernel, x: Tensor) -> Tensor:
-    """Return ``x`` as a partial result in new memory, which may be overwritten."""
+    """Return the partial result of ``x`` alone, in new memory that the caller may overwrite."""
     return x.view(how.dtype).clone() if how.is_plain else how.partial(x)
 
 
 def _nothing(*_chunk: int) -> None:
-    """Do nothing: in a stage in which pieces travel, and between stages, where the walks already make ranks wait."""
+    """Do nothing: a stage in which pieces travel, or a barrier, which is not needed because walks make ranks wait."""
 
 
 def _chain_step(x: Tensor) -> int:
-    """Return the number of elements of a piece that the roots pass on, while ranks work on the next one inside."""
+    """Return the number of elements in a piece of a broadcast or reduce."""
     piece_bytes = config.current.gpu_cache_bytes if x.is_cuda else CHUNK_BYTES
     return max(1, piece_bytes // max(4, x.itemsize))
