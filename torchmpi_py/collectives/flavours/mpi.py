@@ -1,13 +1,13 @@
-"""Flavour ``mpi``: stock MPI through mpi4py, also for GPU tensors if the MPI accepts addresses of GPU memory.
+"""Flavour ``mpi``: MPI's own collectives through mpi4py, also for GPU tensors if the MPI accepts GPU memory.
 
-Each collective is written once, as the *steps* it takes (``mpi_steps.py``): names and arguments of blocking MPI calls.
-The blocking form makes the steps one after the other. The asynchronous form posts the nonblocking call of the same
-name, if the collective is small and takes a single step, or is send or recv. The steps continue when that call is
-complete.
+Each collective is written once, as a sequence of *steps* (``mpi_steps.py``): names and arguments of blocking MPI calls.
+The blocking form makes these calls one after the other. The asynchronous form of a small collective with a single step
+posts MPI's nonblocking version of the call. When the call is complete, the conversions after the step follow. Send and
+recv are posted whatever their size. The communication thread carries out all other asynchronous operations.
 
-MPI knows nothing of streams. Before each call on a GPU tensor the host waits for all work in the current stream, which
-includes the conversions of earlier steps. For GPU tensors only send and recv are posted. For collectives the
-communication thread waits.
+MPI does not support streams. Before each call on a GPU tensor the host therefore waits for all work in the current
+stream, including the conversions of earlier steps. For GPU tensors only send and recv are posted, so that only the
+communication thread waits for the stream of a collective.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 
 def _in_steps(steps: Callable[..., Steps]) -> Callable[..., None]:
-    """Return a method that carries out the ``steps`` of a collective one after the other."""
+    """Return a flavour's method that carries out the ``steps`` of a collective one after the other."""
 
     def carry_out(_: Flavour, channel: Channel, x: Tensor, *others: Any) -> None:
         for name, arguments in steps(channel.mpi, x, *others):
@@ -43,7 +43,7 @@ def _in_steps(steps: Callable[..., Steps]) -> Callable[..., None]:
 
 
 class Mpi(Flavour):
-    """Collectives of stock MPI."""
+    """MPI's own collectives, and messages between two ranks."""
 
     name = "mpi"
     devices = frozenset({"cpu", "cuda"})
@@ -52,10 +52,10 @@ class Mpi(Flavour):
         return gpu_probe.why_no_gpu_memory if device == "cuda" else ""
 
     def bind(self, plan: Plan) -> tuple[Callable[..., Any], Post | None]:
-        """Post small collectives and all send and recv to MPI; leave the rest to the communication thread.
+        """Return (work, post) of a plan; ``post`` is for small collectives and for send and recv.
 
-        Messages between two ranks must not wait in the thread's queue, because a receive launched before the send of
-        the other rank would block the thread.
+        Send and recv must not wait in the queue of the communication thread. If both ranks launched a receive before
+        their send, both threads would block in the receive.
         """
         work, post = super().bind(plan)
         comm = plan.comm.direct.mpi
@@ -97,7 +97,7 @@ class Mpi(Flavour):
         mpi_steps.sendreceive(channel.mpi, x, out, source, destination)
 
     def broadcast_object(self, channel: Channel, obj: object, root: int) -> Any:
-        from mpi4py.util import pkl5  # sends objects of any size, and large buffers out of band
+        from mpi4py.util import pkl5  # This module sends objects of any size, and large buffers without pickling.
 
         return pkl5.Intracomm(channel.mpi).bcast(obj, root)
 
@@ -108,9 +108,10 @@ class Mpi(Flavour):
 
 
 def _only_call(plan: Plan) -> tuple[str, Callable[..., tuple[Any, ...]]] | None:
-    """Return the name of the only MPI call of a plan, and its arguments as a function of the plan's tensors.
+    """Return the name of the only MPI call of a plan, and a function from the plan's tensors to the call's arguments.
 
-    None if the plan may need several calls, or conversions. A generator then makes the steps, which takes longer.
+    Return None if the plan may need several calls or conversions. Then a generator in ``mpi_steps`` yields the steps,
+    which takes longer.
     """
     if plan.num_bytes > config.current.message_bytes:
         return None
@@ -135,14 +136,14 @@ def _only_call(plan: Plan) -> tuple[str, Callable[..., tuple[Any, ...]]] | None:
 
 
 def _allgather_at_once(comm: MPI.Comm, sizes: Sizes) -> Callable[[Tensor, Tensor], None] | None:
-    """Return an allgather in one MPI call without a generator; None if one call is not enough."""
+    """Return a function that makes an allgather in one MPI call without a generator; None if one call is not enough."""
     memory, own_bytes, all_bytes = MPI.memory.fromaddress, sizes.num_bytes[comm.rank], sum(sizes.num_bytes)
     if not sizes.are_equal or all_bytes > config.current.message_bytes:
         return None
 
     def work(x: Tensor, out: Tensor) -> None:
         address, source = out.data_ptr(), x.data_ptr()
-        if address - own_bytes < source < address + all_bytes:  # the same test as copy_if_overlapping, without a call
+        if address - own_bytes < source < address + all_bytes:  # as in copy_if_overlapping
             source = (x := x.clone()).data_ptr()
         comm.Allgather([memory(source, own_bytes), MPI.BYTE], [memory(address, all_bytes), MPI.BYTE])
 
@@ -150,7 +151,7 @@ def _allgather_at_once(comm: MPI.Comm, sizes: Sizes) -> Callable[[Tensor, Tensor
 
 
 def _keep(operation: Operation[R], requests: Sequence[handles.MpiRequest], *steps: Any) -> handles.Handle[R]:
-    """Return the handle of posted requests, which the communication thread's table keeps alive."""
+    """Create the handle of posted requests, and register it with the communication thread, which keeps it alive."""
     return communication_thread.current().keep(handles.RequestHandle(operation, requests, *steps))
 
 
@@ -165,30 +166,33 @@ def _post_message(comm: MPI.Comm, operation: Operation[R]) -> handles.Handle[R]:
 def _post_call(
     call: Callable[..., MPI.Request], arguments_of: Callable[..., tuple[Any, ...]], operation: Operation[R]
 ) -> handles.Handle[R]:
-    """Post a collective whose only MPI call needs no conversion."""
+    """Post a collective that consists of one MPI call without conversions."""
     return _keep(operation, [call(*arguments_of(*operation.arguments))])
 
 
 def _post_step(comm: MPI.Comm, operation: Operation[R]) -> handles.Handle[R]:
-    """Post the only step of a collective, with conversions before and after it."""
+    """Make the conversions before the only step of a collective, and post the step.
+
+    The handle makes the conversions after the step.
+    """
     steps = getattr(mpi_steps, operation.plan.method)(comm, *operation.arguments, *operation.plan.others)
-    first = next(steps, None)  # None for tensors without elements
+    first = next(steps, None)  # A collective of tensors without elements has no step.
     requests = [] if first is None else [getattr(comm, _posted_as(first[0]))(*first[1])]
     return _keep(operation, requests, functools.partial(_run_out, operation, steps))
 
 
 @functools.cache
 def _posted_as(name: str) -> str:
-    """Return the name of MPI's nonblocking call for a blocking one: Ibcast for Bcast."""
+    """Return the name of the nonblocking version of an MPI call, such as Ibcast for Bcast."""
     return f"I{name.lower()}"
 
 
 def _run_out(operation: Operation[Any], remaining: Steps) -> None:
-    """Carry out the conversions of an operation whose only step was posted and is complete."""
+    """Make the conversions that follow the only step of an operation. The step must be complete."""
     for step in remaining:
         raise AssertionError(f"{operation.plan}: posted as one message, but step {step[0]} follows")
 
 
 _POSTED = frozenset({"broadcast", "reduce", "allreduce", "reduce_scatter", "alltoall", "scatter"})
-"""The collectives that take one step when they are small."""
+"""The collectives that take only one step if they are small."""
 _POSTS: dict[str, Callable[..., Any]] = {"send": mpi_steps.post_send, "recv": mpi_steps.post_recv}
