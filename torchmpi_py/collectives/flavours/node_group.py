@@ -1,22 +1,30 @@
-"""The ranks of a channel that all run on one node, and the shared memory through which they work together.
+"""The shared memory through which the ranks of a channel within a node exchange data, and the protocol for its use.
 
-The channel has a segment of shared memory that no other channel uses, so that two communicators, or two threads, never
-write where the other reads. Each rank's part of the segment holds its *headers* and four *slots*.
+Idea: every operation begins with an exchange of *headers*, because shared memory does not match the ranks' calls as MPI
+matches messages:
 
-Every operation begins with an exchange of headers:
+1. Each rank writes its header: the operation, the dtype, the number of elements, and the addresses of its tensors.
+2. The ranks synchronize in a barrier.
+3. Each rank reads all headers. If the ranks make different calls, all ranks raise RanksDisagree before any tensor has
+   changed. Otherwise the headers show whether the ranks can work in place on each other's tensors, or how else the data
+   can move.
 
-1. Each rank writes into its header which operation it starts, with which sizes, and where its tensors lie.
-2. All ranks make a barrier.
-3. Each rank reads the headers of the others. It then knows whether all can work in place on each other's tensors, or
-   else where to read them. Ranks that disagree find out before any data is touched.
+Alternative: no headers. It is not used, although it would save a barrier in each operation. If one rank passed more
+elements than another, or a different op, the results would be wrong without an error. Besides, a rank must learn from
+the headers where its peers' tensors are, and whether they are symmetric (docs/decisions/006).
 
-A rank has two headers, which alternate between operations. A rank overwrites the header of the operation before last.
-All ranks have read that header, because all have announced the last operation since. An operation ends with a barrier,
-until which no rank may change its slots or its tensors. Only an allreduce whose values travel with the headers needs no
-such barrier, because its slots alternate with the headers (``staging.allreduce_at_once``).
+Each channel has its own segment of shared memory, so that two communicators, or two threads, never overwrite each
+other's data. A rank's part of the segment contains the rank's two headers and four *slots*.
 
-Two of a rank's slots are *in* slots, for the rank's values, and two are *out* slots, for the values that the rank has
-reduced. Both kinds alternate between chunks. If no rank reduces for others, a chunk may use *two slots*, in or out.
+The two headers of a rank alternate between operations. So a rank overwrites its header of the operation before the last
+one. All ranks have read that header, because they have announced the last operation since. An operation ends with a
+barrier, and no rank may change its slots or tensors before this barrier. There is one exception: an allreduce whose
+values travel with the headers (``staging.allreduce_at_once``) needs no barrier at its end, because its slots alternate
+with the headers.
+
+Two of a rank's slots are *in* slots, for the rank's own values. The other two are *out* slots, for the values that the
+rank has reduced. The slots of each kind alternate between chunks. If no rank reduces values for its peers, a chunk may
+occupy *two slots*: both in slots, or both out slots.
 """
 
 from __future__ import annotations
@@ -40,22 +48,23 @@ from torchmpi_py.errors import RanksDisagree, Unavailable
 from torchmpi_py.memory import symmetric
 from torchmpi_py.memory.peer_memory import is_readable, peer_memory
 
-# The code, the count, and the segment and offset (or address) of the tensor that is read, and of the one written.
+# The code of the operation, the number of elements, and the segment and offset (or address) of the input and output.
 _HEADER = struct.Struct("<6q")
-_LINE_BYTES = 64  # A cache line holds the header of a turn. The first line also holds the flag of the barrier.
-_HEADER_ROOM_BYTES = 4096  # A page, so that slots are aligned.
+_LINE_BYTES = 64  # Each header has its own cache line. The first line also contains the flag of the barrier.
+_HEADER_ROOM_BYTES = 4096  # The headers occupy a page, so that the slots are aligned.
 _NUM_SLOTS = 4
 _LEAST_SLOT_BYTES = 64 << 10
-# These values replace a segment for memory that peers may read where it lies, that the rank may move, and any other.
+# These values replace the segment of a tensor that is not symmetric: peers may read the tensor directly, the rank may
+# move the tensor, or neither is possible.
 _ORDINARY, _ADOPTABLE, _UNREAD = 0, -1, -2
 
 
 class Headers(NamedTuple):
-    """The headers of all ranks.
+    """The headers of all ranks: the places of the input (``read``) and of the output (``written``) of each rank.
 
-    ``read`` and ``written`` are the offsets of the ranks' tensors in their common segment, or None without a common
-    segment. ``read_at`` and ``written_at`` are the addresses of the tensors, if these are ordinary on all ranks,
-    readable for all, and larger than a chunk; otherwise None.
+    ``read`` and ``written`` list offsets in a segment that is common to all ranks, and are None without such a segment.
+    ``read_at`` and ``written_at`` list addresses in ordinary memory. They are None unless all these tensors are
+    ordinary, readable for all ranks, and larger than a chunk.
     """
 
     read: list[int] | None
@@ -66,10 +75,11 @@ class Headers(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """The tensors of a collective in which each rank sends row s of its ``rows``, of shape (size, n), to rank s.
+    """One rank's tensors in a collective in which each rank sends row s of its ``rows``, of shape (size, n), to rank s.
 
-    With ``how``, all rows for a rank are reduced into its single ``outs[0]``. Without it, the row of rank s is copied
-    into ``outs[s]``. With ``root`` only this rank has ``rows``, and ``outs`` is a list of one tensor.
+    With ``how``, a rank reduces all rows that it receives into ``outs[0]``, its only output. Without ``how``, the row
+    from rank s is copied into ``outs[s]``. With ``root``, only the root has ``rows``, and ``outs`` is a list of one
+    tensor.
     """
 
     rows: Tensor | None
@@ -79,7 +89,7 @@ class Exchange(NamedTuple):
 
 
 class NodeGroup:
-    """The shared memory of a channel within a node; kept with the channel."""
+    """The shared memory of a channel whose ranks are all on one node. The channel keeps this object between calls."""
 
     def __init__(self, channel: Channel) -> None:
         assert channel.num_nodes == 1, channel.places
@@ -93,16 +103,19 @@ class NodeGroup:
         self._headers = [[_of_turn(begin, turn) for begin in parts] for turn in (0, 1)]
         self._flags = FlagBarrier(channel.mpi, self._memory, [begin + _HEADER.size for begin in parts])
         self.barrier = backoff.fenced(self._flags.wait)
-        self.turn = 0  # the header, and the slots beside it, of the next announcement
+        self.turn = 0  # index of the header, and of the slots that belong to it, for the next operation
         self._slots: dict[tuple[int, int, torch.dtype], Tensor] = {}
-        self.peers = peer_memory(channel)  # None if ranks cannot read each other's ordinary memory
+        self.peers = peer_memory(channel)  # It is None if the ranks cannot read each other's ordinary memory.
         self.trials = Trials(channel.mpi.allgather)
-        self.prepared: dict[Hashable, Any] = {}  # the operations that prepared_allreduce.py keeps
-        self.can_adopt = True  # false after the ranks have failed to adopt a tensor
+        self.prepared: dict[Hashable, Any] = {}  # operations that prepared_allreduce.py keeps for later calls
+        self.can_adopt = True  # It becomes False when the ranks fail to adopt a tensor.
         self.chunk_bytes = min(config.current.chunk_bytes, self._slot_bytes)
 
     def header(self, what: str, x: Tensor, out: Tensor | None = None, count: int | None = None) -> bytes:
-        """Return the header of this rank's operation; ``count``: number of elements, if ``x`` does not have all."""
+        """Return the header of an operation that reads ``x`` and writes ``out`` (default: ``x``).
+
+        ``count`` is the number of elements that must be equal on all ranks; default: the size of ``x``.
+        """
         count = x.numel() if count is None else count
         can_be_read = self.peers is not None and count * x.itemsize > self.chunk_bytes
         read = _where(x, can_be_read)
@@ -110,22 +123,25 @@ class NodeGroup:
         return _HEADER.pack(_code(what, x.dtype), count, *read, *written)
 
     def adoptable_header(self, what: str, x: Tensor) -> bytes:
-        """Return the header of an operation in place on ordinary memory that this rank may move."""
+        """Return the header of an in-place operation on ordinary memory that this rank may move."""
         return _HEADER.pack(_code(what, x.dtype), x.numel(), _ADOPTABLE, 0, _ADOPTABLE, 0)
 
     def announce(self, header: bytes) -> bool:
-        """Publish this rank's header, and return whether all headers are equal. Collective: one barrier."""
+        """Publish this rank's header, wait in a barrier, and return whether the headers of all ranks are equal.
+
+        All ranks of the channel must call it.
+        """
         memory, places = self._memory, self._headers[self.turn]
         memory[places[self.rank]] = header
         self.barrier()
         self.turn = 1 - self.turn
-        for place in places:  # noqa: SIM110 - small messages have no time for a generator
+        for place in places:  # noqa: SIM110 - A generator would take too long for small messages.
             if memory[place] != header:
                 return False
         return True
 
     def exchange_headers(self, what: str, x: Tensor, out: Tensor | None = None, count: int | None = None) -> Headers:
-        """Announce this rank's header, and read the headers of the others. Collective.
+        """Publish this rank's header, and return the headers of all ranks. All ranks of the channel must call it.
 
         Raise RanksDisagree on all ranks if the ranks start different operations.
         """
@@ -133,15 +149,16 @@ class NodeGroup:
         return self.read_headers(what, x, count)
 
     def read_headers(self, what: str, x: Tensor, count: int | None = None) -> Headers:
-        """Return the headers that the ranks have announced.
+        """Return the headers that all ranks have published in the last ``announce``.
 
-        Raise RanksDisagree on all ranks if codes or counts differ.
+        Raise RanksDisagree on all ranks if codes or counts differ. All ranks of the channel must call this method.
         """
         texts = [self._memory[place] for place in self._headers[1 - self.turn]]
-        # The columns of the table of headers. Codes and counts must be equal on all ranks; places may differ.
+        # Turn one header per rank into one tuple per field. Codes and counts must be equal on all ranks; places may
+        # differ.
         kinds, counts, *places = zip(*(_HEADER.unpack(text) for text in texts), strict=True)
         if len(set(kinds)) > 1 or len(set(counts)) > 1:
-            # All ranks get here, because all read the same headers.
+            # All ranks reach this allgather, because all ranks read the same headers.
             calls = self.channel.mpi.allgather(
                 f"{what} of {x.numel() if count is None else count} elements of {x.dtype}"
             )
@@ -155,15 +172,18 @@ class NodeGroup:
         return all(local in segment.part_of for local in self._indices)
 
     def staged(self, what: str, x: Tensor, turn: int) -> tuple[bytes, list[Tensor]]:
-        """Return the header of an operation on ordinary tensors in two slots each, and the slots of a turn."""
+        """Return the header of an operation whose tensors fit into two slots each, and the slots of all ranks.
+
+        ``turn`` determines which of their slots the ranks use.
+        """
         header = _HEADER.pack(_code(what, x.dtype), x.numel(), _UNREAD, 0, _UNREAD, 0)
         return header, [self.two_slots(rank, turn, x.dtype, x.numel()) for rank in range(self.size)]
 
     def views(self, x: Tensor, offsets: Sequence[int], counts: Sequence[int] | None = None) -> list[Tensor]:
-        """Return a view of each rank's symmetric tensor, with the dtype of ``x``.
+        """Return a view of each rank's symmetric tensor in the segment of ``x``, which is this rank's tensor.
 
-        A view has the rank's number of elements in ``counts``; without ``counts``, as many elements as ``x``. The views
-        do not keep the memory alive.
+        ``offsets`` (in bytes) and ``counts`` (in elements) are by rank; without ``counts`` all views have the size of
+        ``x``. The views do not keep the memory alive.
         """
         counts = [x.numel()] * self.size if counts is None else counts
         location = symmetric.find(x)
@@ -174,25 +194,25 @@ class NodeGroup:
         ]
 
     def given(self, rank: int, chunk: int, dtype: torch.dtype, count: int) -> Tensor:
-        """Return the in slot of a rank for a chunk."""
+        """Return the first ``count`` elements of a rank's in slot for a chunk."""
         return self._slot(rank, chunk % 2, dtype, count)
 
     def reduced(self, rank: int, chunk: int, dtype: torch.dtype, count: int) -> Tensor:
-        """Return the out slot of a rank for a chunk."""
+        """Return the first ``count`` elements of a rank's out slot for a chunk."""
         return self._slot(rank, 2 + chunk % 2, dtype, count)
 
     def two_slots(self, rank: int, chunk: int, dtype: torch.dtype, count: int) -> Tensor:
-        """Return the memory of a rank for a chunk that uses two slots."""
+        """Return the first ``count`` elements of a rank's two slots for a chunk."""
         return self._slot(rank, 2 * (chunk % 2), dtype, count)
 
     def _slot(self, rank: int, slot: int, dtype: torch.dtype, count: int) -> Tensor:
         """Return ``count`` elements from the start of a slot."""
-        num_bytes = (2 - slot % 2) * self._slot_bytes  # the first slot of a kind may extend into the second one
+        num_bytes = (2 - slot % 2) * self._slot_bytes  # The first slot of a kind may extend into the second one.
         assert count * dtype.itemsize <= num_bytes, (count, dtype, num_bytes)
         whole = self._slots.get((rank, slot, dtype))
         if whole is None:
             offset = _HEADER_ROOM_BYTES + slot * self._slot_bytes
-            with torch.inference_mode(False):  # later calls outside of this mode use the view too
+            with torch.inference_mode(False):  # Later calls outside of this mode use the view too.
                 whole = self._segment.view(self._indices[rank], dtype, num_bytes // dtype.itemsize, offset)
             self._slots[rank, slot, dtype] = whole
         return whole[:count]
@@ -212,13 +232,16 @@ def part_bytes() -> int:
 
 
 def _slot_bytes() -> int:
-    """Return the size of a slot: a chunk, or less if ``Tuning.staging_bytes`` requires it."""
+    """Return the size of a slot: a chunk, but at least 64 KiB, or less if ``Tuning.staging_bytes`` requires it."""
     most = (config.current.staging_bytes - _HEADER_ROOM_BYTES) // _NUM_SLOTS
     return min(max(config.current.chunk_bytes, _LEAST_SLOT_BYTES), most) // 64 * 64
 
 
 def _allocate(channel: Channel, num_bytes: int) -> tuple[mmap.mmap, symmetric.Segment]:
-    """Allocate the segment. Collective over the channel. Raise Unavailable on every rank if memory is missing."""
+    """Allocate the channel's segment. All ranks of the channel must call it.
+
+    Raise Unavailable on every rank if the memory cannot be allocated.
+    """
     try:
         return symmetric.allocate(channel.mpi, channel.places, num_bytes)
     except Unavailable as error:
@@ -229,13 +252,13 @@ def _allocate(channel: Channel, num_bytes: int) -> tuple[mmap.mmap, symmetric.Se
 
 
 def _of_turn(offset: int, turn: int) -> slice:
-    """Return the position of a rank's header of a turn; the rank's part begins at ``offset``."""
+    """Return the position of a rank's header for a turn; ``offset`` is the start of the rank's part."""
     begin = offset + turn * _LINE_BYTES
     return slice(begin, begin + _HEADER.size)
 
 
 def _where(x: Tensor, can_be_read: bool) -> tuple[int, int]:
-    """Return the place of a tensor for the header: (segment, offset), or a kind of memory and the address."""
+    """Return the place of a tensor for the header: (segment, offset), (_ORDINARY, address), or (_UNREAD, 0)."""
     location = symmetric.find(x)
     if location is not None:
         return location[0].key, location[1]
@@ -243,16 +266,16 @@ def _where(x: Tensor, can_be_read: bool) -> tuple[int, int]:
 
 
 def _common(segments: Sequence[int], offsets: Sequence[int]) -> list[int] | None:
-    """Return the offsets if all tensors lie in one segment, else None."""
+    """Return the offsets if all tensors are in one segment, else None."""
     return list(offsets) if segments[0] > 0 and len(set(segments)) == 1 else None
 
 
 def _addresses(segments: Sequence[int], addresses: Sequence[int]) -> list[int] | None:
-    """Return the addresses if all tensors are ordinary and readable, else None."""
+    """Return the addresses if all tensors are in ordinary memory that peers can read, else None."""
     return list(addresses) if set(segments) == {_ORDINARY} else None
 
 
 @functools.cache
 def _code(what: str, dtype: torch.dtype) -> int:
-    """Return a number that represents an operation and a dtype in headers."""
+    """Return the number that identifies an operation and a dtype in headers."""
     return zlib.crc32(f"{what} {dtype}".encode())
