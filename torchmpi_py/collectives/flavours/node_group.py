@@ -3,7 +3,7 @@
 Idea: every operation begins with an exchange of *headers*, because shared memory does not match the ranks' calls as MPI
 matches messages:
 
-1. Each rank writes its header: the operation, the dtype, the number of elements, and the addresses of its tensors.
+1. Each rank writes its header: the operation, the dtype, the number of elements, and the places of its tensors.
 2. The ranks synchronize in a barrier.
 3. Each rank reads all headers. If the ranks make different calls, all ranks raise RanksDisagree before any tensor has
    changed. Otherwise the headers show whether the ranks can work in place on each other's tensors, or how else the data

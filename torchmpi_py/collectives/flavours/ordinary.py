@@ -1,11 +1,11 @@
 """Collectives within a node for tensors that are not symmetric, by the faster of two methods (``trials.py``).
 
-- *staged*: through the slots of the channel (``staging.py``). This method is always possible, and the only one for
-  tensors that fit into a chunk.
-- *single copy*: by reads of the peers' tensors where they lie (``single_copy.py``), if the kernel allows such reads.
+- *staged*: through the slots of the channel (``staging.py``). This method is always possible. Tensors that fit into a
+  chunk always use it.
+- *single copy*: each rank reads its peers' tensors directly (``single_copy.py``), if the kernel allows such reads.
 
-Both methods give the same bits. An allreduce of two ranks that fits into two slots does not use this module
-(``staging.allreduce_at_once``).
+Both methods produce the same bits. Most allreduces of two ranks that fit into two slots do not use this module, but
+``staging.allreduce_at_once``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def broadcast(node: NodeGroup, x: Tensor, root: int, headers: Headers) -> None:
 
 
 def gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, counts: list[int], headers: Headers) -> None:
-    """Copy rank r's ``x``, of ``counts[r]`` elements, into part r on ranks with ``parts`` (all ranks, or root)."""
+    """Copy rank r's ``x``, of ``counts[r]`` elements, into ``parts[r]`` on each rank that has ``parts`` (all or root)."""
     ways = [partial(staging.gather, node, x, parts, counts)]
     if headers.read_at is not None:
         ways.append(partial(single_copy.gather, node, x, parts, headers.read_at))
@@ -53,7 +53,10 @@ def exchange(node: NodeGroup, wanted: Exchange, headers: Headers) -> None:
 
 
 def _go(node: NodeGroup, kind: tuple[object, ...], num_bytes: int, ways: list[partial[None]]) -> None:
-    """Use the method that is fastest for calls of this kind and about this size, or the only one."""
+    """Carry out a call by the method that trials found to be the fastest for this kind of call and this size.
+
+    Without an alternative, use the only method.
+    """
     if len(ways) == 1:
         ways[0]()
     else:

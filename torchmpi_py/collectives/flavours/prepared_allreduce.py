@@ -1,13 +1,15 @@
-"""The allreduce of flavour ``shared`` on tensors of one dtype and size, with the state that these calls have in common.
+"""The allreduce of flavour ``shared`` on tensors of one dtype and size, with state that is reused by later calls.
 
-- *in place*: for symmetric tensors that lie at the same offset on all ranks, in two shots (``two_shot.py``). The steps
-  are kept by the address of the tensor. Buckets of a training loop use this method.
-- *at once*: for small ordinary tensors, whose values travel with the headers (``staging.allreduce_at_once``).
-- *by headers*: for everything else, and for calls in which the ranks have chosen different methods. The headers
-  determine how the data moves.
+There are three methods:
 
-A rank chooses between the first two methods by its own tensors. The methods have different headers, so all ranks see
-whether they have chosen the same method before any rank changes a result.
+- *in place*: for symmetric tensors at the same offset on all ranks, in two shots (``two_shot.py``). The steps are kept
+  for later calls with the same tensor. Buckets of a training loop use this method.
+- *at once*: for small ordinary tensors. Their values travel with the headers (``staging.allreduce_at_once``).
+- *by headers*: for all other tensors, and if the ranks have chosen different methods. The headers determine how the
+  data moves.
+
+A rank chooses its method from its own tensors alone. Each method has a different header, so the ranks detect a
+different choice before any rank changes a result.
 """
 
 from __future__ import annotations
@@ -23,11 +25,14 @@ from torchmpi_py.collectives.reductions import kernel
 from torchmpi_py.core import config
 from torchmpi_py.memory import symmetric
 
-_MOST_KEPT = 1024  # largest number of tensors of one size, and of sizes
+_MOST_KEPT = 1024  # maximum number of tensors of one size, and of prepared operations of a node group
 
 
 class _InPlace(NamedTuple):
-    """The state of an allreduce for later calls with the same symmetric tensor; valid while the segment lives."""
+    """The state of an in-place allreduce for later calls with the same symmetric tensor.
+
+    The state is valid until the tensor's segment is freed.
+    """
 
     segment: symmetric.AnySegment
     header: bytes
@@ -35,7 +40,7 @@ class _InPlace(NamedTuple):
 
 
 class PreparedAllreduce:
-    """The allreduce with ``op`` of tensors like ``x``."""
+    """The allreduce with ``op`` of tensors with the dtype and size of ``x``."""
 
     def __init__(self, node: NodeGroup, x: Tensor, op: str) -> None:
         self._node, self._how, self._what = node, kernel(x.dtype, op), f"allreduce with {op}"
@@ -45,7 +50,7 @@ class PreparedAllreduce:
 
     def run(self, source: Tensor, destination: Tensor) -> None:
         """Write the reduction of all ``source`` into ``destination``; the two are the same tensor or do not overlap."""
-        x = source if source.dim() == 1 else source.view(-1)  # avoids a view, which takes 1 us
+        x = source if source.dim() == 1 else source.view(-1)  # A view takes 1 us.
         out, address, node = x, x.data_ptr(), self._node
         if source is destination or address == destination.data_ptr():
             ready = self._in_place.get(address)
@@ -65,7 +70,11 @@ class PreparedAllreduce:
             self._run_by_headers(x, out, node.read_headers(self._what, x))
 
     def run_adopting(self, x: Tensor) -> None:
-        """Reduce ``x`` in place; first move its ordinary memory to where all ranks map it, if all ranks can do so."""
+        """Reduce ``x`` in place, after an attempt to make its memory symmetric.
+
+        If ``x`` is an ordinary tensor on all ranks, the ranks move its memory into files that all of them map
+        (``symmetric.adopt``).
+        """
         node = self._node
         if node.can_adopt and symmetric.find(x) is None:
             node.announce(node.adoptable_header(self._what, x))
@@ -73,20 +82,23 @@ class PreparedAllreduce:
             if not headers.are_adoptable:
                 self._run_by_headers(x, x, headers)
                 return
-            node.can_adopt = symmetric.adopt(node.channel, x)  # collective, so all ranks have read the headers by then
+            node.can_adopt = symmetric.adopt(node.channel, x)  # All ranks read the headers before this collective.
             for prepared in node.prepared.values():
                 prepared.drop_dead()
         self.run(x, x)
 
     def drop_dead(self) -> None:
-        """Drop the state of tensors whose segments have been freed."""
+        """Discard the state of tensors whose segments have been freed."""
         self._in_place = {at: ready for at, ready in self._in_place.items() if ready.segment.is_live}
 
     def _prepare(self, x: Tensor, segment: symmetric.AnySegment, offset: int) -> _InPlace | None:
-        """Return the state for tensors that lie at the same offset on all ranks; None if a rank has no part."""
+        """Create the state for tensors at this offset of a segment on all ranks.
+
+        Return None if a rank of the channel has no part in the segment.
+        """
         if not self._node.is_within(segment):
             return None
-        with torch.inference_mode(False):  # later calls outside of this mode use the steps too
+        with torch.inference_mode(False):  # Later calls outside of this mode use the steps too.
             views = self._node.views(x, [offset] * self._node.size)
         steps = two_shot.allreduce(views, views, self._node.rank, config.current.cache_bytes)
         self.drop_dead()
@@ -96,25 +108,25 @@ class PreparedAllreduce:
         return ready
 
     def _run_in_place(self, x: Tensor, ready: _InPlace) -> None:
-        """Reduce ``x`` in place by the prepared steps, if all ranks do so; else by headers."""
+        """Reduce ``x`` in place with the prepared steps if all ranks have chosen this method; else by headers."""
         node = self._node
-        if node.announce(ready.header):  # equal headers mean that all tensors lie at the prepared offset
+        if node.announce(ready.header):  # Equal headers mean that all tensors are at the prepared offset.
             two_shot.carry_out(ready.steps, self._how)
             node.barrier()
         else:
             self._run_by_headers(x, x, node.read_headers(self._what, x))
 
     def _run_by_headers(self, x: Tensor, out: Tensor, headers: Headers) -> None:
-        """Carry out the allreduce by the best method for the places of the tensors.
+        """Carry out the allreduce by the method that fits the places of all ranks' tensors.
 
-        ``x`` may be ``out`` on this rank but not on another one.
+        The result may replace the input on some ranks (``x`` is ``out``), and not on others.
         """
         node, how = self._node, self._how
         if headers.written is None:
             ordinary.allreduce(node, x, out, how, headers)
             return
-        # The results are symmetric, so ranks work in place. If the inputs are not, each rank first publishes its input
-        # in its result.
+        # The results are symmetric, so the ranks work in place. If the inputs are not symmetric, each rank first copies
+        # the part of its input that its peers need into its result.
         destinations = node.views(out, headers.written)
         if headers.read is not None:
             sources = node.views(x, headers.read)
@@ -127,7 +139,7 @@ class PreparedAllreduce:
 
 
 def of(node: NodeGroup, x: Tensor, op: str) -> PreparedAllreduce:
-    """Return the allreduce with ``op`` of tensors like ``x``, which the node group keeps."""
+    """Return the node group's allreduce with ``op`` of tensors like ``x``. The first call creates it."""
     key = (op, x.dtype, x.numel())
     prepared: PreparedAllreduce | None = node.prepared.get(key)
     if prepared is None:

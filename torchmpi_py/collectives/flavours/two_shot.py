@@ -1,17 +1,16 @@
 """Reductions over *peer views*: one tensor per rank, all of which this rank can read and write.
 
-A reduction takes two shots:
+An allreduce takes two shots:
 
-1. Each rank owns a slice. It reads this slice from all peers, and reduces it in rank order.
-2. The rank stores the result of its slice into the tensors of all peers.
+1. Each rank owns a slice. The rank reads this slice from all peer views, and reduces it in rank order.
+2. The rank stores the result of its slice into all peer views.
 
-The caller makes a barrier before, when the values of all ranks are complete, and after, when all results are. Of S
-bytes, each rank reads S and writes S, which is the least cost of P separate results. The ranks work in chunks that stay
-in the cache of a core, so the data moves through memory only once. All ranks get the same bits, because a slice has one
-owner.
+The caller makes one barrier before a reduction, when the values of all ranks are complete, and one barrier after it,
+when all results are complete. For tensors of S bytes, each rank reads S and writes S, which is the minimum if P ranks
+each need the result. The ranks work in chunks that stay in the cache of a core, so the data moves through memory only
+once. All ranks get the same bits, because each slice has one owner.
 
-Alternative: each rank reduces all slices for itself (one shot). It is not used here, because each rank would read P S
-bytes.
+Alternative: each rank reduces all slices itself (one shot). It is not used here because each rank would read P S bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor
 from torchmpi_py.collectives.flavours.schedule import Bounds, chunks, slices
 from torchmpi_py.collectives.reductions import Kernel
 
-Step = tuple[list[Tensor], Tensor, list[Tensor]]  # the sources of a chunk, the first destination, the others
+Step = tuple[list[Tensor], Tensor, list[Tensor]]  # sources of a chunk, first destination, further destinations
 
 
 def plan(sources: Sequence[Tensor], destinations: Sequence[Tensor], bounds: Bounds, cache_bytes: int) -> list[Step]:
@@ -40,39 +39,40 @@ def plan(sources: Sequence[Tensor], destinations: Sequence[Tensor], bounds: Boun
 
 
 def carry_out(steps: Sequence[Step], how: Kernel) -> None:
-    """Carry out the steps of a plan."""
+    """Carry out the ``steps`` from ``plan``."""
     for sources, first, others in steps:
-        how.reduce(sources, first)  # the first shot; the result of this rank is in its cache now
+        how.reduce(sources, first)  # First shot: the result is now in this core's cache.
         for other in others:
-            other.copy_(first)  # the second shot
+            other.copy_(first)  # second shot
 
 
 def allreduce(sources: Sequence[Tensor], destinations: Sequence[Tensor], rank: int, cache_bytes: int) -> list[Step]:
     """Return this rank's steps of an allreduce over peer views."""
-    # This rank's tensor is the first destination, from which the result is copied while it is in the cache.
+    # The result is written to the first destination, and copied from it while it is in the cache. So this rank's own
+    # tensor is the first destination.
     own_first = [destinations[rank], *destinations[:rank], *destinations[rank + 1 :]]
     return plan(sources, own_first, slices(sources[0].numel(), len(sources))[rank], cache_bytes)
 
 
 def reduce(sources: Sequence[Tensor], destination: Tensor, rank: int, cache_bytes: int) -> list[Step]:
-    """Return this rank's steps of a reduction into the tensor of one peer."""
+    """Return this rank's steps of a reduce into ``destination``, the root's tensor."""
     return plan(sources, [destination], slices(sources[0].numel(), len(sources))[rank], cache_bytes)
 
 
 def reduce_scatter(sources: Sequence[Tensor], destination: Tensor, rank: int, cache_bytes: int) -> list[Step]:
-    """Return the steps that reduce slice ``rank`` over peer views into a tensor of this rank."""
+    """Return the steps that reduce slice ``rank`` of the peer views into ``destination``, this rank's tensor."""
     count = destination.numel()
     mine = [source[rank * count : (rank + 1) * count] for source in sources]
     return plan(mine, [destination], (0, count), cache_bytes)
 
 
 def publish(x: Tensor, out: Tensor, rank: int, size: int) -> None:
-    """Copy the slices of ``x`` that peers own into ``out``, which peers can read; the caller makes a barrier after it.
+    """Copy the slices of ``x`` that peers own into ``out``, which peers can read. The caller makes the barrier.
 
     ``x`` and ``out`` may be the same tensor.
     """
     if x.data_ptr() == out.data_ptr():
         return
-    lower, upper = slices(x.numel(), size)[rank]  # this rank's own slice is read from ``x``
+    lower, upper = slices(x.numel(), size)[rank]  # This rank reads its own slice from ``x``.
     out[:lower].copy_(x[:lower])
     out[upper:].copy_(x[upper:])
