@@ -140,7 +140,7 @@ def test_a_torch_whose_newer_store_cannot_take_a_socket(mpi, monkeypatch):
     mpi.barrier()
     assert store.add("ranks", 0) == mpi.size()
     monkeypatch.setattr(rendezvous.surroundings, "allow_open_files", lambda needed: 10)
-    with pytest.raises(CommunicatorError, match=r"rank 0: .* connections need .* the limit is 10: raise ulimit -n"):
+    with pytest.raises(CommunicatorError, match=r"rank 0: .* connections need .* the limit is 10; raise ulimit -n"):
         rendezvous.open_store(channel, "a test")
     mpi.barrier()
 

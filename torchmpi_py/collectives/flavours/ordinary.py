@@ -36,7 +36,10 @@ def broadcast(node: NodeGroup, x: Tensor, root: int, headers: Headers) -> None:
 
 
 def gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, counts: list[int], headers: Headers) -> None:
-    """Copy rank r's ``x``, of ``counts[r]`` elements, into ``parts[r]`` on each rank that has ``parts`` (all or root)."""
+    """Copy rank r's ``x``, of ``counts[r]`` elements, into ``parts[r]`` on all ranks, or only on root.
+
+    Other ranks pass None for ``parts``.
+    """
     ways = [partial(staging.gather, node, x, parts, counts)]
     if headers.read_at is not None:
         ways.append(partial(single_copy.gather, node, x, parts, headers.read_at))

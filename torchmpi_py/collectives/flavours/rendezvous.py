@@ -1,9 +1,9 @@
 """A store of torch.distributed for the ranks of a channel, for libraries that cannot connect ranks through MPI.
 
-On one node the store is a file in the job's folder, which no other user can open. On several nodes, or without a folder
-of torchmpirun, rank 0 opens a TCP store on a free port, and sends its address to the others through MPI. So the user
-need not set MASTER_ADDR. A TCP store has no password. Therefore it listens on one address only, which is loopback on
-one node, and its keys have a prefix that only the job knows.
+On one node the store is a file in torchmpirun's folder for the job, which no other user can open. On several nodes, or
+in jobs without such a folder, rank 0 opens a TCP store on a free port, and sends the address to the other ranks through
+MPI. So the user need not set MASTER_ADDR. A TCP store has no password. Therefore it listens on one address only
+(loopback on one node), and its keys have a random prefix that is secret to the job.
 """
 
 from __future__ import annotations
@@ -32,41 +32,44 @@ from torchmpi_py.launch import surroundings
 T = TypeVar("T")
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-"""The variable with the names of the network interfaces to use, separated by commas; gloo has defined it."""
+"""The environment variable that lists the network interfaces to use, separated by commas. Gloo defines it."""
 
 REMEDY = (
     f"Set {INTERFACE_VARIABLE} on all ranks to the network interface through which all nodes reach each other, and "
     "check that no firewall blocks it"
 )
 _CONNECT_TIMEOUT = dt.timedelta(seconds=60)
-_MOST_AT_ONCE = 1024  # number of ranks from which rank 0 can accept connections at once
+_MOST_AT_ONCE = 1024  # number of ranks that may connect to rank 0 at the same time
 _LOOPBACK = "127.0.0.1"
-_OUTSIDE = ("192.0.2.1", 9)  # an address reserved for documentation, to which nothing is sent
+_OUTSIDE = ("192.0.2.1", 9)  # an address that is reserved for documentation; nothing is sent
 _SIOCGIFADDR = 0x8915  # Linux's request for the address of an interface
 
 newest_lazy_store = list[Any]()
-"""The lazy store of the newest ``init_process_group``, until its process group keeps it."""
+"""A list with the lazy store that ``open_store`` returned last, until the process group keeps the store alive."""
 
 
 def open_store(channel: Channel, who: str, *, is_lazy: bool = False) -> Any:
-    """Return a store to which all ranks of a channel are connected. Collective.
+    """Return a store to which all ranks of a channel are connected. All ranks of the channel must call it.
 
-    Rank 0 must drop the store last, because it may serve the other ranks. Raise CommunicatorError on every rank if the
-    store cannot be opened; the message begins with ``who``, the caller. With ``is_lazy`` on rank 0 and more than 1,024
-    ranks, the others connect when they first use the store, because the program may never need these connections. C++
-    does not keep a lazy store alive, so ``newest_lazy_store`` does.
+    Rank 0 must be the last rank to free the store, because rank 0 may be its server. Raise CommunicatorError on every
+    rank if the store cannot be opened; the message begins with ``who``, the caller's name.
+
+    If rank 0 passes ``is_lazy`` and there are more than 1,024 ranks, the store is *lazy*: the other ranks connect when
+    they first use it, because the program may never need these connections. ``newest_lazy_store`` keeps a lazy store
+    alive, because C++ does not.
     """
     if (path := _shared_file(channel)) is not None:
         store = getattr(distributed, "FileStore")(path, channel.size)  # noqa: B009 - its stub does not export it
         store.set_timeout(_CONNECT_TIMEOUT)
         return store
-    # 1. Rank 0 listens. If it cannot, all ranks raise the error.
+    # 1. Rank 0 opens a listening socket. If this fails, all ranks raise the error.
     is_lazy = is_lazy and channel.size > _MOST_AT_ONCE
     is_server = channel.rank == 0
     host = channel.mpi.bcast(own_address(channel.num_nodes) if is_server else "")
     cannot_open = f"{who}: cannot open a store on rank 0, at {host}"
     server = connect_all(channel.mpi, cannot_open, lambda: _serve(host, channel.size, is_lazy) if is_server else None)
-    # 2. Rank 0 sends its port, and the prefix that replaces a password, to the others over MPI. 3. All ranks connect.
+    # 2. Rank 0 sends the port, and the prefix that replaces a password, to the other ranks through MPI.
+    # 3. All ranks connect.
     port, prefix, is_lazy = channel.mpi.bcast(server and (server.port, secrets.token_hex(16), is_lazy))
     what = f"{who}: cannot reach the store of rank 0 at {host}, port {port}"
 
@@ -91,25 +94,26 @@ def _connected_later(connect: Callable[[], Any]) -> Any:
             with lock:
                 connected = self._connect()
             connected.set_timeout(self.timeout)
-            return functools.partial(getattr(connected, names_in_cpp.get(name, name)))  # C++ needs a Python callable
+            return functools.partial(getattr(connected, names_in_cpp.get(name, name)))  # C++ needs a Python callable.
 
     store = LazyStore()
-    # The attribute is set on the object, because the class lives until the next garbage collection.
+    # Set the attribute on the object, because the class, with all its attributes, lives until the next garbage
+    # collection.
     store._connect = functools.cache(connect)
     return store
 
 
 def _shared_file(channel: Channel) -> str | None:
-    """Return the path of a new file in the job's folder; None if the ranks cannot share a file.
+    """Create a file in the job's folder, and return its path, or None if the ranks cannot share a file.
 
-    The store removes the file.
+    All ranks of the channel must call it. The file store removes the file at its end.
     """
     path = os.path.join(os.environ.get("TORCHMPIRUN_JOB_DIR", ""), f"store-{secrets.token_hex(8)}")
     is_shared = channel.num_nodes == 1 and "TORCHMPIRUN_JOB_DIR" in os.environ
     if channel.rank == 0 and is_shared:
         try:
             with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # some network file systems do not support locks
+                fcntl.flock(file, fcntl.LOCK_EX)  # Some network file systems do not support locks.
         except OSError:
             is_shared = False
     path = channel.mpi.bcast(path)
@@ -117,32 +121,33 @@ def _shared_file(channel: Channel) -> str | None:
 
 
 def _serve(address: str, num_ranks: int, is_lazy: bool) -> Any:
-    """Return a store that listens only on ``address``: torch's own socket would listen on all interfaces."""
+    """Return a store that listens only on ``address``. A socket that torch opens would listen on all interfaces."""
     needed = len(os.listdir("/proc/self/fd")) + num_ranks
     if (limit := surroundings.allow_open_files(needed)) < needed and not is_lazy:
-        raise OSError(f"{num_ranks} connections need {needed} open files, and the limit is {limit}: raise ulimit -n")
+        raise OSError(f"{num_ranks} connections need {needed} open files, but the limit is {limit}; raise ulimit -n")
     family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listener:
         listener.bind(where)
         listener.listen()
         port = listener.getsockname()[1]
-        options = {"is_master": True, "master_listen_fd": os.dup(listener.fileno())}  # the store closes the duplicate
+        options = {"is_master": True, "master_listen_fd": os.dup(listener.fileno())}  # The store closes this duplicate.
         try:
             return _tcp_store(address, port, num_ranks, **options)
-        except NotImplementedError:  # the libuv server of older torch cannot use an existing socket
+        except NotImplementedError:  # The libuv server of older versions of torch cannot use an existing socket.
             return _tcp_store(address, port, num_ranks, use_libuv=False, **options)
 
 
 def _tcp_store(host: str, port: int, num_ranks: int, **options: Any) -> Any:
-    """Return a TCP store that does not wait for the other ranks."""
+    """Connect to a TCP store, or serve it, without a wait for the other ranks."""
     factory = getattr(distributed, "TCPStore")  # noqa: B009 - its stub does not export it
     return factory(host, port, num_ranks, timeout=_CONNECT_TIMEOUT, wait_for_workers=False, **options)
 
 
 def connect_all(comm: MPI.Comm, what: str, attempt: Callable[[], T], remedy: str = REMEDY) -> T:
-    """Return the result of ``attempt``.
+    """Call ``attempt`` on every rank of ``comm``, and return this rank's result.
 
-    Raise CommunicatorError, with ``what`` and ``remedy``, on all ranks if one attempt fails.
+    All ranks of ``comm`` must call this function. Raise CommunicatorError on all ranks if any attempt fails; its
+    message consists of ``what``, the errors by rank, and ``remedy``.
     """
 
     def failed(failures: Mapping[int, str]) -> CommunicatorError:
@@ -154,20 +159,22 @@ def connect_all(comm: MPI.Comm, what: str, attempt: Callable[[], T], remedy: str
 
 
 def interfaces() -> list[str]:
-    """Return the network interfaces that the user names; empty without any."""
+    """Return the names of the network interfaces in GLOO_SOCKET_IFNAME, or an empty list."""
     return [name for name in os.environ.get(INTERFACE_VARIABLE, "").split(",") if name]
 
 
 def own_address(num_nodes: int) -> str:
-    """Return an address of this host for ranks on ``num_nodes`` nodes.
+    """Return an address at which ranks on ``num_nodes`` nodes can reach this host.
 
-    It is the first of the following that exists:
+    This is the first of the following addresses that exists:
 
-    1. the address of the interface that the user names
-    2. loopback, on one node
+    1. the address of an interface in GLOO_SOCKET_IFNAME
+    2. loopback, if all ranks are on one node
     3. the address of the host name, unless it is loopback (the default of Debian), or no interface has it (NAT)
-    4. the address from which packets to other networks would leave
-    5. the address of the first interface
+    4. the source address of packets to other networks
+    5. the address of the first interface that other hosts may reach
+
+    If none exists, return the host name.
     """
     if named := next(filter(None, map(_of_interface, interfaces())), ""):
         return named
@@ -179,7 +186,7 @@ def own_address(num_nodes: int) -> str:
 
 
 def _addresses() -> Iterator[str]:
-    """Yield possible addresses of this host, the likeliest first."""
+    """Yield candidates for the address of this host, the best candidate first."""
     with contextlib.suppress(OSError):
         for *_, where in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
             yield str(where[0])
@@ -190,7 +197,7 @@ def _addresses() -> Iterator[str]:
 
 
 def _of_interface(name: str) -> str:
-    """Return the IPv4 address of an interface, or an empty text."""
+    """Return the IPv4 address of an interface, or ""."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
