@@ -1,27 +1,30 @@
-"""Flavour ``ring``: collectives of messages between pairs of ranks, for CPU tensors, within a node and across nodes.
+"""Flavour ``ring``: collectives that consist of messages between pairs of ranks, for CPU tensors, on one or many nodes.
 
 Collectives follow the plans of ``schedule.py``, which defines slice, chunk, round and step. This module transfers the
-data. A rank works on a few rounds alternately, so that while it adds the values of one round, the messages of the
-others are under way. Of a tensor of S bytes (the larger of input and output) each of P ranks sends:
+data. A rank works on a few rounds alternately, so that messages of the other rounds travel while the rank adds the
+values of one round. For a tensor of S bytes (the larger of input and output), each of P ranks sends:
 
 allreduce       2 S (P-1)/P   twice around the ring: reduce_scatter, then allgather
-reduce_scatter  S (P-1)/P     around the ring; every rank on the way adds its own values to a chunk
-allgather       S (P-1)/P     around the ring (on average, if the slices have unequal sizes)
-alltoall        S (P-1)/P     directly, with the ranks at distance 1, then 2, and so on
-broadcast       S             down a chain of all ranks, or in few chunks down a binomial tree, where some send more
-reduce          S             the same, upwards. With a reduce_scatter and a gather the root would get 2 S (P-1)/P
-                              bytes, and the root sets the pace. Through the chain it gets S
-gather, scatter S/P           directly, all of it to or from the root
+reduce_scatter  S (P-1)/P     around the ring; every rank that a chunk passes adds its own values
+allgather       S (P-1)/P     around the ring (on average, if the slices have different sizes)
+alltoall        S (P-1)/P     directly, to the ranks at distance 1, then 2, and so on
+broadcast       S             down a chain of all ranks; for few chunks down a binomial tree, where some ranks send more
+reduce          S             up a chain or a binomial tree, like a broadcast in reverse
+gather, scatter S/P           directly to or from the root
+
+Alternative for reduce: a reduce_scatter and a gather. It is not used because the root would receive 2 S (P-1)/P bytes,
+and so determine the time of the call. Through the chain the root receives only S bytes.
 
 The data travels in chunks of up to CHUNK_BYTES, and no message is longer than ``Tuning.message_bytes``. 16-bit floats
-are added as float32, and partial sums travel as float32 (``reductions.py``), which doubles the bytes of the
-reduce_scatter. Its first step around the ring sends 16 bits, because each rank sends its own values. Two ranks make no
-other step.
+are added as float32, and partial sums travel as float32 (``reductions.py``), which doubles the bytes of a
+reduce_scatter. The first step around the ring sends 16 bits, because each rank sends its own values. With two ranks
+this is the only step.
 
-One rank computes the total of an element, in an order that the plan fixes, and the others pass it on unchanged. So all
-ranks get the same bits, and so do two runs. In addition to the tensors, a reduction uses 2 * ROUNDS_UNDER_WAY *
-CHUNK_BYTES of memory for received chunks, which it keeps for the next reduction. If values travel in a different form
-than they are stored in, it uses about as much again for a short time. The other collectives need no memory.
+One rank computes the total of an element, in an order that the plan fixes, and the other ranks forward the total
+unchanged. So all ranks get the same bits, and repeated runs produce the same bits. In addition to the tensors, a
+reduction uses 2 * ROUNDS_UNDER_WAY * CHUNK_BYTES of memory for received chunks, and keeps this memory for the next
+reduction. If values are converted before they travel, a reduction temporarily uses about the same amount again. The
+other collectives need no additional memory.
 
 The ring is the algorithm of Baidu's and Horovod's allreduce and of TorchMPI's p2p collectives. No allreduce can send
 less: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
@@ -48,27 +51,33 @@ from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.core.tensors import copy_to
 
 CHUNK_BYTES = 512 << 10
-"""Largest chunk. A message costs 10 us in addition to its bytes, and more through TCP, where chunks of 128 KiB would
-take 50 % longer, and chunks of 256 KiB 20 %. Chunks of 1 MiB would save 3 % in shared memory and 7 % through TCP
-(allreduce of 16 and 64 MiB on 2 ranks). But half as many chunks overlap less, and fill a chain more slowly."""
+"""Maximum size of a chunk. Each message costs 10 us in addition to the transfer of its bytes, and more through TCP.
+
+Through TCP an allreduce with chunks of 128 KiB takes 50 % longer, and with chunks of 256 KiB 20 % longer. Chunks of
+1 MiB would save 3 % in shared memory and 7 % through TCP (allreduce of 16 and 64 MiB on 2 ranks). But there would be
+half as many chunks, which overlap less, and fill a chain more slowly.
+"""
 
 LEAST_CHUNK_BYTES = 64 << 10
 CHUNKS_OF_A_SLICE = 4
-"""Number of chunks of a slice that is too small for this number of CHUNK_BYTES: while one is added, others travel."""
+"""Number of chunks in a small slice, so that some chunks travel while the values of another chunk are added."""
 
 ROUNDS_UNDER_WAY = 3
-"""Number of rounds that a rank works on alternately. Within a node, where the receiver copies, it matters little.
-Through TCP 3 rounds save a tenth of the time of 1 round, and 4 save no more."""
+"""Number of rounds that a rank works on alternately.
+
+Within a node the number matters little, because the receiver copies the data. Through TCP 3 rounds save a tenth of the
+time of 1 round, and 4 rounds save no more than 3.
+"""
 
 
 class Ring(Flavour):
-    """Collectives of messages between pairs of ranks."""
+    """Collectives that consist of messages between pairs of ranks."""
 
     name = "ring"
     devices = frozenset({"cpu"})
 
     def walk(self, verb: str, channel: Channel, *arguments: Any) -> Walk:
-        """Carry out a collective in parts if its rounds have equally many steps on all ranks, else in one part."""
+        """Carry out a collective in parts if each round has the same number of steps on all ranks, else in one part."""
         of_verb: Any = {"allreduce": _allreduce, "reduce_scatter": _reduce_scatter, "allgather": _allgather}
         if verb not in of_verb:
             return super().walk(verb, channel, *arguments)
@@ -118,9 +127,9 @@ def _allreduce(channel: Channel, source: Tensor, destination: Tensor, op: str) -
     x, copies, bounds = reduction.x, _Copies(channel, out, out), slices(out.numel(), channel.size)
 
     def around_twice(pieces: list[Bounds]) -> Walk:
-        # Once around the ring every rank adds to each chunk, until its owner has the total ...
+        # First time around the ring: every rank adds its values to each chunk, until the owner has the total.
         yield from reduction.walk(schedule.reduce_scatter(me, pieces), out[slice(*pieces[me])], is_ring=True)
-        # ... and once more every rank passes the totals on, as bytes.
+        # Second time around the ring: every rank forwards the totals, as bytes.
         in_bytes = [(begin * x.itemsize, end * x.itemsize) for begin, end in pieces]
         yield from copies.walk(schedule.allgather(me, in_bytes))
 
@@ -147,42 +156,42 @@ def _reduce(channel: Channel, source: Tensor, destination: Tensor, op: str, root
         return reduction.alone(out)
     pieces = chunks(0, source.numel(), reduction.step([(0, source.numel())]))
     tree = schedule.tree(channel.rank, channel.size, root, len(pieces))
-    # Up the tree: a rank adds its values to the values of its children. Only root writes the total into ``out``.
+    # On the way up the tree, a rank adds its values to the values of its children. Only root writes into ``out``.
     return (reduction.walk(schedule.reduce(tree, piece), out[slice(*piece)] if is_root else None) for piece in pieces)
 
 
 def _allgather(channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> Iterable[Walk]:
-    copy_to(sizes.split(out)[channel.rank], x)  # ``out`` also receives the parts of the others, and sends them on
+    copy_to(sizes.split(out)[channel.rank], x)  # All parts are received into ``out`` and sent from it.
     rounds = schedule.rounds(in_order(sizes.num_bytes), _chunk_bytes(max(sizes.num_bytes)))
     return _Copies(channel, out, out).walks(schedule.allgather(channel.rank, pieces) for pieces in rounds)
 
 
 def _run(rounds: Iterable[Walk]) -> None:
-    """Carry out all rounds of a collective, some at a time."""
+    """Carry out all rounds of a collective, ROUNDS_UNDER_WAY of them alternately."""
     complete(schedule.in_turns(iter(rounds), ROUNDS_UNDER_WAY))
 
 
 class _Copies:
-    """Rounds whose messages carry plain bytes, sent from ``source`` and received into ``target``."""
+    """Rounds that send bytes from ``source``, and receive bytes into ``target``, without arithmetic."""
 
     def __init__(self, channel: Channel, source: Tensor, target: Tensor) -> None:
         self.comm = channel.mpi
-        self.tensors = source, target  # must live as long as a walk, because MPI has their addresses
+        self.tensors = source, target  # This keeps the tensors alive, because MPI uses their addresses.
         self.source, _ = mpi_buffers.raw(source)
         self.target, _ = mpi_buffers.raw(target)
 
     def walk(self, steps: Iterable[Step]) -> Walk:
-        """Post one round."""
+        """Carry out one round: post the messages of each step, and yield their requests."""
         for step in steps:
             yield post(self.comm, step, self.source[slice(*step.sent)], self.target[slice(*step.received)])
 
     def walks(self, plan: Iterable[Iterable[Step]]) -> Iterable[Walk]:
-        """Return the walks of all rounds."""
+        """Return one walk for each round of a plan."""
         return map(self.walk, plan)
 
 
 class _Reduction:
-    """Rounds whose messages carry partial results."""
+    """Rounds that send and receive partial results of a reduction."""
 
     def __init__(self, channel: Channel, source: Tensor, op: str) -> None:
         self.comm = channel.mpi
@@ -197,23 +206,25 @@ class _Reduction:
         return max(1, _chunk_bytes(longest * itemsize) // itemsize)
 
     def walk(self, steps: Sequence[Step], target: Tensor | None, *, is_ring: bool = False) -> Walk:
-        """Carry out one round. With ``target``, the last message completes the reduction, which is written there.
+        """Carry out one round. With ``target``, the last step completes the reduction, and the result is written there.
 
-        With ``is_ring``, all ranks send their own values in the first step, unconverted if that is shorter.
+        With ``is_ring``, all ranks send their own values in the first step, without a conversion if the converted
+        values would be longer.
 
-        Two buffers alternate. This rank adds its values to the message in one buffer, and sends the result from there.
-        Meanwhile the next message arrives in the other buffer.
+        Two buffers alternate. This rank adds its values to the message in one buffer, and sends the result from this
+        buffer, while the next message arrives in the other buffer.
         """
         how, incoming, other = self.how, self.pool.borrow(), self.pool.borrow()
         plain_target = target.view(how.dtype) if target is not None and how.is_plain else None
-        last_bounds, partial = NOTHING, self.x[:0]  # the elements that were added last, and their partial result
+        last_bounds, partial = NOTHING, self.x[:0]  # bounds and partial result of the elements added last
 
         def mine(bounds: Bounds) -> Tensor:
             return partial if bounds == last_bounds else how.partial(self.x[slice(*bounds)])
 
         as_it_is = is_ring and self.x.itemsize < how.dtype.itemsize
         for step in steps:
-            # Post both messages: send the partial result (in the first step this rank's own values), receive the next.
+            # Post both messages of the step. The rank sends its partial result, which in the first step consists of its
+            # own values, and receives the next partial result.
             begin, end = step.received
             sent, dtype = (self.x[slice(*step.sent)], self.x.dtype) if as_it_is else (mine(step.sent), how.dtype)
             chunk = incoming[: (end - begin) * dtype.itemsize].view(dtype)
@@ -225,7 +236,7 @@ class _Reduction:
                 out = plain_target if plain_target is not None and step is steps[-1] else chunk
                 last_bounds, partial = step.received, how.combine(mine(step.received), chunk, out=out)
             incoming, other = other, incoming
-        # The owner of the chunk has the reduction. Divide it for avg, and convert it to the dtype of the tensor.
+        # This rank has the complete reduction. Divide it for avg, and convert it to the dtype of the tensor.
         if target is not None and target.numel():
             result = how.result(partial, self.num_ranks, target.dtype)
             if plain_target is None:
@@ -233,23 +244,26 @@ class _Reduction:
         self.pool.unused += (incoming, other)
 
     def alone(self, out: Tensor) -> Iterable[Walk]:
-        """Reduce on a single rank, which needs no rounds."""
+        """Carry out the reduction for a channel of one rank. Return no rounds."""
         self.how.reduce([self.x], out)
         return ()
 
 
 class ChunkPool:
-    """Buffers of one chunk each, kept with a channel: to touch new memory costs as much as to receive into it."""
+    """Buffers of one chunk each, which a channel keeps for later calls.
+
+    The first access to new memory takes as long as the reception of a message of the same size.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self.num_bytes = max(_largest_chunk_bytes(), torch.complex128.itemsize)
         self.unused: list[Tensor] = []
 
     def borrow(self) -> Tensor:
-        """Return a buffer, which the borrower puts back into ``unused`` when no message uses it any more."""
+        """Return a buffer. The caller must append it to ``unused`` when no message uses it any more."""
         if self.unused:
             return self.unused.pop()
-        with torch.inference_mode(False):  # later calls outside of this mode use the buffer too
+        with torch.inference_mode(False):  # Later calls outside of this mode use the buffer too.
             return torch.empty(self.num_bytes, dtype=torch.uint8, device="cpu")
 
     def free(self) -> None:
@@ -259,7 +273,7 @@ class ChunkPool:
 def post(comm: MPI.Comm, step: Step, source: Any, target: Any) -> Requests:
     """Post the messages of a step, except empty ones, and return their requests."""
     requests = []
-    if len(target):  # the receive first, so that an arriving message finds its buffer
+    if len(target):  # Post the receive first, so that an arriving message finds its buffer.
         requests.append(comm.Irecv([target, MPI.BYTE], step.source, INTERNAL))
     if len(source):
         requests.append(comm.Isend([source, MPI.BYTE], step.to, INTERNAL))
@@ -267,7 +281,10 @@ def post(comm: MPI.Comm, step: Step, source: Any, target: Any) -> Requests:
 
 
 def _chunk_bytes(slice_bytes: int) -> int:
-    """Return the size of the chunks of slices; small slices have CHUNKS_OF_A_SLICE chunks, if these are not tiny."""
+    """Return the size of the chunks of a slice.
+
+    Small slices are cut into CHUNKS_OF_A_SLICE chunks, or into fewer if the chunks would be below LEAST_CHUNK_BYTES.
+    """
     share_bytes = -(-slice_bytes // CHUNKS_OF_A_SLICE // LEAST_CHUNK_BYTES) * LEAST_CHUNK_BYTES
     return min(_largest_chunk_bytes(), max(LEAST_CHUNK_BYTES, share_bytes))
 

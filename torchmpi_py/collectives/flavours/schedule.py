@@ -1,18 +1,21 @@
-"""Plans of which rank works on which elements, and when: arithmetic on integers, tested for 1 to 37 ranks in a process.
+"""Plans that determine when each rank works on which elements. They contain only integers and do not communicate.
+
+Tests therefore check the plans of 1 to 37 ranks in one process. The terms are:
 
 - *slice*: The part of a tensor that one rank owns.
-- *chunk*: A piece of a tensor or of a slice that a rank works on at a time. It stays in cache, or fits in a buffer or a
-  message. ``Bounds`` (begin, end) describe a chunk, which may be empty.
+- *chunk*: A piece of a tensor or of a slice that a rank processes at a time. The size is chosen to fit into a cache, a
+  buffer or a message. A chunk is described by ``Bounds`` (begin, end), and may be empty.
 - *tick*: In a pipeline, the time between two barriers.
 
-The plans of flavour ring determine which rank sends which elements to which rank:
+The plans of flavour ``ring`` determine which rank sends which elements to which rank:
 
-- *round*: The chunks with one number, one of each slice, on their way through the ranks. No round waits for another.
-- *step*: A rank's work at a time in a round. The rank posts one message to a rank and one from a rank, waits for both,
-  and uses the received data. Bounds refer to the memory from which the rank sends, or into which it receives. Empty
-  bounds need no message.
-- *tree*: The ranks through which data travels between the root and all others. In a *chain*, every rank has one child.
-  In a *binomial* tree, every rank that has the data at some time sends it to one more.
+- *round*: The transfer of one chunk of each slice through the ranks. Rounds are independent of each other.
+- *step*: A part of a round. The rank posts one send and one receive, waits for both, and uses the received data. The
+  bounds of a step refer to the memory from which the rank sends, or into which it receives. Empty bounds mean that
+  there is no message.
+- *tree*: The ranks through which data travels between the root and the other ranks. In a *chain*, every rank except the
+  last one has one child. In a *binomial* tree, every rank that has the data sends it to one more rank at a time, so that
+  the number of ranks with the data doubles.
 """
 
 from __future__ import annotations
@@ -25,31 +28,32 @@ from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
-ALIGNMENT = 64  # elements: two ranks never write into one cache line
+ALIGNMENT = 64  # Slice bounds are multiples of this number of elements, so that no two ranks write into one cache line.
 
 Bounds = tuple[int, int]  # begin, end
 NOTHING: Bounds = (0, 0)
-broken_off: list[object] = []  # messages that were under way when an error ended the work
+broken_off: list[object] = []  # walks that an error has interrupted, with the messages that were under way
 
 
 @functools.lru_cache(maxsize=1024)
 def slices(count: int, size: int) -> tuple[Bounds, ...]:
-    """Return ``count`` elements cut into ``size`` slices in order, as equal as the alignment permits."""
+    """Cut ``count`` elements into ``size`` consecutive slices, as equal as the alignment permits."""
     blocks = -(-count // ALIGNMENT)
     ends = [min(count, blocks * (rank + 1) // size * ALIGNMENT) for rank in range(size)]
     return tuple(zip([0, *ends], ends, strict=False))
 
 
 def chunks(begin: int, end: int, step: int) -> list[Bounds]:
-    """Return the range cut into pieces of ``step`` elements; the last piece may be shorter."""
+    """Cut the range from ``begin`` to ``end`` into chunks of ``step`` elements. The last chunk may be shorter."""
     return [(at, min(at + step, end)) for at in range(begin, end, step)]
 
 
 def pipeline(num_chunks: int, stages: Sequence[Callable[[int], None]], meet: Callable[[], None]) -> None:
-    """Take every chunk through all stages: in tick t stage s works on chunk t - s, and ``meet`` follows each tick.
+    """Take every chunk through all stages. In tick t stage s works on chunk t - s, and then all ranks call ``meet``.
 
-    A stage writes into one of two alternating buffers (chunk modulo 2). The next stage reads it one tick later, and it
-    is overwritten one tick after that. The ticks are num_chunks + len(stages) - 1, so ranks also meet without chunks.
+    ``meet`` is usually a barrier. A stage writes into one of two alternating buffers (chunk modulo 2). The next stage
+    reads the buffer one tick later, and the buffer is overwritten another tick later. There are num_chunks +
+    len(stages) - 1 ticks, so ranks call ``meet`` even without chunks.
     """
     for tick in range(num_chunks + len(stages) - 1):
         for depth, stage in enumerate(stages):
@@ -59,7 +63,10 @@ def pipeline(num_chunks: int, stages: Sequence[Callable[[int], None]], meet: Cal
 
 
 class Step(NamedTuple):
-    """A message to rank ``to`` with the elements ``sent``, and one from rank ``source`` for elements ``received``."""
+    """A message with the elements ``sent`` to rank ``to``, and a message for the elements ``received`` from ``source``.
+
+    The messages are posted at the same time.
+    """
 
     to: int
     sent: Bounds
@@ -68,23 +75,26 @@ class Step(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """The neighbours of a rank: ``parent``, which is None on the root, and ``children``, the largest subtree first."""
+    """The neighbours of a rank in a tree.
+
+    ``parent`` is None on the root. ``children`` begins with the root of the largest subtree.
+    """
 
     parent: int | None
     children: list[int]
 
 
 def rounds(bounds: Sequence[Bounds], step: int) -> Iterator[list[Bounds]]:
-    """Yield rounds: round k has the elements k * step to (k + 1) * step of every slice, as far as the slice goes."""
+    """Yield rounds. Round k consists of elements k * step to (k + 1) * step of every slice that has such elements."""
     longest = max(end - begin for begin, end in bounds)
     for at in range(0, longest, step):
         yield [(min(begin + at, end), min(begin + at + step, end)) for begin, end in bounds]
 
 
 def reduce_scatter(rank: int, pieces: Sequence[Bounds]) -> list[Step]:
-    """Return one round around the ring, P - 1 steps, after which this rank has the reduction of ``pieces[rank]``.
+    """Return the P - 1 steps of a round around the ring, after which this rank has the reduction of ``pieces[rank]``.
 
-    A chunk starts at the rank after its owner. Every rank on the way adds its own values to the received ones.
+    Each chunk starts at the rank after its owner. Every rank that the chunk passes adds its own values.
     """
     size = len(pieces)
     right, left = (rank + 1) % size, (rank - 1) % size
@@ -92,14 +102,17 @@ def reduce_scatter(rank: int, pieces: Sequence[Bounds]) -> list[Step]:
 
 
 def allgather(rank: int, pieces: Sequence[Bounds]) -> list[Step]:
-    """Return one round around the ring, P - 1 steps, in which each rank passes on the piece of the step before."""
+    """Return the P - 1 steps of a round around the ring, in which each rank forwards the piece it received last."""
     size = len(pieces)
     right, left = (rank + 1) % size, (rank - 1) % size
     return [Step(right, pieces[rank - s], left, pieces[rank - 1 - s]) for s in range(size - 1)]
 
 
 def alltoall(rank: int, size: int, length: int, step: int) -> Iterator[list[Step]]:
-    """Yield rounds of one step with the ranks at distance 1, 2, ..., so that no rank receives from two at a time."""
+    """Yield rounds of one step. They exchange data with the ranks at distance 1, then 2, and so on.
+
+    The distance is the same on all ranks, so that no rank receives from two ranks at a time.
+    """
     for distance in range(1, size):
         to, source = (rank + distance) % size, (rank - distance) % size
         for begin, end in chunks(0, length, step):
@@ -108,7 +121,10 @@ def alltoall(rank: int, size: int, length: int, step: int) -> Iterator[list[Step
 
 
 def gather(rank: int, root: int, bounds: Sequence[Bounds], step: int) -> Iterator[list[Step]]:
-    """Yield rounds of one step: every rank sends its slice, counted from 0, to root, which receives in rank order."""
+    """Yield rounds of one step, in which root receives the slices of the other ranks in rank order.
+
+    On ranks other than root, the bounds are relative to the start of the rank's own slice.
+    """
     for source, (begin, end) in enumerate(bounds):
         if source != root and rank in (source, root):
             for lower, upper in chunks(begin, end, step):
@@ -119,27 +135,30 @@ def gather(rank: int, root: int, bounds: Sequence[Bounds], step: int) -> Iterato
 
 
 def scatter(rank: int, root: int, bounds: Sequence[Bounds], step: int) -> Iterator[list[Step]]:
-    """Return rounds of one step, which reverse ``gather``: root sends every rank its slice."""
+    """Yield rounds of one step, in which root sends each other rank its slice. They reverse ``gather``."""
     return map(reversed_in_time, gather(rank, root, bounds, step))
 
 
 def broadcast(tree: Tree, piece: Bounds) -> list[Step]:
-    """Return the steps of one chunk down the tree."""
+    """Return this rank's steps for one chunk that travels down the tree."""
     received = [] if tree.parent is None else [Step(tree.parent, NOTHING, tree.parent, piece)]
     return received + [Step(child, piece, child, NOTHING) for child in tree.children]
 
 
 def reduce(tree: Tree, piece: Bounds) -> list[Step]:
-    """Return the steps of one chunk up the tree: each rank adds its values to those of its children, and sends on."""
+    """Return this rank's steps for one chunk that travels up the tree.
+
+    Each rank adds its values to the values of its children, and sends the sum to its parent.
+    """
     return reversed_in_time(broadcast(tree, piece))
 
 
 def tree(rank: int, size: int, root: int, num_chunks: int) -> Tree:
-    """Return this rank's place in the faster of the two trees.
+    """Return this rank's neighbours in the faster of the two trees, the chain and the binomial tree.
 
-    In units of one message's time, C chunks take C + P - 2 through the chain, whose ranks all send at the same time.
-    From the root of a binomial tree they take about C * ceil(log2(P)), because it sends every chunk to that many
-    children.
+    Let one message take time 1. Then C chunks take C + P - 2 through the chain, because all ranks of the chain send at
+    the same time. Through a binomial tree they take about C * ceil(log2(P)), because the root sends every chunk to
+    ceil(log2(P)) children.
     """
     depth = (size - 1).bit_length()
     kind = chain if num_chunks + size - 2 < num_chunks * depth else binomial
@@ -148,25 +167,31 @@ def tree(rank: int, size: int, root: int, num_chunks: int) -> Tree:
 
 
 def chain(place: int, size: int) -> Tree:
-    """Return the neighbours of a place in the chain 0, 1, ..., size - 1."""
+    """Return the neighbours of position ``place`` in the chain 0, 1, ..., size - 1."""
     return Tree(place - 1 if place else None, [place + 1] if place + 1 < size else [])
 
 
 def binomial(place: int, size: int) -> Tree:
-    """Return the neighbours of a place in the binomial tree with root 0, where a parent's number has one bit less."""
+    """Return the neighbours of position ``place`` in the binomial tree with root 0.
+
+    A parent's number is the child's number without its lowest bit.
+    """
     lowest_bit = place & -place if place else 1 << (size - 1).bit_length()
     distances = [1 << bit for bit in reversed(range(lowest_bit.bit_length() - 1))]
     return Tree(place - lowest_bit if place else None, [place + d for d in distances if place + d < size])
 
 
 def reversed_in_time(steps: Sequence[Step]) -> list[Step]:
-    """Return the steps in reverse order, with sending and receiving exchanged: a gather becomes a scatter."""
+    """Return the steps in reverse order, with sends and receives exchanged. So a gather becomes a scatter."""
     return [Step(s.source, s.received, s.to, s.sent) for s in reversed(steps)]
 
 
 @contextmanager
 def kept_from(under_way: object) -> Iterator[None]:
-    """Keep ``under_way`` alive for ever if an error, or GeneratorExit, ends the block: MPI may still write there."""
+    """Keep ``under_way`` alive for ever if an error, or GeneratorExit, ends the block.
+
+    MPI may still read or write the memory of these messages.
+    """
     try:
         yield
     except BaseException:
@@ -175,11 +200,12 @@ def kept_from(under_way: object) -> Iterator[None]:
 
 
 def in_turns(rounds: Iterable[Iterator[T]], limit: int) -> Iterator[T]:
-    """Advance up to ``limit`` iterators alternately, the oldest first; when one ends, the next one begins.
+    """Advance up to ``limit`` iterators alternately, the oldest first. When one ends, start the next one of ``rounds``.
 
-    The caller waits for the values that an iterator yields. The function yields each value in the next turn of its
-    iterator, just before the iterator is resumed. Rounds of equal length reach their n-th steps in the same order on
-    all ranks. So two ranks agree on the order of their messages, and one tag is enough.
+    The values of the iterators are pending requests, for which the caller waits. Each value is yielded only when it is
+    the turn of its iterator again, just before the iterator is resumed, so that the requests of several iterators are
+    pending at a time. Rounds of equal length reach their n-th steps in the same order on all ranks. So any two ranks
+    agree on the order of their messages, and one tag is enough.
     """
     waiting = iter(rounds)
     active: collections.deque[tuple[Iterator[T], T]] = collections.deque()
