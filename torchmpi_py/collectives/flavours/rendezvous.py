@@ -54,9 +54,9 @@ def open_store(channel: Channel, who: str, *, is_lazy: bool = False) -> Any:
     Rank 0 must be the last rank to free the store, because rank 0 may be its server. Raise CommunicatorError on every
     rank if the store cannot be opened; the message begins with ``who``, the caller's name.
 
-    If rank 0 passes ``is_lazy`` and there are more than 1,024 ranks, the store is *lazy*: the other ranks connect when
-    they first use it, because the program may never need these connections. ``newest_lazy_store`` keeps a lazy store
-    alive, because C++ does not.
+    If rank 0 passes ``is_lazy`` and there are more than 1,024 ranks, the store is *lazy*. The other ranks connect when
+    they first use a lazy store, because the program may never need these connections. ``newest_lazy_store`` keeps the
+    lazy store alive, because C++ does not.
     """
     if (path := _shared_file(channel)) is not None:
         store = getattr(distributed, "FileStore")(path, channel.size)  # noqa: B009 - its stub does not export it

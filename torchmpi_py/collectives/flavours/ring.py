@@ -5,10 +5,11 @@ data. A rank works on a few rounds alternately, so that messages of the other ro
 values of one round. For a tensor of S bytes (the larger of input and output), each of P ranks sends:
 
 allreduce       2 S (P-1)/P   twice around the ring: reduce_scatter, then allgather
-reduce_scatter  S (P-1)/P     around the ring; every rank that a chunk passes adds its own values
+reduce_scatter  S (P-1)/P     around the ring, where every rank that a chunk passes adds its own values
 allgather       S (P-1)/P     around the ring (on average, if the slices have different sizes)
 alltoall        S (P-1)/P     directly, to the ranks at distance 1, then 2, and so on
-broadcast       S             down a chain of all ranks; for few chunks down a binomial tree, where some ranks send more
+broadcast       S             down a chain of all ranks, or for few chunks down a binomial tree, where some ranks send
+                              more
 reduce          S             up a chain or a binomial tree, like a broadcast in reverse
 gather, scatter S/P           directly to or from the root
 

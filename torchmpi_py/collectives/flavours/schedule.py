@@ -14,7 +14,7 @@ The plans of flavour ``ring`` determine which rank sends which elements to which
   bounds of a step refer to the memory from which the rank sends, or into which it receives. Empty bounds mean that
   there is no message.
 - *tree*: The ranks through which data travels between the root and the other ranks. In a *chain*, every rank except the
-  last one has one child. In a *binomial* tree, every rank that has the data sends it to one more rank at a time, so that
+  last one has one child. In a *binomial* tree, every rank with the data sends it to one more rank at a time, so that
   the number of ranks with the data doubles.
 """
 
@@ -202,10 +202,10 @@ def kept_from(under_way: object) -> Iterator[None]:
 def in_turns(rounds: Iterable[Iterator[T]], limit: int) -> Iterator[T]:
     """Advance up to ``limit`` iterators alternately, the oldest first. When one ends, start the next one of ``rounds``.
 
-    The values of the iterators are pending requests, for which the caller waits. Each value is yielded only when it is
-    the turn of its iterator again, just before the iterator is resumed, so that the requests of several iterators are
-    pending at a time. Rounds of equal length reach their n-th steps in the same order on all ranks. So any two ranks
-    agree on the order of their messages, and one tag is enough.
+    The values of the iterators are pending requests, for which the caller waits. A value is yielded only when its
+    iterator has the next turn, just before the iterator is resumed. So the requests of several iterators are pending at
+    a time. Rounds of equal length reach their n-th steps in the same order on all ranks. So any two ranks agree on the
+    order of their messages, and one tag is enough.
     """
     waiting = iter(rounds)
     active: collections.deque[tuple[Iterator[T], T]] = collections.deque()

@@ -1,16 +1,17 @@
-"""Flavour ``staged``: GPU tensors through pinned host memory, where a flavour for CPU tensors does the work.
+"""Flavour ``staged``: GPU tensors are copied to pinned host memory, where a flavour for CPU tensors does the work.
 
-The work is done in chunks of ``Tuning.gpu_chunk_bytes``. While the ranks' processors work on chunk k, chunk k+1 is
-copied down from the GPU, and chunk k-1 is copied up to it, on a stream each. The flavour serves GPUs of any kind and
-number, on any number of nodes. An allreduce of S bytes copies S bytes per rank down, and S bytes up. Messages between
-two ranks travel in one piece, so that a GPU tensor can match a CPU tensor. Calls return when the last copy up is
-queued, ordered in the caller's stream.
+The work is done in chunks of ``Tuning.gpu_chunk_bytes``. While the CPUs work on chunk k, chunk k+1 is copied down from
+the GPU, and chunk k-1 is copied up to the GPU. Each direction has its own stream. The flavour serves all GPUs that
+torch supports, on any number of nodes. An allreduce of S bytes copies S bytes per rank down, and S bytes up. Messages
+between two ranks travel in one piece, so that a GPU tensor can match a CPU tensor. A call returns when the last copy to
+the GPU has been queued. Later work in the caller's stream waits for this copy.
 
-Three *slots* alternate, each with one part for inputs and one for results. A slot is filled again only after its
-results have been copied up. The slots lie in symmetric memory, which CUDA can pin. If the host's flavour reduces this
-memory in place, a chunk is copied only twice, down and up.
+Three *slots* alternate. Each slot has one part for inputs and one part for results. A slot is filled again only after
+its results have been copied to the GPU. The slots are in symmetric memory, or in ordinary memory if the ranks cannot
+share memory, and CUDA pins them. If the CPU flavour reduces the slots in place, a chunk is copied only twice, down and
+up.
 
-Alternative: pass GPU memory to MPI. It is not used here, because it needs a CUDA-aware MPI.
+Alternative: pass GPU memory to MPI. It is not used here because it needs a CUDA-aware MPI.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ GIVEN, RECEIVED = 0, 1
 
 
 class Staged(Flavour):
-    """Collectives through the host; ``inners`` are the flavours for CPU tensors, each with its smallest chunk in bytes.
+    """Collectives of GPU tensors through the host.
 
-    The first flavour that can serve a chunk does so. ``point`` carries messages between two ranks.
+    ``inners`` lists (flavour for CPU tensors, smallest chunk in bytes for this flavour). The first flavour that can
+    serve a chunk is used. ``point`` is the flavour that carries messages between two ranks.
     """
 
     name = "staged"
@@ -49,7 +51,7 @@ class Staged(Flavour):
     ) -> None:
         self.inners = inners
         self.point = point
-        self.devices = frozenset(devices)  # type: ignore[misc]  # tests use the flavour on the host
+        self.devices = frozenset(devices)  # type: ignore[misc]  # Tests use the flavour on the host.
 
     def missing(self, device: str) -> str:
         if device != "cuda" or torch.cuda.is_available():
@@ -57,7 +59,7 @@ class Staged(Flavour):
         return f"torch {torch.__version__} sees no CUDA device"
 
     def bind(self, plan: Plan) -> tuple[Callable[..., Any], Post | None]:
-        """Post messages between two ranks, and leave the rest to the communication thread."""
+        """Return (work, post) of a plan; ``post`` is only for send and recv."""
         work, post = super().bind(plan)
         if plan.name in ("send", "recv"):
             post = functools.partial(_post_on_host, self.point.bind(plan)[1])  # type: ignore[arg-type]
@@ -96,8 +98,9 @@ class Staged(Flavour):
     ) -> None:
         """Carry out a collective that treats each column separately.
 
-        ``rows`` has one row, or one row per rank. With one row, the result replaces the input in the slot. ``gives``
-        says whether this rank's values are copied to the host, and ``takes`` whether its result is copied back.
+        ``rows`` has one row, or one row per rank. In allreduce, reduce and broadcast the result replaces the input in
+        the slot. If ``gives`` is true, this rank's values are copied to the host. If ``takes`` is true, the result is
+        copied to this rank's GPU.
         """
         slots, is_in_place = _slots(channel, rows), verb in ("allreduce", "reduce", "broadcast")
         pieces = chunks(0, rows.shape[1], max(1, slots.chunk_bytes // (rows.shape[0] * rows.itemsize)))
@@ -179,7 +182,7 @@ class Staged(Flavour):
         x.copy_(host)
 
     def _inner(self, verb: str, channel: Channel, num_bytes: int) -> Flavour:
-        """Return the flavour that does the work on the host."""
+        """Return the flavour that does the work of a chunk of ``num_bytes`` on the host."""
         return next(
             flavour
             for flavour, least_bytes in self.inners
@@ -191,7 +194,7 @@ class Staged(Flavour):
 
 
 class HostSlots:
-    """The slots for the tensors of a channel's ranks on ``device``; kept with the channel."""
+    """This rank's slots for tensors on ``device``. The channel keeps this object between calls."""
 
     def __init__(self, channel: Channel, device: torch.device) -> None:
         self.chunk_bytes = config.current.gpu_chunk_bytes
@@ -201,7 +204,7 @@ class HostSlots:
         host = torch.device("cpu")
         try:
             self._memory = symmetric.memory(channel, num_bytes, host)
-        except Unavailable:  # on every rank
+        except Unavailable:  # Every rank raises it.
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=host)
         self._device.pin(self._memory)
         self._down, self._up = self._device.stream(), self._device.stream()
@@ -209,7 +212,7 @@ class HostSlots:
         self._left = [self._device.event() for _ in range(NUM_SLOTS)]
 
     def part(self, chunk: int, which: int, dtype: torch.dtype, count: int) -> Tensor:
-        """Return the flat memory for the input of a chunk (GIVEN), or for a result in separate memory (RECEIVED)."""
+        """Return ``count`` elements of a chunk's slot: of the part for inputs (GIVEN), or for results (RECEIVED)."""
         begin = (2 * (chunk % NUM_SLOTS) + which) * self._part_bytes
         return self._memory[begin : begin + count * dtype.itemsize].view(dtype)
 
@@ -220,21 +223,21 @@ class HostSlots:
         work: Callable[[int], object],
         put: Callable[[int], object],
     ) -> None:
-        """Copy chunks down (``fetch``), work on them on the host (``work``), and copy results up (``put``).
+        """Copy each chunk down (``fetch``), process it on the host (``work``), and copy its result up (``put``).
 
-        The current stream orders the copies. Work that is queued after this call sees the results; the host does not
-        wait for the last copies up.
+        The copies wait for earlier work in the current stream, and later work in this stream waits for the copies. The
+        host does not wait for the last copies up.
         """
         current, begin = self._device.current(), self._device.event()
         begin.record(current)
-        self._down.wait_event(begin)  # a copy up follows its copy down, so only ``_down`` has to wait
+        self._down.wait_event(begin)  # Only ``_down`` must wait, because a copy up follows its copy down.
         for chunk in range(num_chunks + 1):
-            if chunk < num_chunks:  # the copy of the next chunk from the GPU starts ...
+            if chunk < num_chunks:  # Start the copy of the next chunk from the GPU.
                 with self._device.on(self._down):
                     self._down.wait_event(self._left[chunk % NUM_SLOTS])
                     fetch(chunk)
                     self._came[chunk % NUM_SLOTS].record(self._down)
-            if chunk > 0:  # ... while the host works on the chunk before, and starts its copy to the GPU
+            if chunk > 0:  # During this copy, work on the previous chunk, and start the copy of its result to the GPU.
                 before = chunk - 1
                 self._came[before % NUM_SLOTS].synchronize()
                 work(before)
@@ -245,7 +248,7 @@ class HostSlots:
             current.wait_event(event)
 
     def free(self) -> None:
-        """Wait for the copies under way, and release the memory."""
+        """Wait until all copies are complete, and release the slots."""
         self._device.synchronize()
         self._device.unpin(self._memory)
         del self._memory
@@ -257,7 +260,10 @@ def _slots(channel: Channel, x: Tensor) -> HostSlots:
 
 
 def _post_on_host(post: Post, operation: Operation[Any]) -> Handle[Any]:
-    """Post a message from, or to, a copy on the host. Before a send, the host waits until it has the values."""
+    """Post a send or a recv of ``operation`` with a copy of the tensor on the host.
+
+    Before a send, the host waits until the copy is complete.
+    """
     (x,), is_send = operation.arguments, operation.plan.name == "send"
     host, device = _on_host(x), devices.of(x.device)
     launched = device.event()
@@ -267,7 +273,7 @@ def _post_on_host(post: Post, operation: Operation[Any]) -> Handle[Any]:
 
     def conclude(_: object) -> Any:
         if not is_send:
-            device.current().wait_event(launched)  # the current stream may belong to another thread than the launch
+            device.current().wait_event(launched)  # The current stream may differ from the one at the launch.
             x.copy_(host)
         return operation.target if operation.conclude is None else operation.conclude(None)
 
@@ -275,5 +281,5 @@ def _post_on_host(post: Post, operation: Operation[Any]) -> Handle[Any]:
 
 
 def _on_host(x: Tensor) -> Tensor:
-    """Return host memory for a copy of ``x``."""
+    """Return new host memory for a copy of ``x``, pinned if ``x`` is on a GPU."""
     return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)

@@ -1,15 +1,17 @@
 """Flavours ``gloo`` and ``nccl``: collectives of torch.distributed.
 
-``gloo`` serves CPU tensors, to compare the other flavours with. ``nccl`` serves GPU tensors, if each rank has its own
-GPU. Each flavour has its own process groups, one per channel, made on first use, so that a program's use of
-torch.distributed is not affected. ``rendezvous.py`` opens a store, through which the library connects the ranks. Calls
-of NCCL return after they have put their work on the current stream; calls of gloo return when the work is done.
+``gloo`` serves CPU tensors, mainly for comparison with the other flavours. ``nccl`` serves GPU tensors if each rank has
+its own GPU. The first use of a flavour on a channel creates a process group for this channel, so that a program's own
+use of torch.distributed is not affected. ``rendezvous.py`` opens a store, through which the library connects the ranks.
+Calls of NCCL return after they have queued their work on the current stream; calls of gloo return when the work is
+done.
 
-A library supports few dtypes and few ops. Values travel in the form that ``reductions.py`` gives them, but 16-bit
-integers as 32 bits, and complex numbers as pairs. Scratch memory is as long as the tensor. For other reductions, such
-as products of complex numbers and, with NCCL, bitwise ops, the ranks gather bytes and reduce here, in rank order. Data
-that is only moved travels as bytes. Each element is reduced on one rank and passed on, or by all ranks in the same
-order, so all ranks get the same bits. Empty tensors are not sent.
+Both libraries support only some dtypes and ops. Values travel in the encoding of ``reductions.py``, except that 16-bit
+integers travel as 32 bits, and complex numbers as pairs of real numbers. These conversions need scratch memory for the
+whole tensor. For ops that the library lacks, such as products of complex numbers, or bitwise ops with NCCL, the ranks
+gather the data as bytes and reduce it in this process, in rank order. Data that is only moved travels as bytes. All
+ranks get the same bits, because each element is either reduced on one rank only, or on all ranks in the same order.
+Empty tensors are not sent.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from torchmpi_py.memory import gpus
 _WIDER = {torch.int16: torch.int32}
 _ARITHMETIC = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
 _BITWISE = {"band": "BAND", "bor": "BOR", "bxor": "BXOR"}
-_OPERATION_TIMEOUT = dt.timedelta(minutes=30)  # torch's own default for gloo, because other ranks may be computing
+_OPERATION_TIMEOUT = dt.timedelta(minutes=30)  # This is torch's default for gloo. Other ranks may be computing.
 _OPTIONS = {
     "_allgather_base": "AllgatherOptions",
     "_reduce_scatter_base": "ReduceScatterOptions",
@@ -46,7 +48,10 @@ _OPTIONS = {
 
 
 class ProcessGroupOfTorch:
-    """A flavour's process group of the ranks of a channel, kept with the channel; its construction is collective."""
+    """A flavour's process group for the ranks of a channel. All ranks of the channel must construct it together.
+
+    The channel keeps this object between calls.
+    """
 
     def __init__(self, channel: Channel, flavour: TorchGroup) -> None:
         self._mpi, self._name, self._close = channel.mpi, flavour.name, flavour.close
@@ -56,23 +61,23 @@ class ProcessGroupOfTorch:
         self._group = rendezvous.connect_all(channel.mpi, what, connect, flavour.remedy)
 
     def run(self, call: str, *arguments: object, **fields: object) -> None:
-        """Carry out the collective ``call`` of torch.distributed, whose options have these ``fields``."""
+        """Carry out the collective ``call`` of torch.distributed; ``fields`` are set in the options of the call."""
         options = getattr(distributed.distributed_c10d, _OPTIONS[call])()
-        if hasattr(options, "asyncOp"):  # without this, and in older torch, NCCL uses its own stream
+        if hasattr(options, "asyncOp"):  # With asyncOp, and in older versions of torch, NCCL uses its own stream.
             options.asyncOp = False
         for field, value in fields.items():
             setattr(options, field, value)
         try:
             work = getattr(self._group, call)(*arguments, options)
-            if work is not None:  # work on the current stream returns None, and needs no wait
+            if work is not None:  # For work on the current stream the call returns None, and no wait is needed.
                 work.wait()
         except RuntimeError as error:
             raise CommunicatorError(
-                f"{self._name}'s {call} failed: {error}. Did every rank call it with the same sizes?"
+                f"flavour {self._name}: {call} failed: {error}; check that all ranks pass tensors of the same size"
             ) from error
 
     def free(self) -> None:
-        """End the threads and close the connections when no rank uses them any more; rank 0 closes the store last."""
+        """End the library's threads and connections on all ranks. Rank 0 is the last rank to close the store."""
         self._close(self._group, self._mpi)
         self._mpi.Barrier()
         self._group = None
@@ -83,19 +88,19 @@ class ProcessGroupOfTorch:
 
 
 class TorchGroup(Flavour):
-    """The common base of flavours gloo and nccl."""
+    """The common base of flavours ``gloo`` and ``nccl``."""
 
     ops: ClassVar[dict[str, str]]
-    """The ops that the library supports on real numbers of 8, 32 and 64 bits, with the library's names."""
+    """The library's names of the ops that it supports on real numbers of 8, 32 and 64 bits."""
     remedy: ClassVar[str]
-    """The advice to the user if ``connect`` fails."""
+    """Advice for the user, for the error message if ``connect`` fails."""
 
     def connect(self, store: Any, channel: Channel) -> Any:
         """Return the ProcessGroup, or Backend, of torch.distributed for the ranks of the channel."""
         raise NotImplementedError
 
     def close(self, group: Any, comm: MPI.Comm) -> None:
-        """Prepare the process group for its end. Collective; the default does nothing."""
+        """Prepare the process group for its end. All ranks of ``comm`` must call it. The default does nothing."""
 
     def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
         if x.numel():
@@ -115,7 +120,7 @@ class TorchGroup(Flavour):
         if not x.numel():
             return
         if self._knows(how):
-            # A rank without a result needs memory too, because gloo writes its partial sums there.
+            # Ranks that get no result need an output tensor too, because gloo writes partial sums into it.
             total, reduce_op = _start(how, x, torch.empty_like(x) if out is None else out), self._op(how)
             if root is None:
                 self._group(channel).run("allreduce", [_pairs(total)], reduceOp=reduce_op)
@@ -160,14 +165,14 @@ class TorchGroup(Flavour):
         if sizes.are_equal and x.numel():
             parts = [] if out is None else [list(torch.split(_bytes(out), sizes.num_bytes))]
             self._group(channel).run("gather", parts, [_bytes(x)], rootRank=root)
-        elif any(sizes.num_bytes):  # alltoall accepts unequal parts; only the parts for root are not empty
+        elif any(sizes.num_bytes):  # Unlike gather, alltoall accepts unequal parts. All parts except root's are empty.
             received = x.new_empty(0, dtype=torch.uint8) if out is None else _bytes(out)
             expected = [0] * channel.size if out is None else sizes.num_bytes
             sent = [x.nbytes if rank == root else 0 for rank in range(channel.size)]
             self._group(channel).run("alltoall_base", received, _bytes(x), expected, sent)
 
     def _group(self, channel: Channel) -> ProcessGroupOfTorch:
-        """Return the process group of a channel. Collective at the first call."""
+        """Return the process group of a channel. All ranks of the channel must make the first call together."""
         return channel.keep(self.name, lambda made: ProcessGroupOfTorch(made, self))
 
     def _knows(self, how: Kernel) -> bool:
@@ -175,12 +180,12 @@ class TorchGroup(Flavour):
         return how.op in self.ops and not (how.dtype.is_complex and how.op == "prod")
 
     def _op(self, how: Kernel) -> object:
-        """Return torch's op for the reduction ``how``."""
+        """Return torch's ReduceOp for the reduction ``how``."""
         return getattr(distributed.ReduceOp, self.ops[how.op])
 
 
 class Gloo(TorchGroup):
-    """torch.distributed's gloo. Old versions have no reduce_scatter, so each rank gets its slices by alltoall."""
+    """torch.distributed's gloo. A reduce_scatter is an alltoall and a local reduction, because old versions lack it."""
 
     name = "gloo"
     devices = frozenset({"cpu"})
@@ -199,11 +204,11 @@ class Gloo(TorchGroup):
 
     def missing(self, device: str) -> str:
         has_gloo = distributed.is_available() and distributed.is_gloo_available()
-        return "" if has_gloo else "this torch was built without gloo; install one from pip"
+        return "" if has_gloo else "this torch was built without gloo; install torch from pip, which contains gloo"
 
 
 class Nccl(TorchGroup):
-    """torch.distributed's NCCL. Results are ordered on the current stream; the host does not wait for them."""
+    """torch.distributed's NCCL. Calls queue their work on the current stream, and the host does not wait for it."""
 
     name = "nccl"
     devices = frozenset({"cuda"})
@@ -211,14 +216,17 @@ class Nccl(TorchGroup):
     remedy = "Set NCCL_DEBUG=INFO to see NCCL's own messages"
 
     def connect(self, store: Any, channel: Channel) -> Any:
-        """Make a group of ranks that each have a GPU of their own; NCCL connects them in the first call."""
+        """Create the process group. NCCL connects the ranks in the first call. Each rank needs its own GPU."""
         factory: Any = distributed.ProcessGroupNCCL
         options = factory.Options()
         options._timeout = _OPERATION_TIMEOUT
         return factory(store, channel.rank, channel.size, options)
 
     def close(self, group: Any, comm: MPI.Comm) -> None:
-        """Close NCCL's connections, after all GPUs have finished: older torch aborts what still runs."""
+        """Close NCCL's connections after all GPUs have finished.
+
+        Older versions of torch abort unfinished work.
+        """
         torch.cuda.synchronize()
         comm.Barrier()
         shut_down = getattr(group, "shutdown", None) or getattr(group, "_shutdown", None)  # torch 2.4, 2.5
@@ -227,7 +235,7 @@ class Nccl(TorchGroup):
 
     def missing(self, device: str) -> str:
         if not (distributed.is_available() and distributed.is_nccl_available()):
-            return "this torch was built without NCCL; install one with CUDA from pip"
+            return "this torch was built without NCCL; install torch with CUDA from pip"
         if not torch.cuda.is_available():
             return f"torch {torch.__version__} sees no CUDA device"
         return "" if gpus.table() is not None else "no GPU is assigned to the ranks; call mpi.start(with_cuda=True)"
@@ -235,13 +243,13 @@ class Nccl(TorchGroup):
     def refuses(self, channel: Channel) -> str:
         table, ranks_of = gpus.table(), dict[str, list[int]]()
         if table is None:
-            return ""  # ``missing`` says why
+            return ""  # ``missing`` returns the reason.
         for rank, place in enumerate(channel.places):
             ranks_of.setdefault(table[place], []).append(rank)
         for gpu, ranks in ranks_of.items():
             if len(ranks) > 1:
                 named = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-                return f"ranks {named} share {gpu}; NCCL needs one GPU per rank, flavours cudaipc and staged do not"
+                return f"ranks {named} share {gpu}; NCCL needs one GPU per rank, so use flavour cudaipc or staged"
         return ""
 
     def reduce_scatter(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
@@ -261,12 +269,15 @@ def _wire_dtype(how: Kernel) -> torch.dtype:
 
 
 def _is_as_it_lies(how: Kernel) -> bool:
-    """Return whether the library can reduce the tensor's memory without a conversion."""
+    """Return whether the library can reduce the tensor in its memory, without a conversion."""
     return how.is_plain and how.dtype not in _WIDER
 
 
 def _start(how: Kernel, x: Tensor, out: Tensor) -> Tensor:
-    """Return the tensor for the library to reduce in place: ``x`` in its wire form, in ``out`` if it needs no other."""
+    """Return a tensor with the values of ``x`` in their wire form, which the library then reduces in place.
+
+    The tensor is ``out`` if no conversion is needed.
+    """
     if not _is_as_it_lies(how):
         return how.partial(x).to(_wire_dtype(how))
     if out.data_ptr() != x.data_ptr():
@@ -275,17 +286,17 @@ def _start(how: Kernel, x: Tensor, out: Tensor) -> Tensor:
 
 
 def _finish(how: Kernel, total: Tensor, num_ranks: int, out: Tensor) -> None:
-    """Convert the library's result, and write it to ``out`` if it is not there."""
+    """Convert the library's result, and copy it into ``out`` unless it is there already."""
     result = how.result(total.to(how.dtype), num_ranks, out.dtype)
     if result.data_ptr() != out.data_ptr():
         out.copy_(result)
 
 
 def _pairs(x: Tensor) -> Tensor:
-    """Return complex numbers as pairs of real ones, and other tensors unchanged."""
+    """Return a view of complex numbers as pairs of real numbers; return other tensors unchanged."""
     return torch.view_as_real(x).view(-1) if x.is_complex() else x
 
 
 def _bytes(x: Tensor) -> Tensor:
     """Return the bytes of a flat tensor."""
-    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # one element is flat with any stride
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # A tensor of one element is flat whatever its stride.
