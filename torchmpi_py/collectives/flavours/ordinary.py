@@ -47,7 +47,7 @@ def gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, counts: list[
 
 
 def exchange(node: NodeGroup, wanted: Exchange, headers: Headers) -> None:
-    """Send a row of each rank's tensor to each rank."""
+    """Carry out an ``Exchange``: send one row from each rank to each rank."""
     ways = [partial(staging.exchange, node, wanted)]
     if headers.read_at is not None:
         ways.append(partial(single_copy.exchange, node, wanted, headers.read_at))

@@ -1,13 +1,13 @@
 """Flavour ``shared``: collectives through memory that all ranks of a node map.
 
-On symmetric tensors the ranks work in place (``two_shot.py``). A rank reads data that is only moved directly from the
-rank that has it. Other tensors go through the staging slots of the channel, or the kernel copies them from the memory
-of one rank into the memory of another (``ordinary.py``). The headers of the ranks decide between these cases
-(``node_group.py``). If the results of an allreduce are symmetric but its inputs are not, ranks copy the slices of their
-inputs that others own into their results. Any other mixture is treated as ordinary tensors.
+On symmetric tensors the ranks work in place: they reduce as in ``two_shot.py``, and in the other collectives each rank
+reads directly from its peers' tensors. Other tensors are copied through the slots of the channel, or the kernel copies
+them from one rank's memory into another rank's memory (``ordinary.py``). The ranks' headers determine which case
+applies (``node_group.py``). If the results of an allreduce are symmetric but its inputs are not, each rank first copies
+the slices of its input that its peers own into its result. Any other mixture is treated as ordinary tensors.
 
-Alternative: MPI's own shared memory. The selector uses it for small tensors. For large tensors this flavour is faster,
-because it works in place, or copies each byte fewer times.
+Alternative: flavour ``mpi``, which also uses shared memory within a node. The selector uses it for small tensors. For
+large tensors this flavour is faster, because it works in place, or copies each byte fewer times.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Shared(Flavour):
         if plan.method != "allreduce":
             return work, post
 
-        # The node group may be new, and making it is collective. So the first call makes it, not ``bind``.
+        # All ranks must create the node group together. So the first call creates it, not ``bind``.
         def first(source: Tensor, destination: Tensor) -> None:
             node = _node(plan.comm.direct)
             plan.work = prepared_allreduce.of(node, destination, *plan.others).run
@@ -60,10 +60,10 @@ class Shared(Flavour):
         prepared_allreduce.of(_node(channel), destination, op).run(source, destination)
 
     def allreduce_adopting(self, channel: Channel, x: Tensor, op: str) -> None:
-        """Carry out an allreduce in place on a tensor that is used repeatedly, and whose memory the package may move.
+        """Carry out an in-place allreduce of a tensor that is used repeatedly, and whose memory the package may move.
 
-        If all ranks make this call, and no rank's tensor has moved before, they move their tensors into memory that all
-        of them map (``symmetric.adopt``).
+        If all ranks make this call, and no rank's tensor has been moved before, the ranks first move their tensors into
+        files that all of them map (``symmetric.adopt``).
         """
         prepared_allreduce.of(_node(channel), x, op).run_adopting(x.view(-1))
 
@@ -128,7 +128,7 @@ class Shared(Flavour):
 
 
 def _gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, sizes: Sizes) -> None:
-    """Copy every rank's ``x`` into its part, on ranks with ``parts``."""
+    """Copy rank r's ``x`` into ``parts[r]`` on every rank that passes ``parts``."""
     x = x.view(-1)
     counts = [num_bytes // x.itemsize for num_bytes in sizes.num_bytes]
     flat = None if parts is None else [part.view(-1) for part in parts]
@@ -143,5 +143,5 @@ def _gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, sizes: Sizes
 
 
 def _node(channel: Channel) -> NodeGroup:
-    """Return the node group of a channel. Collective at the first call."""
+    """Return the node group of a channel. All ranks of the channel must make the first call together."""
     return channel.keep(NodeGroup, NodeGroup)

@@ -1,12 +1,14 @@
-"""Collectives within a node that read ordinary tensors directly from the memory of the peers (``peer_memory.py``).
+"""Collectives within a node that read ordinary tensors directly from the peers' memory (``peer_memory.py``).
 
-The kernel copies each byte once, into the reader's own memory. This needs no slots, and few barriers. Reading a page in
-this way costs more than reading a page of shared memory. But slots cost still more if the cores of two ranks share no
-cache. Then a store into memory that the peer has read waits until the peer's cache has released it.
+The kernel copies each byte once, into the memory of the rank that reads. This needs no slots, and few barriers.
 
-Before a function here is called, the ranks have exchanged the addresses of all tensors. As in ``staging.py``, each
-element is reduced in rank order. No rank returns before all have read, so a call that is complete on one rank has used
-the data of all.
+Alternative: slots in shared memory (``staging.py``). A page of shared memory is faster to read than a page of another
+process. But slots are slower overall if the cores of two ranks share no cache. In this case a store into memory that
+the peer has read must wait until the peer's cache has released it.
+
+Before each call the ranks must have exchanged the addresses of all tensors. As in ``staging.py``, each element is
+reduced in rank order. No rank returns before all ranks have read the data that they need. So a call that is complete on
+one rank has used the data of all ranks.
 """
 
 from __future__ import annotations
@@ -23,23 +25,26 @@ from torchmpi_py.core.tensors import copy_to
 from torchmpi_py.memory.peer_memory import PeerMemory
 
 _BLOCK_BYTES = 6 << 20
-"""Size of the blocks of all ranks and the result together. It exceeds a core's own cache, because a page costs less in
-a long read. Blocks of a quarter of this size take 1.1 to 1.4 times as long (2 ranks, 16 and 64 MiB), and blocks of four
-times this size 1.0 to 1.2 times."""
+"""Total size of the blocks of all ranks and of the result.
+
+It exceeds the cache of a core, because long reads cost less per page. An allreduce takes 1.1 to 1.4 times as long with
+blocks of a quarter of this size, and 1.0 to 1.2 times as long with blocks of four times this size (2 ranks, 16 and
+64 MiB).
+"""
 
 
 def allreduce(
     node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, addresses: tuple[Sequence[int], Sequence[int]]
 ) -> None:
-    """Write the reduction of all ``x`` into every rank's ``out``, in two shots, as in ``two_shot.py``.
+    """Write the reduction of all ``x`` into every rank's ``out``, in two shots as in ``two_shot.py``.
 
-    ``addresses`` are the addresses of all ``x``, and of all ``out``, by rank.
+    ``addresses`` contains the addresses of ``x`` by rank, and the addresses of ``out`` by rank.
     """
     xs, outs = addresses
     bounds = slices(x.numel(), node.size)
     lower, upper = bounds[node.rank]
     _reduce(node, x[lower:upper], out[lower:upper], how, [address + lower * x.itemsize for address in xs])
-    node.barrier()  # the results of all slices are complete
+    node.barrier()  # Now the results of all slices are complete.
     for rank in _others(node):
         lower, upper = bounds[rank]
         _peers(node).read(rank, outs[rank] + lower * x.itemsize, out[lower:upper])
@@ -47,14 +52,14 @@ def allreduce(
 
 
 def broadcast(node: NodeGroup, x: Tensor, root: int, xs: Sequence[int]) -> None:
-    """Copy the ``x`` of ``root`` into the ``x`` of every rank."""
+    """Copy the ``x`` of ``root`` into the ``x`` of every rank; ``xs`` are the addresses of ``x`` by rank."""
     if node.rank != root:
         _peers(node).read(root, xs[root], x)
     node.barrier()
 
 
 def gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, xs: Sequence[int]) -> None:
-    """Copy rank r's ``x`` into part r on ranks with ``parts`` (all ranks, or root)."""
+    """Copy rank r's ``x``, at address ``xs[r]``, into ``parts[r]`` on ranks with ``parts`` (all ranks, or root)."""
     if parts is not None:
         copy_to(parts[node.rank], x)
         for rank in _others(node):
@@ -63,7 +68,7 @@ def gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, xs: Sequence[
 
 
 def exchange(node: NodeGroup, wanted: Exchange, xs: Sequence[int]) -> None:
-    """Send a row of each rank's tensor to each rank; ``xs`` are the addresses of the first rows."""
+    """Carry out an ``Exchange``; ``xs`` are the addresses of the ranks' ``rows``."""
     rows, outs, how, root = wanted
     at = node.rank * outs[0].nbytes
     if how is not None:
@@ -84,7 +89,7 @@ def exchange(node: NodeGroup, wanted: Exchange, xs: Sequence[int]) -> None:
 
 
 def _reduce(node: NodeGroup, own: Tensor, out: Tensor, how: Kernel, addresses: Sequence[int]) -> None:
-    """Write the reduction of ``own`` and of the elements at the ``addresses`` of the peers into ``out``."""
+    """Reduce ``own`` and the peers' elements into ``out``; ``addresses`` are the addresses of the elements by rank."""
     step = max(1024, _BLOCK_BYTES // ((node.size + 1) * own.itemsize) // ALIGNMENT * ALIGNMENT)
     blocks = torch.empty(node.size - 1, min(step, own.numel()), dtype=own.dtype, device="cpu")
     others = _others(node)
@@ -97,11 +102,11 @@ def _reduce(node: NodeGroup, own: Tensor, out: Tensor, how: Kernel, addresses: S
 
 
 def _others(node: NodeGroup) -> list[int]:
-    """Return the other ranks, starting with the next one, so that not all ranks read from the same one at a time."""
+    """Return the other ranks, starting with the next rank, so that not all ranks read from one rank at a time."""
     return [(node.rank + distance) % node.size for distance in range(1, node.size)]
 
 
 def _peers(node: NodeGroup) -> PeerMemory:
-    """Return the access to the memory of the peers."""
+    """Return the object that reads the peers' memory."""
     assert node.peers is not None, "all ranks can read each other's memory"
     return node.peers

@@ -1,18 +1,18 @@
-"""Collectives within a node for tensors that are not symmetric: through the slots of a channel, chunk by chunk.
+"""Collectives within a node for tensors that are not symmetric. The tensors are copied through slots, chunk by chunk.
 
 Each collective is a pipeline (``schedule.pipeline``) of stages, with a barrier between two stages:
 
-1. Copy in: each rank copies its chunk into its in slot, except the part that it reads itself.
-2. Reduce, in collectives that reduce: each rank reduces the slice of a chunk that it owns into its out slot, as in the
-   first shot of ``two_shot.py``.
-3. Copy out: each rank reads from the slots of the others.
+1. Copy in: each rank copies its chunk into its in slot, except the part that only this rank reads.
+2. Reduce (only in collectives that reduce): each rank reduces the slice of a chunk that it owns into its out slot, as
+   in the first shot of ``two_shot.py``.
+3. Copy out: each rank copies data from the slots of its peers.
 
-While one chunk is reduced, the next one is copied in and the last one out. So the ranks need one barrier per chunk, and
-four slots of shared memory per rank, however large the tensors are.
+While one chunk is reduced, the next chunk is copied in, and the previous chunk is copied out. So the ranks need about
+one barrier per chunk, and four slots of shared memory per rank, whatever the size of the tensors.
 
-An allreduce of two ranks is done in one shot: each rank reduces all of a chunk into its own result. The two ranks
-exchange as many bytes as with a slice for each, but need one barrier less. The out slots are unused, so a chunk may use
-two slots.
+Most allreduces of two ranks take one shot: each rank reduces the whole chunk into its own result. The two ranks
+exchange as many bytes as if each rank reduced one slice, but need one barrier less. The out slots are not needed, so a
+chunk may use two slots.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torchmpi_py.core.tensors import copy_to
 
 
 def allreduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, root: int | None = None) -> None:
-    """Write the reduction of all ``x`` into every rank's ``out``; with ``root``, only into the one of root."""
+    """Write the reduction of all ``x`` into every rank's ``out``, or only into root's ``out`` if ``root`` is set."""
     if root is None and takes_one_shot(node, how):
         _one_shot(node, x, out, how)
         return
@@ -36,7 +36,7 @@ def allreduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, root: int | 
     def copy_in(k: int) -> None:
         begin, end = pieces[k]
         lower, upper = slices(end - begin, node.size)[me]
-        # Copy the slices that the others own; this rank reads its own slice from ``x``.
+        # Copy the slices that peers own. This rank reads its own slice from ``x``.
         given = node.given(me, k, dtype, end - begin)
         given[:lower].copy_(x[begin : begin + lower])
         given[upper:].copy_(x[begin + upper : end])
@@ -50,9 +50,9 @@ def allreduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, root: int | 
         ]
         own = out[begin + lower : begin + upper]
         if root == me:
-            how.reduce(sources, own)  # no other rank needs the result
+            how.reduce(sources, own)  # No other rank needs the result.
             return
-        # The result goes to the out slot for the others, and is copied into ``out`` while it is in the cache.
+        # Write the result into the out slot for the peers, and copy it into ``out`` while it is in the cache.
         reduced = node.reduced(me, k, dtype, upper - lower)
         how.reduce(sources, reduced)
         if root is None:
@@ -60,7 +60,7 @@ def allreduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, root: int | 
 
     def copy_out(k: int) -> None:
         begin, end = pieces[k]
-        # Copy the slices that the others have reduced.
+        # Copy the slices that peers have reduced.
         for rank, (lower, upper) in enumerate(slices(end - begin, node.size)):
             if rank != me and root in (None, me):
                 out[begin + lower : begin + upper].copy_(node.reduced(rank, k, dtype, upper - lower))
@@ -69,20 +69,22 @@ def allreduce(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, root: int | 
 
 
 def takes_one_shot(node: NodeGroup, how: Kernel) -> bool:
-    """Return whether each rank computes all results of an allreduce.
+    """Return whether each rank computes the whole result of an allreduce itself.
 
-    This is faster only with two ranks, and with plain values: other values are cheaper to send than to convert twice.
-    The bits of complex products depend on where a thread starts, so two processes may compute different bits.
+    One shot is faster only with two ranks, and if values need no conversion. If values need a conversion, it costs less
+    to send a result than to compute it twice. Products of complex numbers take two shots, because their bits depend on
+    how the work is divided between threads, so two processes may compute different bits.
     """
     return node.size == 2 and how.is_plain and not (how.dtype.is_complex and how.op != "sum")
 
 
 def allreduce_at_once(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, ready: tuple[bytes, list[Tensor]]) -> bool:
-    """Carry out an allreduce that fits into two slots in one shot; return False if the headers differ.
+    """Carry out an allreduce of tensors that fit into two slots, in one shot. Return False if the headers differ.
 
-    The values travel with the headers, in the slots of this turn. ``ready`` has the header and these slots by rank,
-    from ``node.staged``. No barrier follows. These slots are written again in the turn after next. By then all ranks
-    have announced the next turn, and therefore have read the slots. If the headers differ, only slots have changed.
+    The values travel with the headers, in the slots of the current turn. ``ready`` consists of this rank's header and
+    of the ranks' slots, from ``node.staged``. No barrier is needed at the end, because the slots are overwritten only
+    two operations later. Before that, all ranks announce the next operation, which means that they have read the slots.
+    If the headers differ, no tensor has changed.
     """
     header, slots = ready
     slots[node.rank].copy_(x)
@@ -93,7 +95,7 @@ def allreduce_at_once(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel, read
 
 
 def _one_shot(node: NodeGroup, x: Tensor, out: Tensor, how: Kernel) -> None:
-    """Carry out an allreduce in one shot, in chunks of two slots."""
+    """Carry out an allreduce in one shot, with chunks that fill two slots."""
     pieces = chunks(0, x.numel(), max(1, 2 * node.chunk_bytes // x.itemsize))
 
     def copy_in(k: int) -> None:
@@ -127,9 +129,9 @@ def broadcast(node: NodeGroup, x: Tensor, root: int) -> None:
 
 
 def gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, counts: list[int]) -> None:
-    """Copy rank r's ``x``, of ``counts[r]`` elements, into part r on ranks with ``parts`` (all ranks, or root).
+    """Copy rank r's ``x``, of ``counts[r]`` elements, into ``parts[r]`` on all ranks, or only on root.
 
-    Ranks with fewer elements make empty copies in the last chunks.
+    Other ranks pass None for ``parts``. Ranks with fewer elements than others make empty copies in the last chunks.
     """
     step = node.chunk_bytes // x.itemsize
     num_chunks = -(-max(counts) // step)
@@ -148,7 +150,7 @@ def gather(node: NodeGroup, x: Tensor, parts: list[Tensor] | None, counts: list[
 
 
 def exchange(node: NodeGroup, wanted: Exchange) -> None:
-    """Send a row of each rank's tensor to each rank."""
+    """Carry out an ``Exchange``: send one row from each rank to each rank."""
     rows, outs, how, root = wanted
     me, size, dtype = node.rank, node.size, outs[0].dtype
     count = outs[0].numel()
@@ -156,7 +158,7 @@ def exchange(node: NodeGroup, wanted: Exchange) -> None:
 
     def copy_in(k: int) -> None:
         begin, end = pieces[k]
-        if rows is not None:  # copy the row for each other rank, side by side, into one slot
+        if rows is not None:  # Copy this chunk of each peer's row into one slot, side by side.
             given = node.given(me, k, dtype, size * (end - begin)).view(size, end - begin)
             for rank in range(size):
                 if rank != me:
@@ -164,7 +166,7 @@ def exchange(node: NodeGroup, wanted: Exchange) -> None:
 
     def copy_out(k: int) -> None:
         begin, end = pieces[k]
-        # The row for this rank comes from the slot of each rank that has rows, but this rank's own from its tensor.
+        # Read this rank's row from the slot of each rank that has rows, but read its own row from its tensor.
         sources = [
             rows[me, begin:end]
             if rank == me and rows is not None

@@ -8,8 +8,8 @@ done.
 
 Both libraries support only some dtypes and ops. Values travel in the encoding of ``reductions.py``, except that 16-bit
 integers travel as 32 bits, and complex numbers as pairs of real numbers. These conversions need scratch memory for the
-whole tensor. For ops that the library lacks, such as products of complex numbers, or bitwise ops with NCCL, the ranks
-gather the data as bytes and reduce it in this process, in rank order. Data that is only moved travels as bytes. All
+whole tensor. For ops that a library lacks, the ranks gather the data as bytes, and reduce it locally in rank order.
+Examples are products of complex numbers, and bitwise ops with NCCL. Data that is only moved travels as bytes. All
 ranks get the same bits, because each element is either reduced on one rank only, or on all ranks in the same order.
 Empty tensors are not sent.
 """

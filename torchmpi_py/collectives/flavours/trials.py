@@ -1,10 +1,12 @@
-"""Trials that find the fastest of several methods for the same result, in the program's own calls.
+"""Trials that find the fastest of several methods for a call while the program runs.
 
-Which method is faster can depend on facts that no table contains: whether the cores of two ranks share a cache, or what
-else runs on the node. So calls of one kind and size alternate between the methods. Then the ranks exchange their times,
-and use the method whose slowest rank was the fastest. After some hundred calls they try again, because the operating
-system may have moved the ranks to other cores. The order changes from turn to turn (A B B A A B). Otherwise, in a
-program that alternates between two tensors, one method would always get the larger tensor.
+Which method is fastest can depend on facts that no table contains, such as whether the cores of two ranks share a
+cache, or what else runs on the node. So the first calls of each kind and size alternate between the methods. Then the
+ranks exchange their times, and choose the method with the shortest time on its slowest rank. After 250 calls they
+repeat the trial, because the operating system may have moved the ranks to other cores.
+
+The methods are used in a changing order (A B B A A B). With a fixed order, in a program that alternates between two
+tensors, one method would always get the larger tensor.
 """
 
 from __future__ import annotations
@@ -18,18 +20,18 @@ from collections.abc import Callable, Hashable, Sequence
 from torchmpi_py.core.agree import AllGather
 
 logger = logging.getLogger("torchmpi_py")
-_TURNS = 3  # turns of each method in a trial, of which the fastest counts
-_HELD_CALLS = 250  # calls between two trials, so that the slower methods cost little
+_TURNS = 3  # number of calls of each method in a trial; the fastest call counts
+_HELD_CALLS = 250  # number of calls between two trials, so that trials of slower methods cost little
 
 
 def num_calls(num_ways: int = 2) -> int:
-    """Return the number of calls after which a trial is over."""
+    """Return the number of calls in a trial."""
     return _TURNS * num_ways
 
 
 @dataclasses.dataclass
 class Trial:
-    """The state of a trial; equal on all ranks, except the times."""
+    """The state of a trial. All ranks have the same state, except for the times."""
 
     count: int = 0  # number of calls since the trial began
     chosen: int = 0
@@ -37,9 +39,9 @@ class Trial:
 
 
 class Trials:
-    """The trials of a channel, one for each kind and size of calls.
+    """The trials of a channel, one for each kind and size of call.
 
-    All ranks make the same calls in the same order.
+    All ranks must make the same calls in the same order.
     """
 
     def __init__(self, allgather: AllGather) -> None:
@@ -47,7 +49,10 @@ class Trials:
         self._of: dict[Hashable, Trial] = {}
 
     def run(self, key: Hashable, num_bytes: int, ways: Sequence[Callable[[], None]]) -> None:
-        """Carry out a call by one of the ``ways``. Collective; the other arguments are equal on all ranks."""
+        """Carry out a call by one of the methods in ``ways``.
+
+        All ranks must make this call with the same ``key``, ``num_bytes``, and order of methods.
+        """
         trial = self._of.setdefault(key, Trial())
         turn, num_turns = trial.count, num_calls(len(ways))
         trial.count = (turn + 1) % (num_turns + _HELD_CALLS)
