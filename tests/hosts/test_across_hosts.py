@@ -117,7 +117,7 @@ def test_symmetric_memory_is_a_nodes(ranks, host_of):
     """The flavour of shared memory is refused across hosts; tensors from there are ordinary ones to the others."""
     me, size = ranks.rank(), ranks.size()
     wide = ranks.symmetric_empty(5000).copy_(values(me, 5000))
-    with pytest.raises(errors.Unavailable, match=f"spans {len(set(host_of))} nodes"):
+    with pytest.raises(errors.Unavailable, match=f"span {len(set(host_of))} nodes"):
         ranks.allreduce(wide, flavour="shared")
     with ranks.at(1):
         near = ranks.symmetric_empty(5000)

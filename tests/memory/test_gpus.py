@@ -69,7 +69,7 @@ def test_a_table_of_one_rank(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("num_nodes", "groups", "reason"), [(1, (0, 1), "cannot all reach"), (1, (0, 0), ""), (2, (0, 0), "spans 2 nodes")]
+    ("num_nodes", "groups", "reason"), [(1, (0, 1), "cannot all reach"), (1, (0, 0), ""), (2, (0, 0), "span 2 nodes")]
 )
 def test_the_flavour_refuses_ranks_of_several_groups(monkeypatch, num_nodes, groups, reason):
     places = [Place(0, 0), Place(0, 1)]

@@ -70,7 +70,7 @@ class CudaIpc(Flavour):
 
     def refuses(self, channel: Channel) -> str:
         if channel.num_nodes > 1:
-            return f"the communicator spans {channel.num_nodes} nodes"
+            return f"the ranks span {channel.num_nodes} nodes; cudaipc works within one"
         return "" if gpus.table() is None else gpus.why_no_ipc(channel.places)
 
     def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
