@@ -267,7 +267,7 @@ def test_a_rank_that_has_died():
 
 def test_memory_that_is_not_there():
     into = torch.zeros(4)
-    with pytest.raises(CommunicatorError, match=r"memory of rank 0 cannot be read: Bad address \(0x10\)\. It has died"):
+    with pytest.raises(CommunicatorError, match=r"of rank 0 cannot be read: Bad address \(0x10\)\. The rank has died"):
         own().read(0, 16, into)
 
 

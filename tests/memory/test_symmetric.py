@@ -87,7 +87,7 @@ def test_ranks_that_ask_for_different_tensors(mpi):
 def test_memory_that_cannot_be_had(mpi):
     """2^59 bytes per rank: more than any address space."""
     before = segments_mapped()
-    with pytest.raises(Unavailable, match=r"no symmetric memory of 576460752303423488 bytes per rank: .*--shm-size"):
+    with pytest.raises(Unavailable, match=r"cannot share memory of 576460752303423488 bytes per rank: .*--shm-size"):
         mpi.symmetric_empty(1 << 59, dtype=torch.int8)
     assert segments_mapped() == before
     assert mpi.symmetric_empty(2).numel() == 2
@@ -354,7 +354,7 @@ os.posix_fallocate = full
 mpi.start()
 for row in mpi.availability():
     if row.flavour == "shared" and row.device == "cpu" and row.status != "unimplemented":
-        assert row.status.startswith("unavailable: no symmetric memory"), row
+        assert row.status.startswith("unavailable: cannot share memory"), row
         assert "No space left on device" in row.status, row
 for count in (10, 1_000_003):
     assert (mpi.allreduce(torch.full((count,), mpi.rank() + 1.0)) == 3).all()

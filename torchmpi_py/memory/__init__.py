@@ -1,1 +1,1 @@
-"""Memory that ranks share; GPUs, streams and events."""
+"""Memory that ranks share, and devices with their streams and events."""

@@ -1,10 +1,11 @@
-"""Memory of existing tensors, moved to where all ranks of a node can map it.
+"""Memory of existing tensors that is moved into files, so that all ranks of a node can map it.
 
-DistributedDataParallel allocates the memory of its buckets itself. ``move`` moves the whole storage of a tensor in
-place: the tensors on it (buckets, their views, gradients) stay the same objects, at another address. The ranks then map
-each other's storages and use them as symmetric memory.
+DistributedDataParallel allocates the memory of its buckets itself. ``move`` moves the whole storage of a tensor. The
+tensors that share the storage (buckets, their views, gradients) stay the same Python objects, but at another address.
+The ranks then map each other's storages and use them as symmetric memory.
 
-torch moves a storage into a file in /dev/shm and removes the name at once, so a killed rank leaves nothing behind.
+torch moves a storage into a file in /dev/shm, and immediately removes the name of the file. So a killed rank leaves
+nothing behind.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from torchmpi_py.core import agree, shared_files
 from torchmpi_py.core.channels import Channel
 from torchmpi_py.errors import Unavailable
 
-_COUNT_OF_UNUSED = 1  # users of a storage that only this module refers to
-_LEAST_LEFT_BYTES = 256 << 20  # in /dev/shm, through which workers of a DataLoader send their batches too
+_COUNT_OF_UNUSED = 1  # torch's use count of a storage to which only this module refers
+_LEAST_LEFT_BYTES = 256 << 20  # This space in /dev/shm stays free, because workers of a DataLoader send batches there.
 
 
 class AdoptedSegment:
-    """The moved storages of all ranks of a channel as one rank sees them; the interface is ``symmetric.Segment``'s.
+    """The moved storages of all ranks of a channel, as mapped in this process.
 
-    This rank's storage lives until ``close``, so that no other memory gets its address before that.
+    The interface is the same as the interface of ``symmetric.Segment``. This rank's storage lives until ``close``, so
+    that no other memory gets its address earlier.
     """
 
     device_type, is_declared, is_live = "cpu", False, True
@@ -44,9 +46,10 @@ class AdoptedSegment:
         self._others = others
 
     def view(self, index: int, dtype: torch.dtype, count: int, offset_bytes: int = 0) -> Tensor:
-        """Return ``count`` elements of the storage of the rank with this index on the node.
+        """Return a view of ``count`` elements in the storage of the rank with this index on the node.
 
-        The view keeps another rank's storage mapped, but it does not keep this rank's own storage alive.
+        A view of another rank's storage keeps the storage mapped. A view of this rank's own storage does not keep the
+        storage alive.
         """
         num_bytes = count * dtype.itemsize
         if index in self._others:
@@ -56,17 +59,17 @@ class AdoptedSegment:
 
     @property
     def is_unused(self) -> bool:
-        """Whether no tensor uses this rank's storage any more; False if torch cannot tell."""
+        """Whether no tensor uses this rank's storage any more. False if torch does not provide the use count."""
         storage, count = self._storage, getattr(torch._C, "_storage_Use_Count", None)
         return storage is not None and count is not None and count(storage._cdata) <= _COUNT_OF_UNUSED
 
     def close(self) -> None:
-        """Release this rank's storage and the others; no operation may use the segment now or later."""
+        """Release this rank's storage, and unmap the other storages. No operation may use the segment any more."""
         self._storage, self._others = None, {}
 
 
 class Offered(NamedTuple):
-    """The file of a rank's storage. The ``key`` from rank 0 becomes the segment's key."""
+    """The file of a rank's storage, as announced to the other ranks. Rank 0's ``key`` becomes the segment's key."""
 
     path: str
     num_bytes: int
@@ -75,10 +78,10 @@ class Offered(NamedTuple):
 
 
 def move(channel: Channel, x: Tensor) -> AdoptedSegment:
-    """Move the storage of the CPU tensor ``x``, and map the other ranks' storages. Collective over ``channel``.
+    """Move the storage of the CPU tensor ``x``, and map the other ranks' storages.
 
-    All ranks of ``channel`` are on one node. Raise Unavailable on every rank if one of them fails. A storage may have
-    moved even then, which its tensors do not notice.
+    All ranks of ``channel`` must call it, and must be on one node. Raise Unavailable on every rank if any rank fails.
+    After a failure some storages may have moved; their tensors are still valid.
     """
     storage, how = x.untyped_storage(), ((Unavailable,), str, agree.first_as(Unavailable))
     agree.run_on_all_ranks(channel.mpi.allgather, lambda: _check_room(storage, channel.size), *how)
@@ -88,21 +91,24 @@ def move(channel: Channel, x: Tensor) -> AdoptedSegment:
 
 
 def _check_room(storage: torch.UntypedStorage, num_ranks: int) -> None:
-    """Raise Unavailable if the storages of all ranks, of about equal size, would leave too little shared memory."""
+    """Raise Unavailable if the storages of all ranks would leave too little free shared memory.
+
+    The storages of all ranks are assumed to have the same size.
+    """
     if storage.is_shared():
         return
     try:
         room, num_open = os.statvfs(shared_files.SHARED_DIRECTORY), len(os.listdir("/proc/self/fd"))
     except OSError as error:
-        raise Unavailable(f"shared memory cannot be examined: {error}") from None
+        raise Unavailable(f"cannot find out how much shared memory is free: {error}") from None
     if num_open > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
-        raise Unavailable(f"{num_open} files are open, more than half of the limit of ulimit -n")
+        raise Unavailable(f"{num_open} files are open, more than half of the limit; raise ulimit -n")
     if room.f_bavail * room.f_frsize < num_ranks * storage.nbytes() + _LEAST_LEFT_BYTES:
         raise Unavailable(f"{shared_files.SHARED_DIRECTORY} has no space for {storage.nbytes()} bytes per rank")
 
 
 def _offer(storage: torch.UntypedStorage) -> Offered:
-    """Move a storage into its own file, and return the file."""
+    """Move a storage into its own file, and return the description of the file."""
     move_here: Any = storage._share_fd_cpu_
     try:
         file, _ = move_here()
@@ -114,7 +120,7 @@ def _offer(storage: torch.UntypedStorage) -> Offered:
 
 
 def _map_others(channel: Channel, offers: Sequence[Offered]) -> dict[int, Tensor]:
-    """Return the storages of the other ranks by their index on the node."""
+    """Map the storages of the other ranks, and return them by the ranks' index on the node."""
     return {
         place.local: _map(offered)
         for rank, (place, offered) in enumerate(zip(channel.places, offers, strict=True))
@@ -123,7 +129,10 @@ def _map_others(channel: Channel, offers: Sequence[Offered]) -> dict[int, Tensor
 
 
 def _map(offered: Offered) -> Tensor:
-    """Return the bytes of another rank's storage. Close the descriptor, because there are many buckets and ranks."""
+    """Map another rank's storage, and return it as a tensor of bytes.
+
+    The file descriptor is closed, because there may be many buckets and ranks.
+    """
     file = shared_files.open_file(offered.path, offered.num_bytes, offered.identity)
     try:
         path = f"/proc/self/fd/{file}"

@@ -1,4 +1,4 @@
-"""The sizes of the processor's caches, from Linux."""
+"""The size of the processor's last-level cache, as reported by Linux."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def last_level_cache_bytes(caches: Path = _CACHES) -> int | None:
-    """Return the size of the last-level cache, or None if the system does not show it."""
+    """Return the size of the last-level cache in bytes, or None if the system does not report it."""
     sizes = []  # (level, size)
     for folder in caches.glob("index*"):
         try:

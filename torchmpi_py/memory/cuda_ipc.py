@@ -1,9 +1,9 @@
 """GPU memory and events that other processes of the node can use, by CUDA's inter-process communication (IPC).
 
-torch.multiprocessing passes memory on: it counts the processes that map the memory, and keeps the memory until all of
-them have released it. A *segment* is one allocation per rank from torch's allocator: this rank's part, and the parts of
-its peers as mapped here. Events order the streams of peers: a stream can wait for an event that a peer has recorded,
-if the ranks have synchronized after the recording.
+torch.multiprocessing shares the memory. It counts the processes that map the memory, and keeps the memory until all of
+these processes have released it. A *segment* consists of one allocation per rank from torch's allocator: this rank's
+part, and its peers' parts as mapped in this process. Events order the streams of peers. A stream can wait for an event
+that a peer has recorded, if the ranks have synchronized after the recording.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torchmpi_py.memory import devices, gpus
 
 ALIGNMENT = 512  # bytes, as in torch's allocator
 _DEVICE = 6  # the index of the sender's device among the arguments of torch's rebuild_cuda_tensor
-_COUNTER = slice(11, 13)  # the arguments that name torch's counter of the processes that map the memory
+_COUNTER = slice(11, 13)  # the arguments that identify torch's counter of the processes that map the memory
 READY, DONE = 0, 1
 
 
 class GpuSegment:
-    """A segment on GPUs as one rank sees it: like ``symmetric.Segment``, but it does not own this rank's part."""
+    """A segment on GPUs, as mapped in this process. Like ``symmetric.Segment``, it does not own this rank's part."""
 
     device_type, is_declared, is_live = "cuda", True, True
 
@@ -43,12 +43,15 @@ class GpuSegment:
         self.part_of = {index: index for index in (own, *parts)}
 
     def view(self, index: int, dtype: torch.dtype, count: int, offset_bytes: int = 0) -> Tensor:
-        """Return ``count`` elements of the part of the rank with this index on the node; keep the segment alive."""
+        """Return a view of ``count`` elements in the part of the rank with this index on the node.
+
+        A view of this rank's own part does not keep the part's memory alive.
+        """
         return self.parts[index][offset_bytes : offset_bytes + count * dtype.itemsize].view(dtype)
 
 
 class _Memory:
-    """GPU memory with CUDA's array interface, through which torch adopts it; the tensor keeps this object alive."""
+    """GPU memory with CUDA's array interface, from which torch makes a tensor. The tensor keeps this object alive."""
 
     def __init__(self, address: int, num_bytes: int, owner: object) -> None:
         self._owner = owner
@@ -68,7 +71,7 @@ def allocate(
     device: torch.device,
     on_end: Callable[[GpuSegment], object],
 ) -> tuple[Tensor, GpuSegment]:
-    """Create a segment with at least ``num_bytes`` for each rank of this IPC group. Collective over ``comm``.
+    """Create a segment with at least ``num_bytes`` for each rank of this IPC group. All ranks of ``comm`` must call it.
 
     Return this rank's part, as a tensor of bytes, and the segment. ``on_end`` is called before the part's memory is
     freed. Raise Unavailable on every rank if the memory cannot be allocated or shared.
@@ -88,7 +91,7 @@ def allocate(
         assert base is not None, "no rank has failed"
         return base
 
-    failed = agree.first_as(Unavailable, f"no symmetric GPU memory of {num_bytes} bytes per rank: ")
+    failed = agree.first_as(Unavailable, f"cannot share GPU memory of {num_bytes} bytes per rank: ")
     try:
         base = agree.run_on_all_ranks(comm.allgather, map_peers, (RuntimeError,), agree.first_line, failed)
     except Unavailable:
@@ -102,12 +105,15 @@ def allocate(
 
 
 def _end(segment: GpuSegment, device: torch.device, on_end: Callable[[GpuSegment], object]) -> None:
-    devices.of(device).synchronize()  # Work on any stream may still use this rank's part and views of the others.
+    devices.of(device).synchronize()  # Work on any stream may still use this rank's part or the peers' parts.
     on_end(segment)
 
 
 def _offer(part_bytes: int, peers: Sequence[int], device: torch.device) -> tuple[Tensor | None, dict[int, object], str]:
-    """Return (memory, a handle for each peer, an error text). Torch counts each handle as one process that maps it."""
+    """Allocate this rank's part. Return (memory, a handle for each peer, an error text).
+
+    torch counts each handle as one process that maps the memory.
+    """
     share: Any = reductions.reduce_tensor
     try:
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # Free the memory that peers have released.
@@ -129,9 +135,9 @@ def without_expandable_segments() -> Iterator[None]:
     if not settings.get("expandable_segments"):
         yield
         return
-    # Torch replaces all settings at once, so the user's settings are repeated.
+    # Torch replaces all settings together, so the user's settings are repeated.
     former = settings.get("last_allocator_settings") or "expandable_segments:True"
-    # The last occurrence of a setting counts, and a setting without an occurrence gets its default.
+    # The last occurrence of a setting counts. A setting that is omitted gets its default.
     _set_allocator(f"{former},expandable_segments:False")
     try:
         yield
@@ -140,14 +146,14 @@ def without_expandable_segments() -> Iterator[None]:
 
 
 def _set_allocator(settings: str) -> None:
-    change: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # the name in newer versions
+    change: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # the name in newer versions of torch
     (change or torch.cuda.memory._set_allocator_settings)(settings)
 
 
 def _open_all(handles: dict[int, Any], places: Sequence[Place], device: torch.device) -> dict[int, Tensor]:
-    """Map the peers' memory, wherever it is, for this rank's GPU; return it by index on the node.
+    """Map the peers' memory, on whichever GPU it is, as tensors on this rank's GPU.
 
-    Kernels need all their tensors on one device.
+    Return the tensors by the peers' index on the node. A kernel needs all its tensors on one device.
     """
     opened = {}
     try:
@@ -160,7 +166,10 @@ def _open_all(handles: dict[int, Any], places: Sequence[Place], device: torch.de
 
 
 def _decline(handles: Sequence[Any]) -> None:
-    """Release memory that peers have offered but this rank has not mapped, because torch counts it as mapped."""
+    """Release memory that peers have offered but this rank has not mapped.
+
+    torch counts each offered handle as mapped.
+    """
     release: Any = torch.UntypedStorage._release_ipc_counter_cuda
     for handle in handles:
         if handle is not None:
@@ -168,13 +177,16 @@ def _decline(handles: Sequence[Any]) -> None:
 
 
 class PeerEvents:
-    """A READY and a DONE event per rank, and the peers' events. Created collectively over a channel and kept there."""
+    """A READY and a DONE event of this rank, and the events of its peers.
+
+    All ranks of the channel must construct this object together.
+    """
 
     def __init__(self, channel: Channel, device: torch.device) -> None:
         self._device = devices.of(device)
         self._over = self._device.event()
         self._own: list[Any] = []
-        failed = agree.first_as(CommunicatorError, "cannot open the events of other ranks by CUDA IPC: ")
+        failed = agree.first_as(CommunicatorError, "cannot open the CUDA events of other ranks through CUDA IPC: ")
         allgather, how = channel.mpi.allgather, ((RuntimeError,), agree.first_line, failed)
         handles = agree.gather_results(allgather, lambda: self._make(device), *how)
         del handles[channel.rank]
@@ -194,7 +206,7 @@ class PeerEvents:
             return [event.ipc_handle() for event in self._own]
 
     def enter(self) -> None:
-        """Let the current stream wait for the last exchange, which may have used another stream."""
+        """Make the current stream wait for the last exchange, which may have used another stream."""
         self._device.current().wait_event(self._over)
 
     def leave(self) -> None:
@@ -206,28 +218,34 @@ class PeerEvents:
         self._own[which].record(self._device.current())
 
     def follow(self, which: int) -> None:
-        """Let the current stream wait for the READY or DONE that peers recorded before the ranks last synchronized."""
+        """Make the current stream wait for the peers' READY or DONE events.
+
+        Each peer must have recorded its event before the ranks last synchronized.
+        """
         stream = self._device.current()
         for event in self._peers[which]:
             stream.wait_event(event)
 
 
 class NoEvents:
-    """The host's ``PeerEvents``, which do nothing because the host's work is done when the ranks synchronize."""
+    """A replacement for ``PeerEvents`` on the host.
+
+    Its methods do nothing, because a rank's work on the host is complete when the ranks synchronize.
+    """
 
     def enter(self) -> None:
-        """Do nothing: the last exchange is over."""
+        """Do nothing, because the last exchange is complete."""
 
     def leave(self) -> None:
-        """Do nothing: this exchange is over."""
+        """Do nothing, because this exchange is complete."""
 
     def record(self, which: int) -> None:
-        """Do nothing: this rank's work is done."""
+        """Do nothing, because this rank's work is complete."""
 
     def follow(self, which: int) -> None:
-        """Do nothing: the peers' work is done."""
+        """Do nothing, because the peers' work is complete."""
 
 
 def peer_events(channel: Channel, device: torch.device) -> PeerEvents | NoEvents:
-    """Return the events for a device. Collective over the channel."""
+    """Return the events for a device. All ranks of the channel must call it."""
     return PeerEvents(channel, device) if device.type == "cuda" else NoEvents()

@@ -1,17 +1,17 @@
 """Devices: the order of work on them (streams and events), operations on a stream, and copies on the host.
 
 A *stream* is a queue of work that a GPU carries out in order. An *event* is a point in a stream, for which another
-stream or the host can wait. The host has streams and events in name only, because its work is done when a call returns.
-So code for GPUs also runs on the host, where tests check its logic.
+stream or the host can wait. The streams and events of the host do nothing, because work on the host is complete when a
+call returns. They let code for GPUs run on the host, where tests check its logic.
 
-The communication thread carries out asynchronous operations on GPU tensors, with its own stream as the current one.
-This stream first waits for the work in the launching thread's current stream, so the operation sees the tensors as the
-caller left them. ``wait`` makes the waiting thread's current stream wait for the operation, and returns when its work
-has been queued. ``synchronize`` and ``done`` refer to the work on the GPU.
+The communication thread carries out asynchronous operations on GPU tensors, with its own stream as the current stream.
+This stream first waits for the work in the launching thread's current stream, so the operation gets the values that the
+tensors have after this work. ``wait`` makes the waiting thread's current stream wait for the operation. ``wait``
+returns when the operation's work has been queued. ``synchronize`` and ``done`` refer to the work on the GPU.
 
-A parameter server exchanges GPU tensors through pinned host memory (``HostCopy``). The client's thread copies on a
-stream of its own, after the work that was in the caller's stream at the call. The copy is complete when its handle is,
-so no stream needs to wait for it.
+A parameter server exchanges GPU tensors through pinned host memory (``HostCopy``). The client's thread copies on its
+own stream, after the work that was in the caller's stream at the call. When the handle is complete, the copy is also
+complete, so no stream needs to wait for the copy.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ _pin_failures: list[int] = []  # the first error code in this process
 
 
 class HostStream:
-    """The host's stream and event, with the methods of CUDA's; work is done when a call returns.
+    """The host's stream and event, with the methods of torch.cuda.Stream and torch.cuda.Event.
 
-    An event that was never recorded counts as complete.
+    The methods do nothing, because work on the host is complete when a call returns. An event is always complete, like
+    a CUDA event that was never recorded.
     """
 
     def wait_event(self, event: object) -> None:
-        """Let work that is queued later wait for ``event``."""
+        """Make work that is queued later wait for ``event``."""
 
     def record(self, stream: object) -> None:
         """Move this event to the current end of ``stream``."""
 
     def synchronize(self) -> None:
-        """Block the host until the work is done."""
+        """Block the host until the work is complete."""
 
     def query(self) -> bool:
         """Return whether the event is complete."""
@@ -64,7 +65,7 @@ class Device:
         self.device = device
 
     def current(self) -> Any:
-        """Return the stream that takes this thread's work."""
+        """Return the stream to which this thread's work goes."""
         return _HOST_STREAM
 
     def stream(self) -> Any:
@@ -86,15 +87,15 @@ class Device:
         """Undo ``pin``; call it before the memory is freed."""
 
     def synchronize(self) -> None:
-        """Block the host until all work of this process on the device is done."""
+        """Block the host until all work of this process on the device is complete."""
 
     def is_capturing(self) -> bool:
-        """Return whether this thread's work is recorded into a graph instead of carried out."""
+        """Return whether this thread's work is recorded into a CUDA graph instead of carried out."""
         return False
 
 
 class Cuda(Device):
-    """A GPU."""
+    """The operations of a GPU that flavours use."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -108,7 +109,7 @@ class Cuda(Device):
 
     @contextlib.contextmanager
     def on(self, stream: Any) -> Iterator[None]:
-        # Enter the device first. Otherwise torch restores the stream of another device, and takes memory there.
+        # Enter the device first. Otherwise torch would restore the stream of another device, and use memory there.
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield
 
@@ -116,16 +117,19 @@ class Cuda(Device):
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def pin(self, x: Tensor) -> None:
-        """Pin ``x``. If CUDA refuses (a limit on locked memory, for example), warn once; copies then block the host."""
+        """Pin ``x``, or log a warning once if CUDA cannot, for example because of a limit on locked memory.
+
+        Copies to and from memory that is not pinned block the host.
+        """
         code = int(_runtime().cudaHostRegister(x.data_ptr(), x.nbytes, 0))
         if code == 0:
             self._pinned.add(x.data_ptr())
             return
         with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device=self.device)  # This call raises CUDA's error, which the next kernel would raise.
+            torch.zeros(1, device=self.device)  # This raises CUDA's error, which otherwise the next kernel would raise.
         if not _pin_failures:
             _pin_failures.append(code)
-            logger.warning("CUDA cannot pin %d bytes of shared memory (error %d): copies are slower", x.nbytes, code)
+            logger.warning("CUDA cannot pin %d bytes (error %d), so copies are slower; raise ulimit -l", x.nbytes, code)
 
     def unpin(self, x: Tensor) -> None:
         if x.data_ptr() in self._pinned:
@@ -150,9 +154,9 @@ def _runtime() -> Any:
 
 
 class StreamHandle(ThreadHandle[R]):
-    """An operation in the communication thread whose work goes to a ``stream`` of ``device``.
+    """An operation of the communication thread that queues its work on a ``stream`` of ``device``.
 
-    The stream first waits for all work in the current stream, so the operation sees ``tensors`` as they are now.
+    The stream first waits for all work in the current stream, so earlier changes of ``tensors`` are complete.
     """
 
     def __init__(self, work: Work[R], device: Device, stream: Any, tensors: Iterable[object]) -> None:
@@ -171,11 +175,11 @@ class StreamHandle(ThreadHandle[R]):
                 self._finished.record(self._stream)
 
     def done(self) -> bool:
-        """Return whether the GPU has carried out the operation, or the operation has failed. Never blocks."""
+        """Return whether the GPU has completed the operation, or the operation has failed, without waiting."""
         return super().done() and self._finished.query()
 
     def _hand_over(self) -> None:
-        """Make this thread's current stream wait for the operation. The host has already waited for the queueing."""
+        """Make this thread's current stream wait for the operation, whose work must have been queued."""
         stream = self._device.current()
         stream.wait_event(self._finished)
         _use_on(stream, self._result if isinstance(self._result, list) else [self._result])
@@ -184,7 +188,7 @@ class StreamHandle(ThreadHandle[R]):
         return self._device.on(self._stream)
 
     def synchronize(self) -> None:
-        """Block the host until the GPU has carried out the operation."""
+        """Block the host until the GPU has completed the operation."""
         super().wait()
         self._finished.synchronize()
 
@@ -195,9 +199,9 @@ def submit(
     tensors: Iterable[object],
     thread: communication_thread.CommunicationThread | None = None,
 ) -> Handle[R]:
-    """Queue an operation for the communication ``thread`` (default: the thread of this process).
+    """Queue an operation for the communication ``thread`` (default: this process's communication thread).
 
-    If ``tensors`` are on a GPU (``device``), the operation uses a stream of that thread.
+    Pass ``device`` if ``tensors`` are on a GPU. The operation then uses the thread's stream for this device.
     """
     thread = thread or communication_thread.current()
     if device is None:
@@ -209,7 +213,7 @@ def submit(
 
 
 def _use_on(stream: Any, tensors: Iterable[object]) -> None:
-    """Keep CUDA's allocator from reusing the memory of ``tensors`` before ``stream`` has finished with it."""
+    """Keep the CUDA allocator from reusing the memory of ``tensors`` before the work on ``stream`` is complete."""
     for x in tensors:
         if isinstance(x, Tensor) and x.is_cuda:
             for part in (x._indices(), x._values()) if x.is_sparse else (x,):
@@ -217,7 +221,10 @@ def _use_on(stream: Any, tensors: Iterable[object]) -> None:
 
 
 class HostCopy:
-    """A copy on the host of another device's tensor. The caller's thread creates it; another thread copies."""
+    """A copy on the host of another device's tensor.
+
+    The caller's thread creates this object, and another thread makes the copies.
+    """
 
     def __init__(self, x: Tensor) -> None:
         self._x = x
@@ -226,17 +233,17 @@ class HostCopy:
         self._ready.record(self._device.current())
 
     def to_host(self) -> Tensor:
-        """Return the values of the tensor in new host memory."""
+        """Return a copy of the tensor in new host memory."""
         host = self.empty()
         self._in_order(lambda: host.copy_(self._x, non_blocking=True))
         return host
 
     def empty(self) -> Tensor:
-        """Return new host memory for the values of the tensor."""
+        """Return new host memory, not initialized, for a copy of the tensor."""
         return torch.empty(self._x.shape, dtype=self._x.dtype, device="cpu", pin_memory=self._x.is_cuda)
 
     def from_host(self, host: Tensor, then: Callable[[], object] | None) -> None:
-        """Copy values from the host to the tensor, then call ``then`` on the same stream."""
+        """Copy ``host`` to the tensor, then call ``then``, which may queue more work on the stream of the copy."""
 
         def copy() -> None:
             self._x.copy_(host, non_blocking=True)

@@ -1,8 +1,8 @@
 """The GPU on which each rank computes, and the ranks that can map each other's GPU memory.
 
-Ranks form an *IPC group* if they are on one node and each pair of them shares a GPU, or has GPUs that access each
-other's memory directly (peer access). A process reaches only the GPUs that it sees. If every rank sees only its own
-GPU, no rank can map another's memory.
+Ranks form an *IPC group* if they are on one node, and each pair of ranks shares a GPU or has GPUs that access each
+other's memory directly (peer access). A process can use only the GPUs that are visible to it. If only its own GPU is
+visible to each rank, no rank can map another rank's GPU memory.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from torchmpi_py.errors import RanksDisagree
 
 
 class Gpu(NamedTuple):
-    """A rank's GPU: its identity, equal in all processes, and the lowest rank of its IPC group."""
+    """A rank's GPU: its identity, which is the same in all processes, and the lowest world rank of its IPC group."""
 
     identity: str
     group: int
 
 
 class GpuOffer(NamedTuple):
-    """A rank's announcement: its place, its GPU, and the GPUs that this GPU reaches (including itself)."""
+    """Facts that a rank sends to all ranks: its place, its GPU, and the GPUs whose memory its GPU can access.
+
+    ``reached`` includes the rank's own GPU.
+    """
 
     place: Place
     identity: str
@@ -41,7 +44,7 @@ _SWITCHED_OFF = "switched off by start(with_ipc_groups=False)"
 class GpuTable:
     """The GPU of each world rank, by the rank's place.
 
-    ``why_no_ipc`` says why ranks cannot map each other's GPU memory; it is empty if they can.
+    ``why_no_ipc`` is the reason why ranks cannot map each other's GPU memory, or "" if they can.
     """
 
     gpus: Mapping[Place, Gpu]
@@ -49,13 +52,13 @@ class GpuTable:
 
 
 current: GpuTable | None = None
-"""The table of the session; None unless ``start(with_cuda=True)``. Only a session assigns it."""
+"""The table of the session, or None without ``start(with_cuda=True)``. Only a session assigns it."""
 
 
 def exchange(world: MPI.Comm, place: Place, device: torch.device, *, with_ipc: bool) -> GpuTable | None:
-    """Return the table of all ranks of ``world``; None if all compute on the CPU. Collective over ``world``.
+    """Return the table of all ranks of ``world``, or None if all ranks compute on the CPU.
 
-    Raise RanksDisagree on every rank if some ranks compute on the CPU and others do not.
+    All ranks of ``world`` must call it. Raise RanksDisagree on every rank if only some ranks compute on the CPU.
     """
     offers = world.allgather(_offer(place, device) if device.type == "cuda" else None)
     without = [rank for rank, offer in enumerate(offers) if offer is None]
@@ -63,24 +66,24 @@ def exchange(world: MPI.Comm, place: Place, device: torch.device, *, with_ipc: b
         return None
     if without:
         ranks = ", ".join(map(str, without))
-        raise RanksDisagree(f"start: with_cuda=False on rank {ranks}, with_cuda=True on the others; pass one value")
+        raise RanksDisagree(f"start: with_cuda=False on rank {ranks}, True on the others; pass the same on all ranks")
     gpus = {offer.place: Gpu(offer.identity, group) for offer, group in zip(offers, ipc_groups(offers), strict=True)}
     return GpuTable(gpus, "" if with_ipc else _SWITCHED_OFF)
 
 
 def switch_off(reason: str) -> None:
-    """Keep ranks from mapping each other's GPU memory. All ranks call this before ``start`` pushes the IPC level."""
+    """Disable GPU IPC for the session. All ranks must call this before ``start`` creates the level of IPC groups."""
     assert current is not None, "the GPUs of a session"
     current.why_no_ipc = reason
 
 
 def table() -> dict[Place, str] | None:
-    """Return the identity of every world rank's GPU by place; None unless ``start(with_cuda=True)``."""
+    """Return the identity of every world rank's GPU by place, or None without ``start(with_cuda=True)``."""
     return None if current is None else {place: gpu.identity for place, gpu in current.gpus.items()}
 
 
 def group(place: Place) -> int:
-    """Return a rank's IPC group as its lowest world rank. On the CPU all ranks of a node form one group."""
+    """Return the lowest world rank of a rank's IPC group. Without IPC, all ranks of a node form one group."""
     return place.node if current is None or current.why_no_ipc else current.gpus[place].group
 
 
@@ -93,14 +96,17 @@ def why_no_ipc(places: Sequence[Place] = ()) -> str:
     if len({group(place) for place in places}) > 1:
         names = ", ".join(sorted({current.gpus[place].identity for place in places}))
         return (
-            f"the GPUs of these ranks cannot all reach each other's memory ({names}); within an IPC group they can, "
-            "see set_collective_span. Let each rank see all GPUs of its node (CUDA_VISIBLE_DEVICES), not only its own"
+            f"the GPUs of these ranks cannot all reach each other's memory ({names}). Make all GPUs of a node visible "
+            "to each rank (CUDA_VISIBLE_DEVICES), or use cudaipc within IPC groups only (see set_collective_span)"
         )
     return ""
 
 
 def ipc_groups(offers: Sequence[GpuOffer]) -> list[int]:
-    """Return the lowest rank of each rank's IPC group; a rank joins the first group whose members it all reaches."""
+    """Return the lowest rank of each rank's IPC group.
+
+    A rank joins the first group of its node in which it and every member reach each other's GPU memory.
+    """
     groups: dict[int, list[list[int]]] = {}  # by node
     for rank, mine in enumerate(offers):
         for members in (here := groups.setdefault(mine.place.node, [])):
@@ -128,7 +134,10 @@ def _offer(place: Place, device: torch.device) -> GpuOffer:
 
 
 def identity(index: int) -> str:
-    """Return the identity of a GPU, equal in every process whatever GPUs it sees and in which order."""
+    """Return the identity of a GPU: its UUID, which is the same in every process whatever CUDA_VISIBLE_DEVICES is.
+
+    Older versions of torch do not provide the UUID. In this case the identity consists of name, index and host.
+    """
     properties = torch.cuda.get_device_properties(index)
-    uuid = getattr(properties, "uuid", None)  # A MIG instance has a UUID of its own.
+    uuid = getattr(properties, "uuid", None)  # Each MIG instance has its own UUID.
     return f"GPU-{uuid}" if uuid is not None else f"{properties.name} {index} of {socket.gethostname()}"

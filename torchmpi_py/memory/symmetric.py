@@ -1,15 +1,18 @@
-"""Symmetric memory: memory of equal size on every rank of a node, mapped by all of them.
+"""Symmetric memory: memory of equal size on every rank of a node, which all ranks of the node map.
 
 On the host a *segment* is one file (``shared_files.py``) with one part per rank. Every rank maps the whole file, so a
-rank reads and writes the other parts like its own. On GPUs each part is a separate allocation, which the ranks of the
-same IPC group map (``cuda_ipc.py``).
+rank can read and write the other ranks' parts like its own part. On GPUs each part is a separate allocation, which the
+ranks of the same IPC group map (``cuda_ipc.py``).
 
-``symmetric_empty`` returns this rank's part of a new segment as a tensor. ``find`` looks up the segment of a tensor by
-a bisection over the addresses of live parts. A rank unmaps a segment when the last tensor of its part is freed,
-whatever the other ranks do; the memory exists as long as one rank maps it.
+``symmetric_empty`` returns this rank's part of a new segment as a tensor. ``find`` returns the segment of a tensor, by
+a bisection over the addresses of live parts. A rank unmaps a segment when the last tensor in its part is freed,
+whatever the other ranks do. The memory is freed when no rank maps the segment any more.
 
-``adopt`` turns memory that each rank already has into a segment (``adopted.py``). The program has not *declared* these
-tensors symmetric, so it may pass one of them on this rank and an ordinary tensor on another.
+Alternative: MPI's shared windows (MPI_Win_allocate_shared). They are not used because MPI often puts them into
+/dev/shm, which is small in containers, and because all ranks must free a window together (docs/decisions/005).
+
+``adopt`` turns existing memory of each rank into a segment (``adopted.py``). The program has not *declared* these
+tensors symmetric, so it may pass an adopted tensor on this rank and an ordinary tensor on another rank.
 """
 
 from __future__ import annotations
@@ -36,15 +39,15 @@ from torchmpi_py.memory.adopted import AdoptedSegment
 
 NOT_STARTED = "call mpi.start() first"
 unavailable_because = NOT_STARTED
-"""Why the ranks of this node cannot share memory; empty if they can. Only a session assigns it."""
+"""The reason why the ranks of this node cannot share memory, or "" if they can. Only a session assigns it."""
 
 
 class Segment:
-    """A segment on the host as one rank sees it, without owning the memory.
+    """A segment on the host, as mapped in this process. The object does not keep the memory alive.
 
-    ``key`` is equal on all ranks of the segment. ``indices`` are the ranks of its parts, by their index on the node.
-    ``is_declared`` says whether the program created its tensors as symmetric (then it did so on all ranks).
-    ``is_live`` says whether this rank's part is still in use.
+    ``key`` identifies the segment on all ranks. ``indices`` lists, for each part, the index of its rank on the node.
+    ``is_declared`` is true if the program created the tensors as symmetric tensors, on all ranks. ``is_live`` is true
+    while this rank's part is in use.
     """
 
     device_type, is_declared, is_live = "cpu", True, True
@@ -52,7 +55,7 @@ class Segment:
     def __init__(self, mapping: mmap.mmap, key: int, part_bytes: int, indices: Sequence[int], own: int) -> None:
         self.key = key
         self.part_bytes = part_bytes
-        # The whole file is mapped at one address, and this rank's part begins inside it.
+        # The address of the whole file. This rank's part usually begins at a later address.
         self.address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
         self.part_of = {index: part for part, index in enumerate(indices)}
         self.begin = self.address + self.part_of[own] * part_bytes
@@ -60,14 +63,15 @@ class Segment:
     def view(
         self, index: int, dtype: torch.dtype, count: int, offset_bytes: int = 0, owner: Tensor | None = None
     ) -> Tensor:
-        """Return ``count`` elements of the part of the rank with this index on the node.
+        """Return a view of ``count`` elements in the part of the rank with this index on the node.
 
-        The segment must outlive the view. The view therefore keeps ``owner`` alive, a tensor of this rank's part.
+        The segment must outlive the view. To ensure this, pass a tensor of this rank's part as ``owner``. The view then
+        keeps this tensor alive, and with it the segment.
         """
         begin = self.address + self.part_of[index] * self.part_bytes + offset_bytes
         if count == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
-        # A view keeps the ctypes object alive, which keeps ``owner``.
+        # The view keeps the ctypes object alive, and the ctypes object keeps ``owner`` alive.
         memory: Any = (ctypes.c_char * (count * dtype.itemsize)).from_address(begin)
         memory.owner = owner
         return torch.frombuffer(memory, dtype=dtype)
@@ -81,30 +85,33 @@ class LiveSegments:
 
     def __init__(self) -> None:
         self.now: tuple[list[int], list[AnySegment]] = ([], [])
-        """The starts of this rank's parts in order, and the segments. Replaced as a whole, as other threads read it."""
+        """The sorted start addresses of this rank's parts, and their segments.
+
+        The tuple is always replaced as a whole, because other threads may read it at any time.
+        """
 
     def clear(self) -> None:
-        """Forget all segments."""
+        """Remove all segments."""
         for segment in self.now[1]:
             self.remove(segment)
 
     def add(self, segment: AnySegment) -> None:
-        """Let ``find`` return ``segment`` from now on."""
+        """Add a segment, so that ``find`` can return it."""
         self._replace(added=segment)
 
     def remove(self, segment: AnySegment) -> None:
-        """Stop ``find`` from returning ``segment``."""
+        """Remove a segment, so that ``find`` no longer returns it."""
         segment.is_live = False
         self._replace(gone=segment)
 
     def _replace(self, *, added: AnySegment | None = None, gone: AnySegment | None = None) -> None:
-        """Change the lists, even if the garbage collector calls this function while it is running."""
+        """Add and remove segments, even if the garbage collector calls this function while it is already running."""
         while True:
             before = self.now
             segments = [segment for segment in (*before[1], added) if segment is not None and segment is not gone]
             segments.sort(key=lambda segment: segment.begin)
             after = [segment.begin for segment in segments], segments
-            if self.now is before:  # Nothing interrupts this and the next line, as they neither call nor allocate.
+            if self.now is before:  # This line and the next neither call nor allocate, so nothing can interrupt them.
                 self.now = after
                 return
 
@@ -113,7 +120,7 @@ live = LiveSegments()
 
 
 def find(x: Tensor) -> tuple[AnySegment, int] | None:
-    """Return the segment that holds the flat tensor ``x`` in this rank's part, and the offset in bytes; or None."""
+    """Return the segment whose part on this rank contains the flat tensor ``x``, and the offset in bytes; or None."""
     begins, segments = live.now
     if not begins:
         return None
@@ -128,10 +135,10 @@ def find(x: Tensor) -> tuple[AnySegment, int] | None:
 
 
 def adopt(channel: Channel, x: Tensor) -> bool:
-    """Let flavours treat ``x``, an ordinary CPU tensor, and all tensors on its storage as symmetric.
+    """Make the ordinary CPU tensor ``x``, and all tensors that share its storage, symmetric.
 
-    Collective over ``channel``, whose ranks are all on one node. Return False on all ranks if it is not possible. The
-    next call, or ``drop_unused``, releases the memory once nothing else uses it.
+    All ranks of ``channel`` must call it, and must be on one node. Return False on all ranks if it is not possible.
+    When no tensor uses the storage any more, the next call of this function or of ``drop_unused`` releases the memory.
     """
     drop_unused()
     try:
@@ -142,7 +149,7 @@ def adopt(channel: Channel, x: Tensor) -> bool:
 
 
 def drop_unused() -> None:
-    """Release the adopted memory that no tensor uses any more."""
+    """Release all adopted memory that no tensor uses any more."""
     for segment in live.now[1]:
         if isinstance(segment, AdoptedSegment) and segment.is_unused:
             live.remove(segment)
@@ -157,27 +164,28 @@ def symmetric_empty(
 ) -> Tensor:
     """Return a new, uninitialized tensor that the other ranks on this node can read and write.
 
-    Every rank of ``comm`` must make this call with the same arguments; each gets a tensor of its own, which can be used
-    as any other. Reductions, broadcast and scatter of these tensors on all ranks, and alltoall with ``out=``, work in
-    place, without a copy. Contiguous parts (``x[10:20]``) are as good as whole tensors.
+    Every rank of ``comm`` must make this call with the same arguments. Each rank gets its own tensor, and can use it
+    like any other tensor. If all ranks pass such tensors to a collective, the collective works in place, without a
+    copy: all reductions, broadcast, scatter, and alltoall with ``out=``. Contiguous parts (``x[10:20]``) work like
+    whole tensors.
 
-    The memory lives until its last view is dropped. Until then each tensor takes a file descriptor (before Python
-    3.13), or a mapping of every peer's GPU memory. Make one large tensor and cut it up, rather than hundreds of small
-    ones.
+    The memory is freed with its last view. Until then each tensor needs a file descriptor (before Python 3.13), or a
+    mapping of every peer's GPU memory. Create one large tensor and use parts of it, instead of hundreds of small
+    tensors.
 
     Args:
-        size (int): sizes of the dims, as numbers or as one sequence.
+        size (int): sizes of the dimensions, as numbers or as one sequence.
         dtype (torch.dtype): dtype of the tensor; default None, torch's default dtype.
         device (torch.device or str): the CPU, or "cuda" for the GPU of this rank; default None, the CPU.
         comm (Communicator): communicator whose ranks make this call; default None, the current level.
 
     Returns:
-        The tensor.
+        This rank's tensor.
 
     Raises:
         TypeError: ``dtype`` is not a torch dtype.
-        ValueError: a size or the device is wrong.
-        RanksDisagree: the ranks ask for different tensors.
+        ValueError: a size or the device is not valid.
+        RanksDisagree: the ranks request different tensors.
         Unavailable: the memory cannot be shared or is too large.
         NotStarted: ``mpi.start()`` was not called.
 
@@ -196,7 +204,7 @@ def symmetric_empty(
 
 
 def _make(shape: torch.Size, dtype: torch.dtype, where: torch.device, comm: Communicator) -> Tensor:
-    # Every rank compares all requests before any memory is allocated, so either all ranks raise or none does.
+    # Every rank compares all requests before any memory is allocated, so either all ranks raise or no rank raises.
     requests = comm.direct.mpi.allgather((tuple(shape), str(dtype), where.type))
     if any(other != requests[0] for other in requests):
         texts = ", ".join(f"rank {rank}: {list(s)} {d} on {kind}" for rank, (s, d, kind) in enumerate(requests))
@@ -206,9 +214,9 @@ def _make(shape: torch.Size, dtype: torch.dtype, where: torch.device, comm: Comm
 
 
 def memory(channel: Channel, num_bytes: int, device: torch.device) -> Tensor:
-    """Return this rank's part of a new segment, of at least ``num_bytes``. Collective over the channel.
+    """Return this rank's part, of at least ``num_bytes``, of a new segment. All ranks of the channel must call it.
 
-    Raise Unavailable on every rank if one of them cannot get the memory.
+    Raise Unavailable on every rank if the memory of any rank cannot be allocated.
     """
     if device.type == "cuda":
         if reason := gpus.why_no_ipc():
@@ -218,18 +226,19 @@ def memory(channel: Channel, num_bytes: int, device: torch.device) -> Tensor:
         return part
     mapping, segment = allocate(channel.mpi, channel.places, num_bytes)
     live.add(segment)
-    # The finalizer watches an object that is freed before the mapping. Weak references to the mapping itself are
-    # cleared only after the memory is unmapped. Until then another thread could get the same addresses for ordinary
-    # memory, which ``find`` would treat as symmetric.
+    # The finalizer is attached to an object that is freed before the mapping. A finalizer of the mapping itself would
+    # run only after the memory is unmapped. Before it ran, another thread could get the same addresses for ordinary
+    # memory, and ``find`` would treat this memory as symmetric.
     owner: Any = (ctypes.c_char * segment.part_bytes).from_buffer(mapping, segment.begin - segment.address)
     weakref.finalize(owner, live.remove, segment).atexit = False
     return torch.frombuffer(owner, dtype=torch.uint8)
 
 
 def shared_bytes(channel: Channel, num_bytes: int) -> dict[int, Tensor]:
-    """Return new host memory of each rank of this node, by rank, that all of them can read and write. Collective.
+    """Allocate host memory for each rank of this node, and return it by rank, as tensors of bytes.
 
-    The memory lives as long as one of the tensors. Raise Unavailable on all ranks as ``memory`` does.
+    All ranks of the channel must call it. All ranks of the node can read and write the memory, which lives as long as
+    one of the tensors. Raise Unavailable on every rank if the memory of any rank cannot be allocated.
     """
     own = memory(channel, num_bytes, torch.device("cpu"))
     location = find(own)
@@ -244,9 +253,10 @@ def shared_bytes(channel: Channel, num_bytes: int) -> dict[int, Tensor]:
 
 
 def allocate(comm: MPI.Comm, places: Sequence[Place], num_bytes: int) -> tuple[mmap.mmap, Segment]:
-    """Create a segment with at least ``num_bytes`` for each rank of this node in ``comm``. Collective over ``comm``.
+    """Create a segment with at least ``num_bytes`` for each rank of this node. All ranks of ``comm`` must call it.
 
-    The segment lives as long as the mapping. Raise Unavailable on every rank if one node cannot get the memory.
+    The segment lives as long as the mapping. Raise Unavailable on every rank if the memory of any node cannot be
+    allocated.
     """
     mine = [rank for rank, place in enumerate(places) if place.node == places[comm.rank].node]
     part_bytes = -(-max(1, num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE  # Parts begin at page boundaries.
@@ -258,26 +268,27 @@ def allocate(comm: MPI.Comm, places: Sequence[Place], num_bytes: int) -> tuple[m
             lambda path, identity: shared_files.map_file(path, part_bytes * len(mine), identity),
         )
     except Unavailable as error:
-        raise Unavailable(f"no symmetric memory of {num_bytes} bytes per rank: {error}") from None
+        raise Unavailable(f"cannot share memory of {num_bytes} bytes per rank: {error}") from None
     indices = [places[rank].local for rank in mine]
     return mapping, Segment(mapping, key, part_bytes, indices, places[comm.rank].local)
 
 
 def unmap_peers(node: MPI.Comm) -> None:
-    """Turn symmetric GPU memory into ordinary memory, and unmap the peers' parts. Collective over the node.
+    """Turn symmetric GPU memory into ordinary memory, and unmap the peers' parts. All ranks of ``node`` must call it.
 
-    A process must not end before this, because its memory would vanish while others map it; torch warns of that.
+    A process must not end before this call, because its memory would be freed while other processes map it. In that
+    case torch logs a warning.
     """
     segments = [segment for segment in live.now[1] if isinstance(segment, cuda_ipc.GpuSegment)]
     for device in {part.device for segment in segments for part in segment.parts.values()}:
-        # CUDA may report an error of earlier work here. Ignore it, because the other ranks wait at the barrier below.
+        # CUDA may report an error from earlier work here. Ignore it, because the other ranks wait at the barrier below.
         with contextlib.suppress(RuntimeError):
             devices.of(device).synchronize()  # Work of a broken communicator may still be running.
     for segment in segments:
         live.remove(segment)
         segment.parts.clear()
     node.Barrier()
-    torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # Free the memory that peers had mapped until now.
+    torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # Free the memory that peers have unmapped.
 
 
 def _shape(size: Sequence[int | Sequence[int]]) -> torch.Size:
@@ -288,7 +299,7 @@ def _shape(size: Sequence[int | Sequence[int]]) -> torch.Size:
 
 
 def _device(name: torch.device | str | None) -> torch.device:
-    """Return the device; raise ValueError unless it is the CPU or this process's GPU."""
+    """Return the device with this name. Raise ValueError unless it is the CPU or this process's GPU."""
     device = torch.device(name or "cpu")
     if device.type == "cuda":
         if gpus.table() is None:
@@ -303,7 +314,7 @@ def _device(name: torch.device | str | None) -> torch.device:
 
 
 def try_out(comm: MPI.Comm, places: Sequence[Place], num_bytes: int) -> str:
-    """Return why the ranks of a node cannot share ``num_bytes`` per rank, or empty. Collective over the node."""
+    """Return why the ranks of a node cannot share ``num_bytes`` per rank, or "". All ranks of ``comm`` must call it."""
     try:
         allocate(comm, places, num_bytes)
     except Unavailable as error:
