@@ -31,8 +31,8 @@ _LEAST_LEFT_BYTES = 256 << 20  # This space in /dev/shm stays free, because work
 class AdoptedSegment:
     """The moved storages of all ranks of a channel, as mapped in this process.
 
-    The interface is the same as the interface of ``symmetric.Segment``. This rank's storage lives until ``close``, so
-    that no other memory gets its address earlier.
+    The class has the interface of ``symmetric.Segment``. This rank's storage lives until ``close``, so that no other
+    memory gets the same address before ``close``.
     """
 
     device_type, is_declared, is_live = "cpu", False, True

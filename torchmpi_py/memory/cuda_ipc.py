@@ -128,8 +128,8 @@ def _offer(part_bytes: int, peers: Sequence[int], device: torch.device) -> tuple
 def without_expandable_segments() -> Iterator[None]:
     """Let torch's allocator return memory that can be shared, even if the user has enabled expandable segments.
 
-    In general, memory of expandable segments cannot be shared. While they are disabled, the allocator does not use its
-    existing expandable segments, so the memory is new.
+    In general, memory of expandable segments cannot be shared. While expandable segments are disabled, the allocator
+    does not use existing ones either, so the memory is new.
     """
     settings = torch.cuda.memory._snapshot().get("allocator_settings", {})
     if not settings.get("expandable_segments"):
@@ -168,7 +168,7 @@ def _open_all(handles: dict[int, Any], places: Sequence[Place], device: torch.de
 def _decline(handles: Sequence[Any]) -> None:
     """Release memory that peers have offered but this rank has not mapped.
 
-    torch counts each offered handle as mapped.
+    torch counts each offered handle as a mapping, and keeps the memory until every mapping has been released.
     """
     release: Any = torch.UntypedStorage._release_ipc_counter_cuda
     for handle in handles:

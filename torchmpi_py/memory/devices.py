@@ -2,7 +2,7 @@
 
 A *stream* is a queue of work that a GPU carries out in order. An *event* is a point in a stream, for which another
 stream or the host can wait. The streams and events of the host do nothing, because work on the host is complete when a
-call returns. They let code for GPUs run on the host, where tests check its logic.
+call returns. So the same code serves GPUs and the host, and tests on the host check its logic.
 
 The communication thread carries out asynchronous operations on GPU tensors, with its own stream as the current stream.
 This stream first waits for the work in the launching thread's current stream, so the operation gets the values that the
@@ -31,7 +31,7 @@ from torchmpi_py.core.handles import Handle, ThreadHandle, Work
 
 logger = logging.getLogger("torchmpi_py")
 R = TypeVar("R")
-_pin_failures: list[int] = []  # the first error code in this process
+_pin_failures: list[int] = []  # error code of the first failure in this process
 
 
 class HostStream:
@@ -84,7 +84,7 @@ class Device:
         """Page-lock the host memory of ``x``, for copies to and from the device. ``unpin`` undoes this."""
 
     def unpin(self, x: Tensor) -> None:
-        """Undo ``pin``; call it before the memory is freed."""
+        """Undo ``pin``. The caller must do this before the memory is freed."""
 
     def synchronize(self) -> None:
         """Block the host until all work of this process on the device is complete."""
@@ -117,7 +117,7 @@ class Cuda(Device):
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def pin(self, x: Tensor) -> None:
-        """Pin ``x``, or log a warning once if CUDA cannot, for example because of a limit on locked memory.
+        """Pin ``x``. If CUDA refuses, for example because of a limit on locked memory, log a warning once.
 
         Copies to and from memory that is not pinned block the host.
         """
@@ -129,7 +129,7 @@ class Cuda(Device):
             torch.zeros(1, device=self.device)  # This raises CUDA's error, which otherwise the next kernel would raise.
         if not _pin_failures:
             _pin_failures.append(code)
-            logger.warning("CUDA cannot pin %d bytes (error %d), so copies are slower; raise ulimit -l", x.nbytes, code)
+            logger.warning("CUDA cannot pin %d bytes (error %d), so copies are slower; check ulimit -l", x.nbytes, code)
 
     def unpin(self, x: Tensor) -> None:
         if x.data_ptr() in self._pinned:
@@ -175,7 +175,7 @@ class StreamHandle(ThreadHandle[R]):
                 self._finished.record(self._stream)
 
     def done(self) -> bool:
-        """Return whether the GPU has completed the operation, or the operation has failed, without waiting."""
+        """Return, without waiting, whether the operation is complete on the GPU or has failed."""
         return super().done() and self._finished.query()
 
     def _hand_over(self) -> None:

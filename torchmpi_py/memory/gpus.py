@@ -107,7 +107,7 @@ def ipc_groups(offers: Sequence[GpuOffer]) -> list[int]:
 
     A rank joins the first group of its node in which it and every member reach each other's GPU memory.
     """
-    groups: dict[int, list[list[int]]] = {}  # by node
+    groups: dict[int, list[list[int]]] = {}  # the members of each group, by node
     for rank, mine in enumerate(offers):
         for members in (here := groups.setdefault(mine.place.node, [])):
             if all(_reach_each_other(mine, offers[member]) for member in members):

@@ -55,7 +55,7 @@ class Segment:
     def __init__(self, mapping: mmap.mmap, key: int, part_bytes: int, indices: Sequence[int], own: int) -> None:
         self.key = key
         self.part_bytes = part_bytes
-        # The address of the whole file. This rank's part usually begins at a later address.
+        # This is the address of the whole file, which begins with the part of the first rank.
         self.address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
         self.part_of = {index: part for part, index in enumerate(indices)}
         self.begin = self.address + self.part_of[own] * part_bytes
@@ -165,9 +165,8 @@ def symmetric_empty(
     """Return a new, uninitialized tensor that the other ranks on this node can read and write.
 
     Every rank of ``comm`` must make this call with the same arguments. Each rank gets its own tensor, and can use it
-    like any other tensor. If all ranks pass such tensors to a collective, the collective works in place, without a
-    copy: all reductions, broadcast, scatter, and alltoall with ``out=``. Contiguous parts (``x[10:20]``) work like
-    whole tensors.
+    like any other tensor. If all ranks pass such tensors, reductions, broadcast, scatter, and alltoall with ``out=``
+    work in place, without a copy. Contiguous parts (``x[10:20]``) work like whole tensors.
 
     The memory is freed with its last view. Until then each tensor needs a file descriptor (before Python 3.13), or a
     mapping of every peer's GPU memory. Create one large tensor and use parts of it, instead of hundreds of small
@@ -220,7 +219,7 @@ def memory(channel: Channel, num_bytes: int, device: torch.device) -> Tensor:
     """
     if device.type == "cuda":
         if reason := gpus.why_no_ipc():
-            raise Unavailable(f"symmetric memory on {device}: {reason}")
+            raise Unavailable(f"cannot allocate symmetric memory on {device}: {reason}")
         part, gpu_segment = cuda_ipc.allocate(channel.mpi, channel.places, num_bytes, device, live.remove)
         live.add(gpu_segment)
         return part

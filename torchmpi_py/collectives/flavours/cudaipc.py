@@ -13,7 +13,7 @@ rank exposes a piece of the channel's *scratch* memory. Scratch memory is large 
 to ``Tuning.gpu_scratch_bytes``. A larger tensor needs several pieces. The steps for each piece:
 
 1. ``fill``: write this rank's columns into the exposed tensor, on the current stream; record the event READY
-2. barrier (the first one also compares headers, and shows whether all ranks have homes); wait for all READY events
+2. barrier (the first barrier also compares headers, and shows whether all ranks have homes); wait for all READY events
 3. ``work`` on the tensors of all ranks; record the event DONE
 4. barrier; wait for all DONE events, then ``drain``: copy the results that the peers wrote into the exposed tensor
 
@@ -115,7 +115,7 @@ class CudaIpc(Flavour):
         self.gather(channel, x, out, channel.rank, sizes)
 
     def gather(self, channel: Channel, x: Tensor, out: Tensor | None, root: int, sizes: Sizes) -> None:
-        """Expose this rank's ``x``, whose size may differ between ranks; ranks with ``out`` read all ``x``."""
+        """Expose this rank's ``x``, whose size may differ between ranks. Ranks with ``out`` read every rank's ``x``."""
         group, x = _group(channel, x), x.view(-1)
         work = _reads([] if out is None else [(part.view(-1), rank, 0) for rank, part in enumerate(sizes.split(out))])
 
@@ -169,11 +169,11 @@ def _nothing(shown: Tensor, begin: int, end: int) -> None:
 
 @dataclasses.dataclass
 class IpcExchange:
-    """The description of an exchange. Callbacks get tensors of shape (rows, end - begin): columns begin to end."""
+    """The description of an exchange. The callbacks get tensors with columns begin to end, and with all rows."""
 
     what: str
     x: Tensor
-    shape: tuple[int, int]  # rows and columns; equal on all ranks unless the program is wrong
+    shape: tuple[int, int]  # rows and columns; equal on all ranks if all make the same call
     work: Columns[Sequence[Tensor]]
     home: Tensor | None = None
     fill: Columns[Tensor] = _nothing
@@ -223,7 +223,7 @@ class IpcGroup:
             self._finish(exchange, shown, headers.read, 0, num_columns)
             return
         for begin, end in chunks(0, num_columns, self._step(exchange)):
-            if begin or shown is None:  # Steps 1 and 2 are not done for this piece.
+            if begin or shown is None:  # Steps 1 and 2 have not been done for this piece.
                 shown = self._piece(exchange, end - begin)
                 exchange.fill(shown, begin, end)
                 self._events.record(READY)
@@ -244,7 +244,7 @@ class IpcGroup:
     def _finish(self, exchange: IpcExchange, shown: Tensor, offsets: Sequence[int], begin: int, end: int) -> None:
         """Carry out step 2 after the barrier, and steps 3 and 4.
 
-        ``offsets`` are the positions of the ranks' tensors in the segment.
+        ``offsets`` lists the positions of the ranks' tensors in their parts of the segment, in bytes.
         """
         views = [view.view(shown.shape) for view in self.node.views(shown.view(-1), offsets)]
         self._events.follow(READY)  # The stream waits until the streams of all peers have filled their tensors.

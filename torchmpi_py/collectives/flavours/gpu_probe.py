@@ -160,7 +160,7 @@ def _is_of_job(name: str) -> bool:
 
 
 def run_trial(command: Sequence[str], limit_seconds: float = LIMIT_SECONDS) -> Verdict:
-    """Run a trial in a child process, and return the verdict, also if the process cannot be started."""
+    """Run a trial in a child process, and return the verdict. Also return a verdict if the process cannot start."""
     try:
         # Use a file instead of a pipe, because a process that the child has started could keep a pipe open for ever.
         with tempfile.TemporaryFile() as file:

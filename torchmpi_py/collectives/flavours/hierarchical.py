@@ -5,8 +5,10 @@ communicator's level, the groups are defined by the level at which the span ends
 its group. The rank's *outer* channel is its column: the ranks with the same inner rank in all groups. If groups are
 unequal, only the column of the groups' roots is used.
 
-- allreduce of S bytes, M equal groups of m ranks: reduce-scatter inside the groups, so that each rank owns S/m bytes;
-  allreduce of each slice between its owners in all groups; allgather inside the groups. With a ring between groups,
+Steps of each collective for S bytes, and M groups of m ranks:
+
+- allreduce, equal groups: a reduce_scatter inside each group gives each rank a slice of S/m bytes. An allreduce in each
+  column completes the slices, and an allgather inside each group distributes them. With a ring between groups,
   2 S (M-1)/M bytes leave each group, whatever m is.
 - allreduce, unequal groups: reduce to the group's root, allreduce between the roots, broadcast inside the groups.
 - reduce_scatter: the first half of an allreduce. S (M-1)/M bytes leave each group.
@@ -96,7 +98,7 @@ class Hierarchical(Flavour):
         form(channel, source.view(-1), destination.view(-1), kernel(source.dtype, op))
 
     def _allreduce_by_slices(self, channel: Channel, x: Tensor, out: Tensor, how: Kernel) -> None:
-        """Carry out an allreduce of equal groups, in which every rank carries the slice that it owns between groups."""
+        """Carry out an allreduce of equal groups. Between groups, every rank reduces the slice that it owns."""
         groups, inner, outer = self._parts(channel, x)
         size, index = groups.inner.size, groups.inner.rank
 
@@ -122,7 +124,7 @@ class Hierarchical(Flavour):
         _overlap(chunks(0, x.numel(), _step(x, groups, size)), reduce_inside, spread_inside)
 
     def _allreduce_by_roots(self, channel: Channel, x: Tensor, out: Tensor, how: Kernel) -> None:
-        """Carry out an allreduce of unequal groups, in which the groups' roots reduce whole pieces between groups."""
+        """Carry out an allreduce of unequal groups. Between groups, the groups' roots reduce whole pieces."""
         groups, inner, outer = self._parts(channel, x, with_root=True)
         is_root = groups.inner.rank == 0
 
@@ -235,7 +237,7 @@ class Hierarchical(Flavour):
     def _allgather_by_roots(self, channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> None:
         """Carry out an allgather of parts of different sizes, or of unequal groups, through the groups' roots."""
         groups, inner, outer = self._parts(channel, x, with_root=True)
-        # 1. Inside, the root gathers all parts of the group.
+        # 1. Inside each group, the group's root gathers the parts of all members.
         mine = groups.members[groups.group]
         is_root = groups.inner.rank == 0
         part = x.new_empty((sum(sizes.rows[rank] for rank in mine), *x.shape[1:])) if is_root else None
@@ -250,7 +252,7 @@ class Hierarchical(Flavour):
                 parts = sizes.split(out)
                 for rank, rows in zip(in_order, sizes.of(in_order).split(gathered), strict=True):
                     parts[rank].copy_(rows)
-        # 3. Inside, the root broadcasts the result.
+        # 3. Inside each group, the group's root broadcasts the result.
         inner.broadcast(groups.inner, out, 0)
 
     def _parts(self, channel: Channel, x: Tensor, *, with_root: bool = False) -> tuple[NodeGroups, Flavour, Flavour]:
@@ -328,8 +330,8 @@ def groups_of(channel: Channel) -> NodeGroups:
 def span_end(channel: Channel) -> Communicator | None:
     """Return the level at which the span ends, or None if the span does not apply to ``channel``.
 
-    The span applies if it begins at the level of ``channel``, and if the groups of the level at which it ends are
-    smaller. Otherwise the groups are the nodes.
+    The span applies if it begins at the level of ``channel``, and if the communicator of the level at its end is
+    smaller than ``channel``. If the span does not apply, the groups are the nodes.
     """
     stack = communicators.stack()
     level, groups = (stack.levels[index] for index in stack.span)
@@ -373,7 +375,11 @@ def _own(how: Kernel, x: Tensor) -> Tensor:
 
 
 def _nothing(*_chunk: int) -> None:
-    """Do nothing: a stage in which pieces travel, or a barrier, which is not needed because walks make ranks wait."""
+    """Do nothing.
+
+    This is the stage in which pieces only travel. It also replaces the barrier of the pipeline, which is not needed
+    because the walks already make ranks wait.
+    """
 
 
 def _chain_step(x: Tensor) -> int:

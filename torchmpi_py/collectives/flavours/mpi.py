@@ -143,7 +143,7 @@ def _allgather_at_once(comm: MPI.Comm, sizes: Sizes) -> Callable[[Tensor, Tensor
 
     def work(x: Tensor, out: Tensor) -> None:
         address, source = out.data_ptr(), x.data_ptr()
-        if address - own_bytes < source < address + all_bytes:  # as in copy_if_overlapping
+        if address - own_bytes < source < address + all_bytes:  # the inlined test of copy_if_overlapping
             source = (x := x.clone()).data_ptr()
         comm.Allgather([memory(source, own_bytes), MPI.BYTE], [memory(address, all_bytes), MPI.BYTE])
 

@@ -34,7 +34,7 @@ from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.core.tensors import copy_if_overlapping, copy_to
 from torchmpi_py.errors import RanksDisagree
 
-Step = tuple[str, tuple[Any, ...]]  # the name of the MPI call, its arguments
+Step = tuple[str, tuple[Any, ...]]  # name and arguments of an MPI call
 Steps = Iterator[Step]
 
 _DTYPES = [None, *sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)]
@@ -135,7 +135,7 @@ def scatter(comm: MPI.Comm, source: Tensor, destination: Tensor, root: int) -> S
 def _messages(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """Cut tensors of equal size into the pieces that travel as one message each.
 
-    An empty tensor also has one piece, because the other rank's tensor may not be empty. Without an empty message, a
+    An empty tensor also has one piece, because the other rank's tensor might have elements. Without an empty message, a
     later message would match the other rank's receive.
     """
     if tensors[0].numel() == 0:
@@ -235,8 +235,8 @@ class Receipt:
     def _finds_misfit(self, most_bytes: float) -> bool:
         """Return whether a message of this kind has arrived with a different dtype or more than ``most_bytes``.
 
-        ``status`` becomes the status of the message. Usually only the first message from the source is examined,
-        because a search for messages behind the first one takes longer.
+        Set ``status`` to the status of this message. Usually only the first message from the source is examined,
+        because a search for later messages takes longer.
         """
         tags: Iterable[int] = (MPI.ANY_TAG,)
         if time.monotonic() > self._next_search:
@@ -289,9 +289,9 @@ class Receipt:
             os.sched_yield()  # Do not sleep, because MPI may advance large messages only in Test.
 
     def wait_or_cancel(self) -> None:
-        """Wait for the message. After an exception, also one from a signal handler, cancel the receive.
+        """Wait for the message. Cancel the receive after an exception, for example an exception in a signal handler.
 
-        MPI must not write to the tensor later.
+        After the cancellation MPI no longer writes to the tensor.
         """
         try:
             self.Wait()

@@ -17,10 +17,10 @@ Each channel has its own segment of shared memory, so that two communicators, or
 other's data. A rank's part of the segment contains the rank's two headers and four *slots*.
 
 The two headers of a rank alternate between operations. So a rank overwrites its header of the operation before the last
-one. All ranks have read that header, because they have announced the last operation since. An operation ends with a
-barrier, and no rank may change its slots or tensors before this barrier. There is one exception: an allreduce whose
-values travel with the headers (``staging.allreduce_at_once``) needs no barrier at its end, because its slots alternate
-with the headers.
+one. All ranks have read that header, because all ranks have announced the last operation since then. An operation ends
+with a barrier, and no rank may change its slots or tensors before this barrier. There is one exception: an allreduce
+whose values travel with the headers (``staging.allreduce_at_once``) needs no barrier at its end, because its slots
+alternate with the headers.
 
 Two of a rank's slots are *in* slots, for the rank's own values. The other two are *out* slots, for the values that the
 rank has reduced. The slots of each kind alternate between chunks. If no rank reduces values for its peers, a chunk may

@@ -44,13 +44,13 @@ class PreparedAllreduce:
 
     def __init__(self, node: NodeGroup, x: Tensor, op: str) -> None:
         self._node, self._how, self._what = node, kernel(x.dtype, op), f"allreduce with {op}"
-        self._in_place: dict[int, _InPlace] = {}  # by address
+        self._in_place: dict[int, _InPlace] = {}  # by the tensor's address
         is_at_once = x.nbytes <= 2 * node.chunk_bytes and staging.takes_one_shot(node, self._how)
         self._turns = [node.staged(self._what, x, turn) for turn in (0, 1)] if is_at_once else []
 
     def run(self, source: Tensor, destination: Tensor) -> None:
         """Write the reduction of all ``source`` into ``destination``; the two are the same tensor or do not overlap."""
-        x = source if source.dim() == 1 else source.view(-1)  # A view takes 1 us.
+        x = source if source.dim() == 1 else source.view(-1)  # A view would take 1 us.
         out, address, node = x, x.data_ptr(), self._node
         if source is destination or address == destination.data_ptr():
             ready = self._in_place.get(address)
@@ -72,8 +72,8 @@ class PreparedAllreduce:
     def run_adopting(self, x: Tensor) -> None:
         """Reduce ``x`` in place, after an attempt to make its memory symmetric.
 
-        If ``x`` is an ordinary tensor on all ranks, the ranks move its memory into files that all of them map
-        (``symmetric.adopt``).
+        If ``x`` is an ordinary tensor on all ranks, the ranks move its memory into files that all ranks map
+        (``symmetric.adopt``). After a failure the ranks do not try again.
         """
         node = self._node
         if node.can_adopt and symmetric.find(x) is None:
@@ -139,7 +139,7 @@ class PreparedAllreduce:
 
 
 def of(node: NodeGroup, x: Tensor, op: str) -> PreparedAllreduce:
-    """Return the node group's allreduce with ``op`` of tensors like ``x``. The first call creates it."""
+    """Return the node group's allreduce for ``op`` and the dtype and size of ``x``. The first call creates it."""
     key = (op, x.dtype, x.numel())
     prepared: PreparedAllreduce | None = node.prepared.get(key)
     if prepared is None:

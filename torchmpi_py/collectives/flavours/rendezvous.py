@@ -106,7 +106,7 @@ def _connected_later(connect: Callable[[], Any]) -> Any:
 def _shared_file(channel: Channel) -> str | None:
     """Create a file in the job's folder, and return its path, or None if the ranks cannot share a file.
 
-    All ranks of the channel must call it. The file store removes the file at its end.
+    All ranks of the channel must call it. The store that uses the file also removes it.
     """
     path = os.path.join(os.environ.get("TORCHMPIRUN_JOB_DIR", ""), f"store-{secrets.token_hex(8)}")
     is_shared = channel.num_nodes == 1 and "TORCHMPIRUN_JOB_DIR" in os.environ
@@ -138,7 +138,7 @@ def _serve(address: str, num_ranks: int, is_lazy: bool) -> Any:
 
 
 def _tcp_store(host: str, port: int, num_ranks: int, **options: Any) -> Any:
-    """Connect to a TCP store, or serve it, without a wait for the other ranks."""
+    """Return a TCP store, as its client or its server, without waiting for the other ranks."""
     factory = getattr(distributed, "TCPStore")  # noqa: B009 - its stub does not export it
     return factory(host, port, num_ranks, timeout=_CONNECT_TIMEOUT, wait_for_workers=False, **options)
 
@@ -146,7 +146,7 @@ def _tcp_store(host: str, port: int, num_ranks: int, **options: Any) -> Any:
 def connect_all(comm: MPI.Comm, what: str, attempt: Callable[[], T], remedy: str = REMEDY) -> T:
     """Call ``attempt`` on every rank of ``comm``, and return this rank's result.
 
-    All ranks of ``comm`` must call this function. Raise CommunicatorError on all ranks if any attempt fails; its
+    All ranks of ``comm`` must call this function. Raise CommunicatorError on all ranks if any attempt fails. The
     message consists of ``what``, the errors by rank, and ``remedy``.
     """
 

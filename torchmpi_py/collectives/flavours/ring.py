@@ -4,14 +4,14 @@ Collectives follow the plans of ``schedule.py``, which defines slice, chunk, rou
 data. A rank works on a few rounds alternately, so that messages of the other rounds travel while the rank adds the
 values of one round. For a tensor of S bytes (the larger of input and output), each of P ranks sends:
 
-allreduce       2 S (P-1)/P   twice around the ring: reduce_scatter, then allgather
-reduce_scatter  S (P-1)/P     around the ring, where every rank that a chunk passes adds its own values
-allgather       S (P-1)/P     around the ring (on average, if the slices have different sizes)
-alltoall        S (P-1)/P     directly, to the ranks at distance 1, then 2, and so on
-broadcast       S             down a chain of all ranks, or for few chunks down a binomial tree, where some ranks send
-                              more
-reduce          S             up a chain or a binomial tree, like a broadcast in reverse
-gather, scatter S/P           directly to or from the root
+- allreduce: 2 S (P-1)/P, twice around the ring (reduce_scatter, then allgather)
+- reduce_scatter: S (P-1)/P, around the ring. Every rank that a chunk passes adds its own values.
+- allgather: S (P-1)/P, around the ring (on average, if the slices have different sizes)
+- alltoall: S (P-1)/P, directly to the ranks at distance 1, then 2, and so on
+- broadcast: S, down a chain of all ranks. For few chunks the data travels down a binomial tree, where some ranks send
+  more.
+- reduce: S, up a chain or a binomial tree, like a broadcast in reverse
+- gather, scatter: S/P, directly to or from the root
 
 Alternative for reduce: a reduce_scatter and a gather. It is not used because the root would receive 2 S (P-1)/P bytes,
 and so determine the time of the call. Through the chain the root receives only S bytes.
@@ -207,7 +207,7 @@ class _Reduction:
         return max(1, _chunk_bytes(longest * itemsize) // itemsize)
 
     def walk(self, steps: Sequence[Step], target: Tensor | None, *, is_ring: bool = False) -> Walk:
-        """Carry out one round. With ``target``, the last step completes the reduction, and the result is written there.
+        """Carry out one round. With ``target``, the last step completes the reduction, and writes it into ``target``.
 
         With ``is_ring``, all ranks send their own values in the first step, without a conversion if the converted
         values would be longer.

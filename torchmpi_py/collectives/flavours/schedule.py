@@ -3,8 +3,8 @@
 Tests therefore check the plans of 1 to 37 ranks in one process. The terms are:
 
 - *slice*: The part of a tensor that one rank owns.
-- *chunk*: A piece of a tensor or of a slice that a rank processes at a time. The size is chosen to fit into a cache, a
-  buffer or a message. A chunk is described by ``Bounds`` (begin, end), and may be empty.
+- *chunk*: A piece of a tensor or of a slice. A rank processes one chunk after the other. The size of a chunk is chosen
+  to fit into a cache, a buffer or a message. A chunk is described by ``Bounds`` (begin, end), and may be empty.
 - *tick*: In a pipeline, the time between two barriers.
 
 The plans of flavour ``ring`` determine which rank sends which elements to which rank:
@@ -14,8 +14,8 @@ The plans of flavour ``ring`` determine which rank sends which elements to which
   bounds of a step refer to the memory from which the rank sends, or into which it receives. Empty bounds mean that
   there is no message.
 - *tree*: The ranks through which data travels between the root and the other ranks. In a *chain*, every rank except the
-  last one has one child. In a *binomial* tree, every rank with the data sends it to one more rank at a time, so that
-  the number of ranks with the data doubles.
+  last one has one child. In a *binomial* tree, every rank that has the data sends it to one more rank in each step, so
+  that the number of ranks with the data doubles.
 """
 
 from __future__ import annotations
@@ -109,9 +109,9 @@ def allgather(rank: int, pieces: Sequence[Bounds]) -> list[Step]:
 
 
 def alltoall(rank: int, size: int, length: int, step: int) -> Iterator[list[Step]]:
-    """Yield rounds of one step. They exchange data with the ranks at distance 1, then 2, and so on.
+    """Yield rounds of one step each, which exchange data with the ranks at distance 1, then 2, and so on.
 
-    The distance is the same on all ranks, so that no rank receives from two ranks at a time.
+    All ranks use the same distance at the same time, so that no rank receives from two ranks.
     """
     for distance in range(1, size):
         to, source = (rank + distance) % size, (rank - distance) % size
@@ -121,7 +121,7 @@ def alltoall(rank: int, size: int, length: int, step: int) -> Iterator[list[Step
 
 
 def gather(rank: int, root: int, bounds: Sequence[Bounds], step: int) -> Iterator[list[Step]]:
-    """Yield rounds of one step, in which root receives the slices of the other ranks in rank order.
+    """Yield rounds of one step each, in which root receives the slices of the other ranks in rank order.
 
     On ranks other than root, the bounds are relative to the start of the rank's own slice.
     """
@@ -135,7 +135,7 @@ def gather(rank: int, root: int, bounds: Sequence[Bounds], step: int) -> Iterato
 
 
 def scatter(rank: int, root: int, bounds: Sequence[Bounds], step: int) -> Iterator[list[Step]]:
-    """Yield rounds of one step, in which root sends each other rank its slice. They reverse ``gather``."""
+    """Yield rounds of one step each, in which root sends each other rank its slice: the reverse of ``gather``."""
     return map(reversed_in_time, gather(rank, root, bounds, step))
 
 
@@ -190,7 +190,7 @@ def reversed_in_time(steps: Sequence[Step]) -> list[Step]:
 def kept_from(under_way: object) -> Iterator[None]:
     """Keep ``under_way`` alive for ever if an error, or GeneratorExit, ends the block.
 
-    MPI may still read or write the memory of these messages.
+    ``under_way`` refers to the buffers of pending messages, which MPI may still read or write.
     """
     try:
         yield
@@ -204,8 +204,8 @@ def in_turns(rounds: Iterable[Iterator[T]], limit: int) -> Iterator[T]:
 
     The values of the iterators are pending requests, for which the caller waits. A value is yielded only when its
     iterator has the next turn, just before the iterator is resumed. So the requests of several iterators are pending at
-    a time. Rounds of equal length reach their n-th steps in the same order on all ranks. So any two ranks agree on the
-    order of their messages, and one tag is enough.
+    the same time. Rounds of equal length reach their n-th steps in the same order on all ranks. So any two ranks agree
+    on the order of their messages, and one tag is enough.
     """
     waiting = iter(rounds)
     active: collections.deque[tuple[Iterator[T], T]] = collections.deque()

@@ -273,7 +273,7 @@ def _post_on_host(post: Post, operation: Operation[Any]) -> Handle[Any]:
 
     def conclude(_: object) -> Any:
         if not is_send:
-            device.current().wait_event(launched)  # The current stream may differ from the one at the launch.
+            device.current().wait_event(launched)  # The current stream may have changed since the launch.
             x.copy_(host)
         return operation.target if operation.conclude is None else operation.conclude(None)
 

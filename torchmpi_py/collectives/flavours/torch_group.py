@@ -34,7 +34,8 @@ from torchmpi_py.memory import gpus
 _WIDER = {torch.int16: torch.int32}
 _ARITHMETIC = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
 _BITWISE = {"band": "BAND", "bor": "BOR", "bxor": "BXOR"}
-_OPERATION_TIMEOUT = dt.timedelta(minutes=30)  # This is torch's default for gloo. Other ranks may be computing.
+# The timeout is long, like torch's default for gloo, because other ranks may be computing.
+_OPERATION_TIMEOUT = dt.timedelta(minutes=30)
 _OPTIONS = {
     "_allgather_base": "AllgatherOptions",
     "_reduce_scatter_base": "ReduceScatterOptions",
@@ -77,7 +78,10 @@ class ProcessGroupOfTorch:
             ) from error
 
     def free(self) -> None:
-        """End the library's threads and connections on all ranks. Rank 0 is the last rank to close the store."""
+        """End the library's threads and connections. All ranks of the channel must call it.
+
+        Rank 0 is the last rank to close the store.
+        """
         self._close(self._group, self._mpi)
         self._mpi.Barrier()
         self._group = None
@@ -229,7 +233,7 @@ class Nccl(TorchGroup):
         """
         torch.cuda.synchronize()
         comm.Barrier()
-        shut_down = getattr(group, "shutdown", None) or getattr(group, "_shutdown", None)  # torch 2.4, 2.5
+        shut_down = getattr(group, "shutdown", None) or getattr(group, "_shutdown", None)  # name in torch 2.4, 2.5
         if shut_down is not None:
             shut_down()
 
@@ -286,7 +290,7 @@ def _start(how: Kernel, x: Tensor, out: Tensor) -> Tensor:
 
 
 def _finish(how: Kernel, total: Tensor, num_ranks: int, out: Tensor) -> None:
-    """Convert the library's result, and copy it into ``out`` unless it is there already."""
+    """Convert the library's result, and copy the result into ``out`` if it is in other memory."""
     result = how.result(total.to(how.dtype), num_ranks, out.dtype)
     if result.data_ptr() != out.data_ptr():
         out.copy_(result)
@@ -298,5 +302,5 @@ def _pairs(x: Tensor) -> Tensor:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """Return the bytes of a flat tensor."""
+    """Return a view of a flat tensor as bytes."""
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # A tensor of one element is flat whatever its stride.

@@ -43,7 +43,7 @@ def carry_out(steps: Sequence[Step], how: Kernel) -> None:
     for sources, first, others in steps:
         how.reduce(sources, first)  # First shot: the result is now in this core's cache.
         for other in others:
-            other.copy_(first)  # second shot
+            other.copy_(first)  # Second shot: copy the result to a peer.
 
 
 def allreduce(sources: Sequence[Tensor], destinations: Sequence[Tensor], rank: int, cache_bytes: int) -> list[Step]:
@@ -67,9 +67,9 @@ def reduce_scatter(sources: Sequence[Tensor], destination: Tensor, rank: int, ca
 
 
 def publish(x: Tensor, out: Tensor, rank: int, size: int) -> None:
-    """Copy the slices of ``x`` that peers own into ``out``, which peers can read. The caller makes the barrier.
+    """Copy the slices of ``x`` that peers own into ``out``, which peers can read.
 
-    ``x`` and ``out`` may be the same tensor.
+    ``x`` and ``out`` may be the same tensor. The caller must make a barrier before peers read ``out``.
     """
     if x.data_ptr() == out.data_ptr():
         return
