@@ -145,7 +145,7 @@ class Cuda(Device):
 
 @functools.cache
 def of(device: torch.device) -> Device:
-    """Return the ``Device`` of a torch device."""
+    """Return the ``Device`` object for a torch device."""
     return Cuda(device) if device.type == "cuda" else Device(device)
 
 

@@ -1,6 +1,6 @@
 """Flavour ``cudaipc``: collectives through GPU memory that the ranks of a node map, with one or several ranks per GPU.
 
-Like flavour ``shared``, this flavour works on peer views (``two_shot.py``), here on the caller's stream. An allreduce
+Like flavour ``shared``, this flavour works on peer views (``two_shot.py``), but on the caller's stream. An allreduce
 works in place if the result is symmetric: each rank reduces the slice that it owns, and stores the result into the
 tensors of all peers. In the other collectives every rank reads the data that it needs from its peers. For an allreduce
 of S bytes each rank reads S and writes S. If the result is not symmetric, the rank also copies S into scratch memory
@@ -57,7 +57,7 @@ Columns = Callable[[T, int, int], None]
 
 
 class CudaIpc(Flavour):
-    """Collectives through GPU memory that peers map."""
+    """Collectives through GPU memory that all ranks of a channel map."""
 
     name = "cudaipc"
     exchanges_headers = True
@@ -159,7 +159,7 @@ def _showing(what: str, x: Tensor, work: Columns[Sequence[Tensor]], *, shows: bo
 
 
 def _group(channel: Channel, x: Tensor) -> IpcGroup:
-    """Return the channel's group for the device of ``x``."""
+    """Return the channel's ``IpcGroup`` for the device of ``x``."""
     return channel.keep((IpcGroup, x.device), lambda made: IpcGroup(made, x.device))
 
 

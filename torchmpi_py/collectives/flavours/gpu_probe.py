@@ -118,7 +118,7 @@ def _verdict() -> Verdict:
 
 
 def _facts() -> GpuFacts:
-    """Collect this rank's facts."""
+    """Return the facts about this rank's MPI, torch, host and GPU."""
     settings = sorted(f"{k}={v}" for k, v in singleton_environment(os.environ).items() if k.startswith(_SETTINGS))
     return GpuFacts(
         mpi=MPI.Get_library_version().strip("\0 \n"),

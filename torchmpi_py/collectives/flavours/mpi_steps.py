@@ -161,7 +161,7 @@ def _exchanges(comm: MPI.Comm, source: Tensor, target: Tensor, plan: Iterable[It
 
 
 def in_order(lengths: Iterable[int]) -> list[schedule.Bounds]:
-    """Return the bounds of consecutive slices of these lengths, from 0."""
+    """Return the bounds of consecutive slices of these lengths. The first slice begins at 0."""
     ends = list(itertools.accumulate(lengths))
     return list(zip([0, *ends], ends, strict=False))
 

@@ -4,8 +4,8 @@
   chunk always use it.
 - *single copy*: each rank reads its peers' tensors directly (``single_copy.py``), if the kernel allows such reads.
 
-Both methods produce the same bits. Most allreduces of two ranks that fit into two slots do not use this module, but
-``staging.allreduce_at_once``.
+Both methods produce the same bits. Most allreduces of two ranks use ``staging.allreduce_at_once`` instead of this
+module, if the tensors fit into two slots.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ There are three methods:
 - *by headers*: for all other tensors, and if the ranks have chosen different methods. The headers determine how the
   data moves.
 
-A rank chooses its method from its own tensors alone. Each method has a different header, so the ranks detect a
-different choice before any rank changes a result.
+A rank chooses its method from its own tensors alone. Each method has a different header, so the ranks detect that they
+have chosen different methods before any rank changes a result.
 """
 
 from __future__ import annotations

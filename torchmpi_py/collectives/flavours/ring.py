@@ -253,7 +253,7 @@ class _Reduction:
 class ChunkPool:
     """Buffers of one chunk each, which a channel keeps for later calls.
 
-    The first access to new memory takes as long as the reception of a message of the same size.
+    They are reused because the first access to new memory takes as long as receiving a message of the same size.
     """
 
     def __init__(self, channel: Channel) -> None:

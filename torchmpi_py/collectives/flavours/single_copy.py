@@ -1,6 +1,6 @@
 """Collectives within a node that read ordinary tensors directly from the peers' memory (``peer_memory.py``).
 
-The kernel copies each byte once, into the memory of the rank that reads. This needs no slots, and few barriers.
+The kernel copies each byte once, into the memory of the rank that reads. This method needs no slots and few barriers.
 
 Alternative: slots in shared memory (``staging.py``). A page of shared memory is faster to read than a page of another
 process. But slots are slower overall if the cores of two ranks share no cache. In this case a store into memory that

@@ -119,7 +119,7 @@ class TorchGroup(Flavour):
     def _reduce(
         self, channel: Channel, source: Tensor, destination: Tensor | None, op: str, root: int | None = None
     ) -> None:
-        """Reduce to ``root``, or to all ranks (None); ``destination`` is None on ranks that get no result."""
+        """Reduce to ``root``, or to all ranks without ``root``; ``destination`` is None on ranks that get no result."""
         how, x, out = kernel(source.dtype, op), source.view(-1), None if destination is None else destination.view(-1)
         if not x.numel():
             return
@@ -268,7 +268,7 @@ class Nccl(TorchGroup):
 
 
 def _wire_dtype(how: Kernel) -> torch.dtype:
-    """Return the dtype in which partial results travel."""
+    """Return the dtype in which the library sends partial results."""
     return _WIDER.get(how.dtype, how.dtype)
 
 
