@@ -1,8 +1,9 @@
-"""numpy and cupy arrays in collectives: a tensor on the memory of each array replaces it, and the result is an array.
+"""numpy and cupy arrays in collectives: each array is replaced by a tensor on its memory, and the result is an array.
 
-``torch.from_numpy`` makes tensors of numpy's arrays, and DLPack of cupy's. Neither copies. DLPack also orders streams.
-At the call, torch's current stream waits for the work in cupy's stream; afterwards cupy's stream waits for the result,
-in the thread that waits. This module never imports cupy: a program that passes a cupy array has imported it.
+``torch.from_numpy`` converts numpy arrays, and DLPack converts cupy arrays. Neither copies the data. DLPack also orders
+streams. At the call, torch's current stream waits for the work in cupy's stream. Afterwards, in the thread that waits
+for the result, cupy's stream waits for torch's stream. This module never imports cupy, because a program that passes a
+cupy array has already imported it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ NumpyArray = np.ndarray[Any, Any]
 
 
 class ArrayCall:
-    """The arguments of a call, with tensors in place of arrays; other arguments stay as they are."""
+    """The arguments of a call, with tensors in place of arrays; other arguments are unchanged."""
 
     def __init__(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
@@ -40,31 +41,36 @@ class ArrayCall:
         if out is not None:
             if _library_of(out) is not self._library:
                 kind = f"{type(x).__module__}.{type(x).__name__}"
-                raise TypeError(f"{verb}: x is a {kind}, so out must be one too, not {type(out).__name__}")
+                raise TypeError(f"{verb}: x is a {kind}, so out must be a {kind}, not {type(out).__name__}")
             self.kwargs = {**self.kwargs, "out": self.x if out is x else self._tensor(verb, "out", out)}
 
     def _tensor(self, verb: str, name: str, array: Any, out: Any = None) -> Tensor:
-        """Return a tensor on the memory of ``array``, which is ``x`` or ``out``."""
+        """Return a tensor for ``array``, the argument ``x`` or ``out``, and record both for ``result``."""
         tensor = from_dlpack(array) if self._library is not np else _on_numpy(verb, name, array, out)
         self._arrays.append((tensor, array))
         return tensor
 
     def result(self, result: Any) -> Any:
-        """Return the array whose memory the result tensor uses; for any other tensor, a new array."""
+        """Convert the result of the collective: return an array in place of a tensor.
+
+        The array is ``x`` or ``out`` if the tensor uses its memory, else a new array.
+        """
         if self._library is None:
             return result
         if not isinstance(result, Tensor):
             if self._library is not np:
-                self._library.from_dlpack(self._arrays[0][0])  # also orders cupy's stream
+                # There is nothing to convert, but ``from_dlpack`` also makes cupy's stream wait for torch's stream.
+                self._library.from_dlpack(self._arrays[0][0])
             return result
-        new = result.numpy() if self._library is np else self._library.from_dlpack(result)  # also orders cupy's stream
+        # Convert the tensor even if it belongs to an argument: ``from_dlpack`` also orders cupy's stream.
+        new = result.numpy() if self._library is np else self._library.from_dlpack(result)
         for tensor, array in self._arrays:
             if tensor is result:
                 return array
         return new
 
     def handle(self, handle: Handle[Any]) -> Handle[Any]:
-        """Let the waits of ``handle`` return arrays (``result``), and return it."""
+        """Make the waits on ``handle`` return arrays (see ``result``), and return ``handle``."""
         if self._library is not None:
             handle.to_array = self.result
         return handle
@@ -79,19 +85,19 @@ def _library_of(x: object) -> Any:
 
 
 def _on_numpy(verb: str, name: str, array: NumpyArray, out: object) -> Tensor:
-    """Return a tensor on the memory of ``array``, or on a copy of a read-only array.
+    """Return a tensor on the memory of ``array``, or on the memory of a copy if the array is read-only.
 
     Raise ValueError if the collective would write to a read-only array. Raise TypeError for masked arrays, dtypes that
-    torch lacks, byte orders of other machines, and negative strides.
+    torch does not have, byte orders of other machines, and negative strides.
     """
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(
-            f"{verb}: {name} is a masked array; pass {name}.data and {name}.mask, each in a call of its own"
+            f"{verb}: {name} is a masked array; pass {name}.data and {name}.mask in two separate calls"
         )
     if not array.flags.writeable:
         if name == "out" or writes_into_x(verb, out):
             raise ValueError(f"{verb}: {name} is a read-only numpy array, which cannot be written; pass {name}.copy()")
-        array = array.copy()  # because torch warns about tensors on read-only memory
+        array = array.copy()  # torch would warn about a tensor on read-only memory.
     try:
         return torch.from_numpy(array)
     except (TypeError, ValueError) as error:
@@ -99,6 +105,6 @@ def _on_numpy(verb: str, name: str, array: NumpyArray, out: object) -> Tensor:
         if not array.dtype.isnative:
             remedy = f'{name}.astype({name}.dtype.newbyteorder("="))'
         raise TypeError(
-            f"{verb}: {name} is a numpy array of {array.dtype} with strides {array.strides}, whose memory a tensor "
-            f"cannot use: {str(error).rstrip('.')}. Pass {remedy}"
+            f"{verb}: {name} is a numpy array of {array.dtype} with strides {array.strides}, which torch "
+            f"cannot use as a tensor: {str(error).rstrip('.')}. Pass {remedy}"
         ) from None

@@ -1,12 +1,12 @@
 """The autotuner measures which flavour is fastest for each collective and size, and fills the selector with the result.
 
 For each collective, and for ordinary and symmetric tensors, sizes grow by factors of 4. At each size the flavours are
-timed alternately (``timing.py``). On a GPU the time of a call ends when the GPU has carried the call out.
+timed alternately (``timing.py``). On a GPU, the time of a call includes the GPU's work.
 
-``choose`` turns times into choices. It goes up in size, and changes to a different flavour where that flavour is more
-than 5 % faster in both halves of the measurements. A choice ends at the geometric mean of the sizes on both sides of
-the change. Alternative: the fastest flavour at each size. It is not used, because noise would make the table alternate
-between flavours of equal speed.
+``choose`` turns times into choices. It proceeds from small to large sizes, and changes to a different flavour where
+that flavour is more than 5 % faster in both halves of the measurements. The limit between two choices is the geometric
+mean of the sizes before and after the change. The fastest flavour at each size would be a simpler choice, but noise
+would make the table alternate between flavours of equal speed.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from torchmpi_py.memory.symmetric import symmetric_empty
 logger = logging.getLogger("torchmpi_py")
 Times = Mapping[str, Sequence[float]]  # The times of each flavour, in seconds, turn by turn.
 Point = tuple[int, Times]  # A number of bytes, and the times at this size.
-Buffers = tuple[Tensor, Tensor]  # The tensor that calls read, and the one that they write if it is another.
+Buffers = tuple[Tensor, Tensor]  # The tensor that calls read, and the tensor that they write if it is different.
 
-_DISPLACES_BY = 1.05  # A flavour replaces the one before if it is faster by this factor.
-_HOPELESS = 8.0  # A flavour that is slower than the best by this factor takes no further turns.
-_DROP_FROM_BYTES = 256 << 10  # Below this size slow flavours cost little, and may still win at larger sizes.
+_DISPLACES_BY = 1.05  # A flavour replaces the flavour for smaller sizes if it is faster by this factor.
+_HOPELESS = 8.0  # A flavour that is slower than the fastest by this factor is not measured any more.
+_DROP_FROM_BYTES = 256 << 10  # Below this size, slow flavours cost little time, and may be faster at larger sizes.
 _MIN_TURNS, _MAX_TURNS = 3, 300
 _DTYPE = torch.float32
 
 _VERBS = tuple(row.name for row in COLLECTIVES.values() if row.is_tuned)
 _MEASURABLE = (*_VERBS, "gather", "scatter")
-_IN_ONE_PIECE = ("allreduce", "broadcast", "reduce")  # the others need a multiple of the number of ranks
-_INDIFFERENT = ("allgather", "gather")  # symmetric tensors are as fast as others here
-_PEERS = ("gloo",)  # flavours for comparison, which are measured only if the user names them
+_IN_ONE_PIECE = ("allreduce", "broadcast", "reduce")  # Other collectives need a multiple of the number of ranks.
+_INDIFFERENT = ("allgather", "gather")  # Symmetric tensors do not make these collectives faster.
+_PEERS = ("gloo",)  # flavours for comparison, measured only if the user lists them
 
 
 def autotune(
@@ -64,33 +64,33 @@ def autotune(
 ) -> None:
     """Measure which flavours are fastest on this machine, and let ``mpi.selector`` choose them.
 
-    Every rank of the job must make this call with the same arguments; it works on the world, whatever the current
-    level. The results replace all earlier choices for the measured collectives and device, including assigned ones.
-    They are also written to a file, which ``mpi.start()`` loads in later jobs with the same MPI, host, and number of
-    ranks on each node. On one rank nothing is measured.
+    Every rank of the job must make this call with the same arguments. It measures all ranks of the job, whatever the
+    current level. The results replace all earlier choices for the measured collectives and device, including choices
+    that the program assigned. The results are also written to a file, which ``mpi.start()`` loads in later jobs with
+    the same MPI, host, and number of ranks on each node. In a job with a single rank, nothing is measured.
 
     Args:
         verbs (sequence of str): collectives to measure; default: allreduce, broadcast, reduce, reduce_scatter,
             allgather and alltoall. "gather" and "scatter" can be added.
         flavours (sequence of str): flavours to choose from; default None, all except gloo.
-        max_bytes (int): largest size to measure, in bytes; default 64 MiB. A second tensor of this size is allocated.
-            The fastest flavour at this size is also chosen for larger sizes, up to where the former table had another
-            change.
+        max_bytes (int): largest size to measure, in bytes; default 64 MiB. Up to four tensors of this size are
+            allocated. The fastest flavour at this size is also chosen for larger sizes, up to the next size at which
+            the former table changes to another flavour.
         seconds (float): approximate duration of the measurement, in seconds; default 40.
         path (str or path): file to write; default None, the file that ``mpi.start()`` looks for in TORCHMPI_TUNING_DIR
             (default ``~/.cache/torchmpi_py``).
         save (bool): whether to write the file; default True.
-        device (str): "cpu" (default), or "cuda" for tensors on the GPUs that ``mpi.start(with_cuda=True)`` chose, which
-            have a file of their own.
+        device (str): "cpu" (default), or "cuda" for tensors on the GPUs that ``mpi.start(with_cuda=True)`` chose, whose
+            results are written to a separate file.
 
     Returns:
         None. ``print(mpi.selector)`` shows the new choices.
 
     Raises:
-        ValueError: an argument has a wrong value, or ``device`` is "cuda" and this session computes on the CPU.
+        ValueError: an argument is invalid, or ``device`` is "cuda" and this session computes on the CPU.
         RanksDisagree: the ranks pass different arguments.
         Unavailable: none of ``flavours`` can run here.
-        TorchMPIError: the file cannot be written; the selector has the new choices nevertheless.
+        TorchMPIError: the file cannot be written. The new choices are in use nevertheless.
         NotStarted: ``mpi.start()`` was not called.
     """
     names = tuple(name for name in BY_NAME if name not in _PEERS) if flavours is None else tuple(flavours)
@@ -99,11 +99,11 @@ def autotune(
     world = stack().levels[0]
     journal.run_together("autotune", world, lambda: _check_ranks(world, settings))
     if world.size == 1:
-        logger.info("autotune: nothing to measure on one rank")
+        logger.info("autotune: nothing is measured in a job with one rank")
         return
     rows = _measure(world, settings)
     if not rows:
-        raise Unavailable(f"autotune: none of {', '.join(settings.flavours)} is available; see mpi.availability()")
+        raise Unavailable(f"autotune: none of {', '.join(settings.flavours)} is available; print mpi.availability()")
     measured_cache.install(rows, "measured in this process")
     if save:
         selector.source = _save(world, rows, path, device)
@@ -121,17 +121,17 @@ class _Settings(NamedTuple):
 
 
 def _check(settings: _Settings) -> None:
-    """Raise ValueError for a wrong argument."""
+    """Raise ValueError if an argument is invalid."""
     verbs, flavours, max_bytes, seconds, _, device = settings
     for what, names, known in (("verbs", verbs, _MEASURABLE), ("flavours", flavours, tuple(BY_NAME))):
         if not names or not set(names) <= set(known):
-            raise ValueError(f"autotune: {what}={names!r}: expected a non-empty list from {', '.join(known)}")
+            raise ValueError(f"autotune: {what}={names!r}: pass one or more of {', '.join(known)}")
     if not isinstance(max_bytes, int) or max_bytes < _DTYPE.itemsize or not 0 < seconds < math.inf:
         raise ValueError(
-            f"autotune: max_bytes={max_bytes}, seconds={seconds}: give max_bytes >= {_DTYPE.itemsize} and seconds > 0"
+            f"autotune: max_bytes={max_bytes}, seconds={seconds}: pass max_bytes >= {_DTYPE.itemsize} and seconds > 0"
         )
     if device not in DEVICES:
-        raise ValueError(f"autotune: device={device!r}: give one of {', '.join(DEVICES)}")
+        raise ValueError(f"autotune: device={device!r}: pass one of {', '.join(DEVICES)}")
 
 
 def _check_ranks(world: Communicator, settings: _Settings) -> None:
@@ -146,7 +146,7 @@ def _check_ranks(world: Communicator, settings: _Settings) -> None:
 
 
 def _measure(world: Communicator, settings: _Settings) -> measured_cache.Rows:
-    """Return the rows for all collectives; each collective gets an equal share of the remaining time."""
+    """Measure the collectives, each for an equal share of the remaining time; return rows for the selector."""
     rows: measured_cache.Rows = {}
     buffers = _buffers(world, settings)
     series = [(verb, kind) for verb in settings.verbs for kind in buffers if not (kind and verb in _INDIFFERENT)]
@@ -167,9 +167,9 @@ def _measure(world: Communicator, settings: _Settings) -> measured_cache.Rows:
 
 
 def _buffers(world: Communicator, settings: _Settings) -> dict[bool, Buffers]:
-    """Return buffers in ordinary memory (False), and in symmetric memory (True) if it is available.
+    """Return two tensors in ordinary memory (key False) and, if available, two in symmetric memory (key True).
 
-    They hold zeros, whose sums stay finite however often they are added. On GPUs they lie on this rank's current GPU.
+    The tensors contain zeros, so that repeated sums stay finite. GPU tensors are on this rank's current GPU.
     """
     count, device = settings.max_bytes // _DTYPE.itemsize + world.size, settings.device
     zeros = functools.partial(torch.zeros, count, dtype=_DTYPE, device=device)
@@ -183,7 +183,7 @@ def _buffers(world: Communicator, settings: _Settings) -> dict[bool, Buffers]:
 
 
 def _points(world: Communicator, verb: str, buffers: Buffers, settings: _Settings, seconds: float) -> list[Point]:
-    """Return the times at all sizes, as far as time allows and more than one flavour is in the race."""
+    """Return the times at growing sizes, until ``seconds`` have passed or only one flavour is still measured."""
     mpi, ends = world.direct.mpi, time.perf_counter() + seconds
     names = [name for name in settings.flavours if status(BY_NAME[name], verb, settings.device, world) == "available"]
     counts = element_counts(verb, world.size, settings.max_bytes) if names else []
@@ -204,14 +204,14 @@ def _points(world: Communicator, verb: str, buffers: Buffers, settings: _Setting
 
 
 def element_counts(verb: str, num_ranks: int, max_bytes: int) -> list[int]:
-    """Return the number of elements of the larger tensor, for each size that is measured."""
+    """Return the number of elements of the call's larger tensor, for each size to measure."""
     step = 1 if verb in _IN_ONE_PIECE else num_ranks
     powers = itertools.takewhile(lambda count: count * _DTYPE.itemsize <= max_bytes, (4**n for n in itertools.count()))
     return sorted({-(-count // step) * step for count in powers})
 
 
 def _call(world: Communicator, verb: str, name: str, buffers: Buffers, count: int) -> Callable[[], object]:
-    """Return a call of ``verb`` whose size, as the selector counts it, is ``count`` elements."""
+    """Return a function that calls ``verb`` with tensors whose size, for the selector, is ``count`` elements."""
     part = 0 if verb in _IN_ONE_PIECE else count // world.size
     x_count = part if verb in ("allgather", "gather") else count
     out_count = part if verb in ("reduce_scatter", "scatter") else count
@@ -222,7 +222,7 @@ def _call(world: Communicator, verb: str, name: str, buffers: Buffers, count: in
 
 
 def _save(world: Communicator, rows: measured_cache.Rows, path: str | pathlib.Path | None, device: str) -> str:
-    """Write the file on rank 0; return, on all ranks, the new source of the selector's rows. Collective."""
+    """Write the rows to a file on rank 0, and return the text for ``selector.source``. All ranks must call it."""
 
     def write() -> str:
         if world.rank != 0:
@@ -234,15 +234,15 @@ def _save(world: Communicator, rows: measured_cache.Rows, path: str | pathlib.Pa
         return f"measured on {date}, {target}"
 
     def failed(failures: Mapping[int, str]) -> TorchMPIError:
-        why = f"the measured choices are in use, but cannot be saved: {agree.first_text(failures)}; give another path"
+        why = f"the measured choices are in use, but cannot be saved: {agree.first_text(failures)}; pass another path"
         return TorchMPIError(f"autotune: {why}")._of_call("autotune", world)
 
     return agree.gather_results(world.direct.mpi.allgather, write, (OSError,), str, failed)[0]
 
 
 def choose(points: Sequence[Point]) -> list[Choice]:
-    """Return the choices for times at growing sizes; a flavour without a time at a size is not a candidate there."""
-    runs: list[tuple[str, list[Point]]] = []  # the winners, each with the points at which it is chosen
+    """Return the choices for times at growing sizes. At each size, only flavours that have times are candidates."""
+    runs: list[tuple[str, list[Point]]] = []  # each chosen flavour, with the points at which it is chosen
     for num_bytes, times in points:
         best = min(times, key=lambda name: statistics.median(times[name]))
         if not runs or _displaces(times, best, runs[-1][0]):
@@ -282,7 +282,7 @@ def _why(winner: str, point: Point) -> str:
     num_bytes, times = point
     medians = {name: statistics.median(turns) for name, turns in times.items()}
     if len(medians) == 1:
-        return "the only one in the race"
+        return "the only flavour measured"
     seconds, usual = medians.pop(winner), FLAVOURS[0].name
     other = usual if usual in medians else min(medians, key=medians.__getitem__)
     return f"{medians[other] / seconds:.1f}x {other} at {in_units(num_bytes)}, measured"

@@ -1,12 +1,12 @@
 """The contract of a flavour, which is an implementation of the collectives.
 
-A flavour has a name, the device types it serves, and one blocking method per collective that it implements; a method
-that is not overridden means "unimplemented". Callers check the arguments first: tensors are flat, roots and ops are
-valid, and no other thread uses the ``channel``. A new flavour needs a file and a row in ``registry.py``.
+A flavour has a name, a set of device types, and one blocking method per collective that it implements. A method that
+is not overridden means "unimplemented". Callers check the arguments first: tensors are flat, roots and ops are valid,
+and no other thread uses the ``channel``. A new flavour needs a file and a row in ``registry.py``.
 
-In gathers each rank may bring a different number of rows. The ranks first exchange their ``Sizes``, and check that
-dtypes and the other dimensions agree. Only then the size of the result is known, by which the selector chooses the
-flavour that moves the data (``Gathering``).
+In ``gather`` and ``allgather``, ranks may pass different numbers of rows. The ranks first exchange their ``Sizes``, and
+check that the dtypes and all other dimensions agree. Only then is the size of the result known. The selector uses this
+size to choose the flavour that moves the data (``Gathering``).
 """
 
 from __future__ import annotations
@@ -28,31 +28,34 @@ from torchmpi_py.errors import RanksDisagree
 
 Requests = list["MPI.Request"]
 Walk = Iterator[Requests]
-"""Work in parts. A walk yields requests, which must be complete before the walk is resumed."""
+"""A collective in parts. After each part it yields MPI requests, which must be complete before the walk is resumed."""
 
 
 class Flavour(Carrier):
     """Base class of all flavours.
 
     ``x``, ``source`` and ``destination`` are flat tensors. The methods write results into ``destination``, ``out``, or
-    ``x`` where it is the only tensor.
+    ``x`` if there is no other tensor.
     """
 
     devices: ClassVar[frozenset[str]]
     num_trial_calls: ClassVar[int] = 0
-    """Number of calls of the same kind and size after which the flavour knows its fastest method for them."""
+    """Number of identical calls after which the flavour has found the fastest of its methods for such calls."""
     scatters_in_place: ClassVar[bool] = False
     """Whether the destination of a reduce_scatter may be this rank's slice of the source."""
 
     def missing(self, device: str) -> str:
-        """Return why this flavour cannot serve a device type (one of ``devices``) here, and what would help; or "".
+        """Return why this flavour cannot serve a device type here, with a remedy, or "" if it can.
 
-        All ranks must get the same answer.
+        ``device`` is one of ``devices``. The result must be the same on all ranks.
         """
         return ""
 
     def refuses(self, channel: Channel) -> str:
-        """Return why this flavour cannot serve the ranks of a channel, or "". All ranks must get the same answer."""
+        """Return why this flavour cannot serve the ranks of a channel, or "" if it can.
+
+        The result must be the same on all ranks.
+        """
         return ""
 
     def implements(self, verb: str) -> bool:
@@ -62,7 +65,7 @@ class Flavour(Carrier):
     def walk(self, verb: str, channel: Channel, *arguments: Any) -> Walk:
         """Carry out a collective in parts, between which the caller may do other work.
 
-        The default does all of it in one part. All ranks of the channel must start and resume their walks in the same
+        The default implementation has a single part. All ranks of the channel must start and resume their walks in the same
         order.
         """
         getattr(self, verb)(channel, *arguments)
@@ -73,19 +76,22 @@ class Flavour(Carrier):
         raise NotImplementedError
 
     def reduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str, root: int) -> None:
-        """Write the reduction of all ``source`` into ``destination`` on ``root``; other ranks write nothing."""
+        """Write the reduction of all ranks' ``source`` into ``destination`` on ``root``; other ranks write nothing."""
         raise NotImplementedError
 
     def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
-        """Write the reduction of all ``source`` into ``destination``; the two are the same tensor or do not overlap."""
+        """Write the reduction of all ranks' ``source`` into ``destination``.
+
+        ``source`` and ``destination`` are the same tensor or do not overlap.
+        """
         raise NotImplementedError
 
     def allgather(self, channel: Channel, x: Tensor, out: Tensor, sizes: Sizes) -> None:
-        """Write all ``x`` into ``out`` along dim 0; ``sizes`` has the number of rows of each rank."""
+        """Write the ``x`` of all ranks into ``out`` along dim 0; ``sizes`` has the number of rows of each rank."""
         raise NotImplementedError
 
     def reduce_scatter(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
-        """Write this rank's slice, along dim 0, of the reduction of all ``source`` into ``destination``."""
+        """Write this rank's slice, along dim 0, of the reduction of all ranks' ``source`` into ``destination``."""
         raise NotImplementedError
 
     def alltoall(self, channel: Channel, source: Tensor, destination: Tensor) -> None:
@@ -93,7 +99,7 @@ class Flavour(Carrier):
         raise NotImplementedError
 
     def gather(self, channel: Channel, x: Tensor, out: Tensor | None, root: int, sizes: Sizes) -> None:
-        """Write all ``x`` into ``out`` on ``root``, as ``allgather`` does; ``out`` is None on other ranks."""
+        """Write the ``x`` of all ranks into ``out`` on ``root``, along dim 0; ``out`` is None on other ranks."""
         raise NotImplementedError
 
     def scatter(self, channel: Channel, source: Tensor, destination: Tensor, root: int) -> None:
@@ -101,15 +107,15 @@ class Flavour(Carrier):
         raise NotImplementedError
 
     def sendreceive(self, channel: Channel, x: Tensor, out: Tensor, source: int, destination: int) -> None:
-        """Send ``x`` to ``destination`` and receive ``out`` from ``source``."""
+        """Send ``x`` to rank ``destination``, and overwrite ``out`` with the tensor that rank ``source`` sends."""
         raise NotImplementedError
 
     def send(self, channel: Channel, x: Tensor, destination: int) -> None:
-        """Send ``x`` to ``destination``."""
+        """Send ``x`` to rank ``destination``."""
         raise NotImplementedError
 
     def recv(self, channel: Channel, x: Tensor, source: int) -> None:
-        """Overwrite ``x`` with the tensor that ``source`` sends."""
+        """Overwrite ``x`` with the tensor that rank ``source`` sends."""
         raise NotImplementedError
 
     def broadcast_object(self, channel: Channel, obj: object, root: int) -> Any:
@@ -135,7 +141,7 @@ def wait(requests: Requests) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The sizes of each rank: its number of rows, bytes of all rows, code of the shape of ``out`` (0 without one)."""
+    """The sizes on each rank: number of rows, number of bytes, and a code for the shape of ``out`` (0 without ``out``)."""
 
     rows: list[int]
     num_bytes: list[int]
@@ -143,7 +149,7 @@ class Sizes:
 
     @property
     def are_equal(self) -> bool:
-        """Whether all ranks bring the same number of rows."""
+        """Whether all ranks pass the same number of rows."""
         return len(set(self.rows)) == 1
 
     def output_shape(self, verb: str, x: Tensor, out: Tensor | None, writers: Sequence[int]) -> torch.Size:
@@ -156,14 +162,14 @@ class Sizes:
         if wrong:
             own = "" if out is None else f" (here: {tuple(out.shape)})"
             raise ValueError(
-                f"{verb}: the ranks pass {self.rows} rows, so the result has shape {tuple(shape)}; "
+                f"{verb}: the ranks pass {self.rows} rows, so out must have shape {tuple(shape)}; "
                 f"out has a different shape{own} on rank {', '.join(map(str, wrong))}"
             )
         return shape
 
     @classmethod
     def equal(cls, x: Tensor, size: int) -> Sizes:
-        """Return the sizes for ``size`` ranks that each bring as much as ``x``."""
+        """Return the sizes for ``size`` ranks that each pass a tensor of the size of ``x``."""
         return cls([x.shape[0]] * size, [x.nbytes] * size, [0] * size)
 
     def of(self, ranks: Sequence[int]) -> Sizes:
@@ -177,19 +183,19 @@ class Sizes:
         return Sizes(rows, num_bytes, [0] * len(rows))
 
     def split(self, out: Tensor) -> tuple[Tensor, ...]:
-        """Return one view of the result ``out`` per rank, with the rows of this rank."""
+        """Split the result ``out`` into one view per rank; each view covers the rows of its rank."""
         return torch.split(out, self.rows)
 
 
 class Gathering(Carrier):
-    """Stand-in for a flavour that exchanges sizes, and then calls the flavour ``choose(bytes of the result)``."""
+    """A stand-in for a flavour. It exchanges sizes, and then calls the flavour ``choose(bytes of the result)``."""
 
     def __init__(self, name: str, choose: Callable[[int], Flavour]) -> None:
         self.name = name
         self.choose = choose
 
     def allgather(self, channel: Channel, x: Tensor, out: Tensor | None) -> Tensor:
-        """Return all ``x`` along dim 0, in ``out`` or in a new tensor."""
+        """Return the ``x`` of all ranks, concatenated along dim 0, in ``out`` or in a new tensor."""
         sizes = exchange_sizes(channel.mpi, x, out)
         shape = sizes.output_shape("allgather", x, out, writers=range(channel.size))
         result = x.new_empty(shape) if out is None else out
@@ -212,9 +218,10 @@ class Gathering(Carrier):
 
 
 def exchange_sizes(comm: MPI.Comm, x: Tensor, out: Tensor | None) -> Sizes:
-    """Return the sizes of ``x``, which has at least 1 dimension, and ``out`` on all ranks of ``comm``.
+    """Return the sizes of ``x`` and ``out`` on all ranks of ``comm``. ``x`` has at least one dimension.
 
-    Collective: one allgather. Raise RanksDisagree on every rank if more than dim 0 differs.
+    Every rank of ``comm`` must make this call, which performs an allgather. Raise RanksDisagree on every rank if dtypes
+    or dimensions other than dim 0 differ.
     """
     mine = torch.tensor(
         [x.shape[0], x.nbytes, 0 if out is None else _code(out.shape), _code(x.dtype, x.shape[1:])], device="cpu"
@@ -232,5 +239,5 @@ def exchange_sizes(comm: MPI.Comm, x: Tensor, out: Tensor | None) -> Sizes:
 
 
 def _code(*parts: object) -> int:
-    """Return a number, never 0, that represents a shape or dtype in the exchange."""
+    """Return a checksum of a shape or dtype for the exchange. It is never 0."""
     return zlib.crc32(repr(parts).encode()) + 1
