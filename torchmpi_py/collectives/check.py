@@ -29,7 +29,7 @@ def check_with_allreduce(x: Tensor | Number, name: str = "", *, comm: Communicat
         None.
 
     Raises:
-        RanksDisagree: the values differ; raised on every rank. The message lists the ranks that differ from the majority.
+        RanksDisagree: the values differ; raised on every rank. The error lists the ranks that differ from the majority.
         TypeError: ``x`` is neither a tensor nor a number.
         NotStarted: ``mpi.start()`` was not called.
 

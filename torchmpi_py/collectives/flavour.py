@@ -28,7 +28,7 @@ from torchmpi_py.errors import RanksDisagree
 
 Requests = list["MPI.Request"]
 Walk = Iterator[Requests]
-"""A collective in parts. After each part it yields MPI requests, which must be complete before the walk is resumed."""
+"""A collective in parts: an iterator of MPI requests, which must be complete before the iterator is resumed."""
 
 
 class Flavour(Carrier):
@@ -65,8 +65,8 @@ class Flavour(Carrier):
     def walk(self, verb: str, channel: Channel, *arguments: Any) -> Walk:
         """Carry out a collective in parts, between which the caller may do other work.
 
-        The default implementation has a single part. All ranks of the channel must start and resume their walks in the same
-        order.
+        The default implementation has a single part. All ranks of the channel must start and resume their walks in the
+        same order.
         """
         getattr(self, verb)(channel, *arguments)
         return iter(())
@@ -141,7 +141,7 @@ def wait(requests: Requests) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The sizes on each rank: number of rows, number of bytes, and a code for the shape of ``out`` (0 without ``out``)."""
+    """The sizes on each rank: number of rows, number of bytes, and a checksum of the shape of ``out`` (0 if None)."""
 
     rows: list[int]
     num_bytes: list[int]

@@ -1,8 +1,8 @@
 """The plans that a communicator keeps for calls that a training loop repeats.
 
-A plan is kept if the flavour reads and writes the tensors of the call, ``x`` and ``out``, themselves: flat CPU tensors
-without history. The key of a plan contains everything on which the plan depends. A call with another key, or one that
-must raise an error, finds no plan and is prepared in full.
+A plan is kept if the flavour works directly on the tensors of the call, ``x`` and ``out``. These must be flat CPU
+tensors without autograd history. The key of a plan contains everything on which the plan depends. A call with a new
+key, or a call that must raise an error, finds no plan and is prepared in full.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torchmpi_py.core import config
 from torchmpi_py.core.communicators import Communicator
 from torchmpi_py.memory import symmetric
 
-_BY_NAME = frozenset({"op", "comm", "flavour", "out", "root"})  # the keyword arguments of calls whose plans are kept
-_MOST_KEPT = 512  # plans of one communicator
+_BY_NAME = frozenset({"op", "comm", "flavour", "out", "root"})  # keyword arguments of calls whose plans are kept
+_MOST_KEPT = 512  # plans per communicator
 
 
 def key_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
-    """Return the key of the plan of a call on its communicator; None for a call that is always prepared in full."""
+    """Return the key of a call's plan in ``comm.plans``, or None for a call that is always prepared in full."""
     x, out = args[0], kwargs.get("out") if kwargs else None
     for each in (x,) if out is None else (x, out):
         if (
@@ -43,7 +43,7 @@ def key_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable
     if (
         forward_ad._current_level >= 0
         or torch._C._are_functorch_transforms_active()
-        or config.can_raise  # a blocking call is then launched as an operation, so that its wait can end
+        or config.can_raise  # A blocking call is then launched as an operation, so that its wait can time out.
     ):
         return None
     if out is not None:
@@ -57,33 +57,37 @@ def key_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable
     if not kwargs and len(args) == 1:
         return name, x.dtype, x.nbytes, is_symmetric, selector.generation, out is None
     root = args[1] if len(args) == 2 else kwargs.get("root", 0)
-    # ``type``, not ``==``: True and 1.0 equal 1, but are errors as a root.
+    # Check the type, because True and 1.0 equal 1 but are not valid as ``root``.
     if len(args) > 2 or type(root) is not int or not _BY_NAME.issuperset(kwargs):
         return None
     return name, x.dtype, x.nbytes, is_symmetric, selector.generation, out is None, len(args), root, *kwargs.items()
 
 
 def keep(comm: Communicator, key: Hashable, operation: Operation[Any], tensors: tuple[Tensor, Tensor]) -> None:
-    """Keep the plan of a call if the flavour works on its ``tensors`` themselves: ``x``, and ``out`` or ``x``."""
+    """Keep the plan of a call if the flavour works directly on the call's tensors.
+
+    ``tensors`` holds ``x`` and the tensor for the result, which is ``out`` or ``x``.
+    """
     (x, target), (reads, *writes) = tensors, operation.arguments
     is_direct = reads.data_ptr() == x.data_ptr() and all(each is target for each in (*writes, operation.target))
-    if is_direct and operation.conclude is None and not x.is_complex():  # a complex tensor may be conjugate
+    # A later complex tensor may be a conjugate view, which the key does not show.
+    if is_direct and operation.conclude is None and not x.is_complex():
         add(comm, key, operation.plan)
 
 
 def add(comm: Communicator, key: Hashable, plan: Plan) -> None:
-    """Keep a plan; drop the oldest one if the communicator has many."""
+    """Keep a plan, and drop the oldest plan if the communicator has ``_MOST_KEPT``."""
     if len(comm.plans) >= _MOST_KEPT:
         comm.plans.pop(next(iter(comm.plans)), None)
     comm.plans[key] = plan
 
 
 def allreduce(prepare: Callable[..., Operation[Any]], x: Tensor, comm: Communicator, op: str) -> Operation[Any]:
-    """Return the operation of an allreduce in place: by the kept plan, or else made by ``prepare``."""
+    """Return the operation of an in-place allreduce: a call of the kept plan if there is one, else from ``prepare``."""
     key = key_of("allreduce", (x,), {"op": op})
     plan = None if key is None else comm.plans.get(key)
     if plan is not None:
-        increment_version(x)  # because autograd does not see that MPI writes to it
+        increment_version(x)  # Autograd does not see that MPI writes to ``x``.
         return Operation(plan, (x, x), x)
     operation = prepare(x, op=op, comm=comm)
     if key is not None:

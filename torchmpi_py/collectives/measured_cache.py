@@ -1,7 +1,7 @@
-"""The files with the measurements of ``autotune``: one per MPI, host, number of ranks on each node, and GPU, if any.
+"""Files with the measurements of ``autotune``: one per MPI, host, number of ranks on each node, and model of GPU.
 
-``start`` loads the file of this job, and with GPUs also the file with the rows for GPUs. A file that does not fit or
-cannot be read is ignored, with a warning on rank 0, and the built-in defaults stay in use.
+``start`` loads the file of this job, and with GPUs also the file with the rows for GPUs. A file that does not
+match the job or cannot be read is ignored, with a warning on rank 0, and the built-in defaults stay in use.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Rows = dict[Key, list[Choice]]
 
 
 class MachineFacts(NamedTuple):
-    """The facts of a job on rank 0; a measurement is valid only for jobs with the same facts."""
+    """Facts about a job, taken on rank 0. A measurement is valid only for jobs with the same facts."""
 
     mpi: str
     host: str
@@ -45,14 +45,14 @@ class MachineFacts(NamedTuple):
     gpu: str = ""  # empty for a measurement on CPUs
 
     def path(self) -> pathlib.Path:
-        """Return the path of the file for a measurement with these facts."""
+        """Return the path of the file for measurements with these facts."""
         texts = filter(None, (self.mpi, self.host, self.ranks, self.gpu))
         parts = (re.sub(r"[^A-Za-z0-9.+]+", "_", text) for text in texts)
         return config.tuning_directory() / f"selector-{'-'.join(parts)}.json"
 
 
 def facts(world: Communicator, device: str = "cpu") -> MachineFacts:
-    """Return the facts of this job, for measurements on a type of device."""
+    """Return the facts of this job, for measurements on ``device``: "cpu" or "cuda"."""
     vendor, version = MPI.get_vendor()
     mpi = f"{vendor} {'.'.join(map(str, version))}"
     gpu = torch.cuda.get_device_name() if device == "cuda" else ""
@@ -60,16 +60,16 @@ def facts(world: Communicator, device: str = "cpu") -> MachineFacts:
 
 
 def ranks_per_node(places: Iterable[Place]) -> str:
-    """Return the numbers of ranks as text: "4x2" for 4 on each of 2 nodes, "4x2+1x1" if a third node has 1."""
+    """Return the number of ranks per node as text: "4x2" for 4 on each of 2 nodes, "4x2+1x1" if a third node has 1."""
     of_node = collections.Counter(place.node for place in places)
     nodes_with = collections.Counter(of_node.values())
     return "+".join(f"{ranks}x{nodes}" for ranks, nodes in sorted(nodes_with.items(), reverse=True))
 
 
 def load_for(world: Communicator) -> None:
-    """Load the measurements for jobs with the facts of this job, if any, into the selector. Collective over ``world``.
+    """Load the measurements that match this job, if any, into the selector. Every rank of ``world`` must call it.
 
-    Rows that the program has assigned stay.
+    Rows that the program has assigned are not replaced.
     """
     rows, sources = Rows(), list[str]()
     if world.rank == 0:
@@ -84,14 +84,14 @@ def load_for(world: Communicator) -> None:
 
 
 def install(rows: Rows, source: str) -> None:
-    """Put rows into the selector; they replace rows with the same keys."""
+    """Put ``rows`` into the selector. Existing rows with the same keys are replaced, and all others are kept."""
     selector.load({**{key: selector[key] for key in selector}, **rows}, source)
 
 
 def _find(expected: MachineFacts) -> tuple[Rows, str] | None:
     """Return the rows in the file for these facts, and their source.
 
-    None if the file does not exist, or cannot be used; the latter is logged.
+    Return None if the file does not exist or cannot be used. Log a warning if it exists but cannot be used.
     """
     path = expected.path()
     try:
@@ -100,7 +100,7 @@ def _find(expected: MachineFacts) -> tuple[Rows, str] | None:
         return None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        logger.warning("selector: %s is ignored: %s; mpi.autotune() replaces it", path, why)
+        logger.warning("selector: %s is ignored: %s; call mpi.autotune() to replace it", path, why)
         return None
     source = f"measured on {date}, {path}"
     logger.info("selector: %s", source)
@@ -110,10 +110,10 @@ def _find(expected: MachineFacts) -> tuple[Rows, str] | None:
 def read(path: pathlib.Path, expected: MachineFacts) -> tuple[Rows, str]:
     """Return the rows in a file, and the date of measurement.
 
-    Raise ValueError if the file is damaged or has other facts.
+    Raise ValueError if the file is damaged or was measured with different facts.
     """
     try:
-        # The user has named the folder, so its owner is trusted, and may have measured for all users.
+        # The user has chosen the folder, so its owner is trusted: an administrator may have measured for all users.
         content = trusted_files.read_json(path, owners={path.parent.stat().st_uid})
         there, here = ({"format": content["format"], **content["facts"]}, {"format": FORMAT, **expected._asdict()})
         differing = [f"{name} {there.get(name)!r}, not {v!r}" for name, v in here.items() if there.get(name) != v]
@@ -128,19 +128,19 @@ def _row(record: Mapping[str, Any]) -> tuple[Key, list[Choice]]:
     """Return the key and the choices of a record in a file. Raise an exception if the record is damaged."""
     key = Key(record["verb"], record["scope"], record["symmetric"], record["device"])
     choices = [Choice(math.inf if most is None else most, flavour, why) for most, flavour, why in record["choices"]]
-    Selector()[key] = [(choice.max_bytes, choice.flavour) for choice in choices]  # an assignment checks the choices
+    Selector()[key] = [(choice.max_bytes, choice.flavour) for choice in choices]  # An assignment checks the choices.
     return key, choices
 
 
 def write(path: pathlib.Path, measured_with: MachineFacts, rows: Rows) -> str:
-    """Write rows to a file, where rows for other keys stay; return the date of measurement.
+    """Write rows to a file, keep the file's rows for other keys, and return the date of measurement.
 
-    Readers see the whole file or none. Raise OSError if the file cannot be written.
+    Readers never see an incomplete file. Raise OSError if the file cannot be written.
     """
     with contextlib.suppress(OSError, ValueError):
         rows = {**read(path, measured_with)[0], **rows}
     date = dt.datetime.now().isoformat(" ", "minutes")
-    no_limit = {math.inf: None}  # JSON has no infinity
+    no_limit = {math.inf: None}  # JSON cannot represent infinity.
     content = {
         "format": FORMAT,
         "facts": measured_with._asdict(),

@@ -1,8 +1,8 @@
 """Tensors as MPI messages, and the MPI datatype and op for each torch dtype and op.
 
-Values are reduced in the *form* that ``reductions.py`` gives them; data that is only moved travels as bytes. MPI never
-gets a dtype that it does not support, because Open MPI returns inf for a bfloat16 sum, without an error. MPI also never
-gets a dtype whose values it adds by other rules than torch.
+Values are reduced in the *form* that ``reductions.py`` defines. Data that is only moved is sent as bytes. MPI never
+gets a dtype that it does not support, because Open MPI returns inf for a bfloat16 sum instead of an error. MPI also
+never gets a dtype that it adds by different rules than torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torchmpi_py.collectives.reductions import BOOL_OPS, form
 from torchmpi_py.core.mpi_api import MPI
 
-Buffer = Any  # a buffer of mpi4py: [memory, datatype], or IN_PLACE
+Buffer = Any  # an mpi4py buffer: [memory, datatype], or IN_PLACE
 
 _MPI_TYPES = {
     torch.float32: "FLOAT",
@@ -36,17 +36,17 @@ _MPI_TYPES = {
     torch.uint64: "UINT64_T",
 }
 _CAPPED = frozenset({torch.int8, torch.uint8, torch.int16, torch.uint16})
-"""Whole numbers whose sums Open MPI's vector code caps at the ends of the dtype: 100 + 100 - 100 would be 27 in int8.
-They travel as int32, and wrap around as in torch."""
+"""Integer dtypes whose sums saturate in Open MPI's vector code: 100 + 100 - 100 would be 27 in int8.
+Their values are sent as int32, so that sums wrap around as in torch."""
 
 _MPI_OPS = {"avg": "SUM"} | {op: op.upper() for op in ("sum", "prod", "min", "max", "band", "bor", "bxor")}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reduction:
-    """The reduction of one (dtype, op) by MPI; ``itemsize`` bytes per element travel, and ``divide`` is true for avg.
+    """The reduction of one (dtype, op) by MPI; ``itemsize`` bytes per element are sent, and ``divide`` is true for avg.
 
-    Without ``encode`` and ``decode`` the tensor's own memory travels.
+    Without ``encode`` and ``decode``, MPI uses the memory of the tensor itself.
     """
 
     mpi_type: MPI.Datatype
@@ -70,7 +70,7 @@ def reduction(dtype: torch.dtype, op: str) -> Reduction:
 
 def typed(x: Tensor, mpi_type: MPI.Datatype) -> Buffer:
     """Return a flat tensor as an MPI message of elements. The tensor must outlive the operation."""
-    return [MPI.memory.fromaddress(x.data_ptr(), x.nbytes), mpi_type]  # takes a fifth of the time of x.numpy()
+    return [MPI.memory.fromaddress(x.data_ptr(), x.nbytes), mpi_type]  # This takes a fifth of the time of x.numpy().
 
 
 def raw(x: Tensor) -> Buffer:
@@ -79,21 +79,21 @@ def raw(x: Tensor) -> Buffer:
 
 
 def pair(sent: Tensor, received: Tensor, mpi_type: MPI.Datatype) -> tuple[Buffer, Buffer]:
-    """Return the send and receive buffers of a reduction, which is done in place if the memory is the same."""
+    """Return the send and receive buffers of a reduction. It is in place if both tensors have the same address."""
     send_buffer = MPI.IN_PLACE if sent.data_ptr() == received.data_ptr() else typed(sent, mpi_type)
     return send_buffer, typed(received, mpi_type)
 
 
 def synchronize_stream(x: Tensor) -> None:
-    """Wait on the host for all work that this thread has queued for the device of ``x``: MPI knows no streams."""
+    """Block until the current stream of the device of ``x`` is idle, because MPI does not support streams."""
     torch.cuda.current_stream(x.device).synchronize()
 
 
 def pieces(max_bytes: int, itemsize: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Return flat tensors, cut side by side into 1-D pieces of at most ``max_bytes`` at ``itemsize`` bytes per element.
+    """Cut flat tensors into matching 1-D pieces of at most ``max_bytes``, at ``itemsize`` bytes per element.
 
-    The tensors must have equally many elements. Tensors that fit into one piece are returned unchanged; empty tensors
-    have no piece.
+    The tensors must have the same number of elements. Tensors that fit into one piece are returned unchanged. Empty
+    tensors have no pieces.
     """
     count = tensors[0].numel()
     if 0 < count * itemsize <= max_bytes:

@@ -1,10 +1,11 @@
-"""Python numbers in collectives: a number travels with its type, so that 0 on one rank and 1.5 on another add to 1.5.
+"""Python numbers in collectives: a number is sent with its type, so that 0 on one rank and 1.5 on another add to 1.5.
 
 A number becomes a record of three 64-bit words: kind, value, imaginary part. Reductions gather the records by MPI,
-whatever the flavour, and reduce in Python, in rank order. Python's rules hold: sums of ints are exact, True counts as
+whatever the flavour, and reduce in Python, in rank order. Python's rules apply: sums of ints are exact, True counts as
 1, and ``avg`` of ints is a float.
 
-Alternative: make a tensor of each number. It is not used, because the ranks would need to agree on its dtype first.
+Making a tensor of each number is not possible without further communication, because the ranks would first have to
+agree on a dtype.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from torchmpi_py.core.tensors import check_op
 
 Number = bool | int | float | complex
 NUMBERS: tuple[type[bool], type[int], type[float], type[complex]] = (numbers.Complex, np.bool_)  # type: ignore[assignment]
-"""The classes of Python's and NumPy's numbers. ``isinstance`` is slow with them: rule tensors out first."""
+"""The classes of Python's and NumPy's numbers. ``isinstance`` is slow with these classes: test for tensors first."""
 
 _KINDS: dict[type, int] = {bool: 0, int: 1, float: 2, complex: 3}
-_DTYPES = (torch.bool, torch.int64, torch.float64, torch.complex128)  # a kind is an index into this
+_DTYPES = (torch.bool, torch.int64, torch.float64, torch.complex128)  # indexed by kind
 _FORMATS = ("<qqq", "<qqq", "<qdd", "<qdd")
 RECORD_BYTES = 24
 TOO_LARGE = len(_FORMATS)  # the kind of a number that does not fit into 64 bits
 
 
 class Records(Carrier):
-    """A stand-in for a flavour that exchanges numbers."""
+    """A stand-in for a flavour. It exchanges numbers instead of tensors."""
 
     name = "mpi"
 
@@ -53,7 +54,8 @@ def to_record(x: Number) -> bytes:
     try:
         return struct.pack(_FORMATS[kind], kind, *words)
     except struct.error:
-        return struct.pack("<qqq", TOO_LARGE, 0, 0)  # every reader raises; an error here would leave them waiting
+        # Every rank that reads this record raises an error. An error on this rank alone would leave the others waiting.
+        return struct.pack("<qqq", TOO_LARGE, 0, 0)
 
 
 def from_records(records: bytes | bytearray) -> list[Number]:
@@ -62,7 +64,7 @@ def from_records(records: bytes | bytearray) -> list[Number]:
     for begin in range(0, len(records), RECORD_BYTES):
         kind = records[begin]
         if kind == TOO_LARGE:
-            raise ValueError("a rank passed a whole number that does not fit into 64 bits; pass it as a float")
+            raise ValueError("a rank passed an integer that does not fit into 64 bits; pass it as a float")
         _, value, imaginary = struct.unpack_from(_FORMATS[kind], records, begin)
         values.append(bool(value) if kind == 0 else complex(value, imaginary) if kind == 3 else value)
     return values
@@ -71,22 +73,23 @@ def from_records(records: bytes | bytearray) -> list[Number]:
 def reduce_numbers(verb: str, op: str, values: Sequence[Number]) -> Number:
     """Reduce the values in rank order. Raise ValueError if the widest kind among the values does not support the op."""
     widest = max(map(_KINDS.__getitem__, map(type, values)))
-    if op != "avg" or widest > 1:  # whole numbers have an average in Python, not in a tensor
+    if op != "avg" or widest > 1:  # Python can average integers, but torch cannot.
         check_op(verb, op, _DTYPES[max(widest, 1)])
     return _REDUCE[op](values)
 
 
 def _extreme(pick: Callable[[Sequence[Number]], Number]) -> Callable[[Sequence[Number]], Number]:
-    """Return a minimum or maximum in which NaN wins, as it does in tensors."""
+    """Return a minimum or maximum function that returns NaN if any value is NaN, as for tensors."""
 
     def reduce(values: Sequence[Number]) -> Number:
-        return next((value for value in values if value != value), None) or pick(values)  # only NaN differs from itself
+        # Only NaN differs from itself.
+        return next((value for value in values if value != value), None) or pick(values)
 
     return reduce
 
 
 def _pairwise(function: Callable[[Number, Number], Number]) -> Callable[[Sequence[Number]], Number]:
-    """Return the reduction that applies ``function`` to the first two values, the result and the next, and so on."""
+    """Return a reduction that applies ``function`` to the values from left to right."""
     return functools.partial(functools.reduce, function)
 
 
@@ -105,7 +108,7 @@ _REDUCE: dict[str, Callable[[Sequence[Number]], Number]] = {
 
 
 def _kind_and_value(x: Number) -> tuple[int, Number]:
-    """Return the kind of a number of any class, and the number as Python's class of this kind."""
+    """Return the kind of a number, and the number converted to Python's class for this kind."""
     if isinstance(x, (bool, np.bool_)):
         return 0, bool(x)
     if isinstance(x, numbers.Integral):

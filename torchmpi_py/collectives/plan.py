@@ -1,12 +1,12 @@
 """Plans, which describe how calls with the same arguments are carried out, and operations, which are calls of a plan.
 
 A call needs a flavour, the arguments that are equal on all ranks, the fingerprint that the ranks compare, and the
-flavour's function for them. These depend on the collective, the communicator, the selector's table, and the dtype, size
-and kind of memory of the tensor. A plan holds the results of these lookups. A communicator keeps the plans of flat CPU
-tensors (``kept_plans.py``), so that a training loop makes the lookups once.
+flavour's function for the call. These depend on the collective, the communicator, the selector's table, and the dtype,
+size and kind of memory of the tensor. A plan holds the results of these lookups. A communicator keeps the plans of flat
+CPU tensors (``kept_plans.py``), so that a training loop makes the lookups once.
 
-Alternative: make the lookups in each call, with a cache per lookup. It is not used, because the lookups together take
-longer than a small message.
+The alternative is to make all lookups in each call, with a cache for each. It is not used, because the lookups together
+take longer than a small message.
 """
 
 from __future__ import annotations
@@ -38,13 +38,16 @@ from torchmpi_py.watch.tracing import POSTED
 P = ParamSpec("P")
 R = TypeVar("R")
 Post = Callable[["Operation[Any]"], Handle[Any]]
-_RAISED_BY_ALL = (RanksDisagree, Unavailable, FlavourError, ValueError, TypeError)  # flavours raise these on all ranks
+_RAISED_BY_ALL = (RanksDisagree, Unavailable, FlavourError, ValueError, TypeError)  # raised by flavours on all ranks
 _DEATH_SECONDS = 0.3
-_abandoned: list[object] = []  # launches that broke off: MPI may still write into their buffers
+_abandoned: list[object] = []  # failed launches, kept because MPI may still write to their buffers
 
 
 def of_a_part(method: Callable[P, R]) -> Callable[P, R]:
-    """Return ``method`` with its errors marked as raised by some ranks only; other ranks may wait for these ranks."""
+    """Return a function that calls ``method`` and marks its errors as raised on some ranks only.
+
+    Other ranks may then wait for a rank that has raised the error.
+    """
 
     @functools.wraps(method)
     def marked(*arguments: P.args, **named: P.kwargs) -> R:
@@ -58,7 +61,7 @@ def of_a_part(method: Callable[P, R]) -> Callable[P, R]:
 
 
 class Carrier:
-    """A flavour, or a stand-in for one, with a method for each operation that it carries out."""
+    """A flavour or a stand-in for a flavour, with a method for each operation that it carries out."""
 
     name: str
     exchanges_headers = False
@@ -67,9 +70,9 @@ class Carrier:
     def bind(self, plan: Plan) -> tuple[Callable[..., Any], Post | None]:
         """Return the functions (work, post) of a plan.
 
-        ``work`` carries the plan out on the direct channel, for the arguments of a call. ``post`` starts an operation
-        on the direct channel, and returns without a wait; if it is None, the communication thread carries operations
-        out.
+        ``work`` carries out a call on the direct channel, and gets the arguments of the call. ``post`` starts an
+        operation on the direct channel and returns without waiting. If ``post`` is None, the communication thread
+        carries out the operations that are launched.
         """
         method, channel, others = getattr(self, plan.method), plan.comm.direct, plan.others
         return lambda *arguments: method(channel, *arguments, *others), None
@@ -77,19 +80,22 @@ class Carrier:
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class Plan:
-    """``flavour.<method>(channel, *arguments, *others)`` for the ``arguments`` of each call: tensors, or an object."""
+    """A plan for calls of ``flavour.<method>(channel, *arguments, *others)``.
+
+    Each call has its own ``arguments``: tensors, or one object.
+    """
 
     name: str
     flavour: Carrier
     comm: Communicator
-    others: tuple[Any, ...] = ()  # The other arguments, which are equal on all ranks that make the call.
+    others: tuple[Any, ...] = ()  # The remaining arguments, equal on all ranks that make the call.
     num_bytes: int = 0
     dtype: torch.dtype | None = None
     device: torch.device | None = None  # The device of the tensors, if it has streams.
     # Values that must be equal on all ranks, the name first; None if only some ranks make the call.
     fingerprint: tuple[Any, ...] | None = None
-    method: str = ""  # Empty: ``name``.
-    # ``bind`` sets these two in the first call, from the flavour's ``Carrier.bind``.
+    method: str = ""  # The method of the flavour; if empty, ``name``.
+    # ``bind`` sets ``work`` and ``post`` in the first call, from the flavour's ``Carrier.bind``.
     work: Callable[..., Any] | None = dataclasses.field(default=None, init=False)
     post: Post | None = dataclasses.field(default=None, init=False)
 
@@ -106,23 +112,25 @@ class Plan:
         in_background: bool = False,
         frame: FrameType | None = None,
     ) -> Any:
-        """Carry out a call on the channel for this thread; return ``target``, or ``conclude(result)`` if it is set.
+        """Carry out a call; return ``target``, or ``conclude(result)`` if ``conclude`` is set.
 
-        ``operation`` is the call, if it was recorded before; ``frame`` is passed to ``journal.record``.
-        CommunicatorError, in this and all later calls on the channel, if another thread is in a collective there.
+        ``operation`` is the operation of the call if ``launch`` has recorded it; ``frame`` is passed to
+        ``journal.record``. Raise CommunicatorError, in this and all later calls on the channel, if another thread is in
+        a collective on the channel.
         """
-        # This is one function, because each further function would cost time in every call.
+        # This is a single function, because each nested function call would add overhead to every collective.
         channel = self.comm.background if in_background else self.comm.direct
         entry = None if operation is None else operation.entry
         trace, begin, is_done = tracing.current, 0, False
-        # Only one collective at a time may use a channel, because the ranks could not agree on the order of two.
+        # Only one collective at a time may use a channel, because ranks might carry out two in different orders.
         is_collective, me = self.name not in MESSAGES, get_ident()
         if is_collective:
             if channel.user != NOBODY:
                 raise self._refused(channel, me, entry)
-            channel.user = me  # without a call between test and assignment, no other thread or signal can intervene
+            # No other thread or signal handler can run since the test, because no function was called in between.
+            channel.user = me
         try:
-            if operation is None and config.can_raise:  # a call that blocks inside MPI could not time out
+            if operation is None and config.can_raise:  # A call that blocks inside MPI could not time out.
                 return Operation(self, arguments, target, conclude).launch(IS_LAUNCH).wait()
             if entry is None:
                 entry = journal.record(self, channel.thread_role, 0, frame)
@@ -152,13 +160,16 @@ class Plan:
                 channel.user = NOBODY
 
     def bind(self) -> Callable[..., Any]:
-        """Get ``work`` and ``post`` from the flavour; return ``work``."""
+        """Set ``work`` and ``post`` from the flavour, and return ``work``."""
         work, self.post = self.flavour.bind(self)
-        self.work = work  # assigned last, because another thread that sees it also uses ``post``
+        self.work = work  # Assign ``work`` last, because another thread that finds it set also uses ``post``.
         return work
 
     def _ended_by(self, error: BaseException, entry: Entry, is_done: bool) -> BaseException:
-        """Return the error to raise in ``run``; ``is_done`` means that the flavour had returned, as on other ranks."""
+        """Return the error that ``run`` raises after ``error``.
+
+        If ``is_done``, the flavour had already returned, so this rank's part of the operation is complete.
+        """
         if not is_done and not self.is_of_all(error):
             journal.break_off(entry)
         if isinstance(error, (RuntimeError, CommunicatorError, RanksDisagree)):
@@ -168,13 +179,13 @@ class Plan:
 
     def is_of_all(self, error: BaseException) -> bool:
         """Return whether all ranks raise the error, so that later calls still match."""
-        # Errors of pickle occur on one rank only, and may have any type.
+        # Pickling errors occur on one rank only, and may have any type.
         is_own = isinstance(error, _RAISED_BY_ALL) and not self.name.endswith("_object")
         return is_own and not getattr(error, "is_of_a_part", False)
 
     def _check_earlier(self, entry: Entry) -> None:
-        """Raise CommunicatorError if an earlier operation broke off: other ranks would match it with this one."""
-        # After a death MPI raises the more exact error.
+        """Raise CommunicatorError if an earlier operation failed midway, because later calls would no longer match."""
+        # If a rank has died, let MPI raise its more precise error instead.
         if entry[5] is not None and entry[4] > entry[5].broken_from and not ulfm.has_lost_ranks():
             journal.fail(entry)
             raise sequences.refused(self.name, self.comm)
@@ -187,32 +198,33 @@ class Plan:
         if entry is not None:
             journal.fail(entry)
         if channel.user == me:
-            why = "this thread is already in a collective of the same communicator (is this call in a signal handler?)"
+            why = "this thread is already in a collective on this communicator; do not call it in a signal handler"
         else:
             channel.user = MISUSED
             why = (
-                "two threads of this rank are, or were, in collectives of the same communicator at the same time, and "
-                "other ranks cannot know the order of the two. Give each thread its own communicator, from mpi.split"
+                "two threads of this rank were in collectives on the same communicator at the same time, and other ranks "
+                "may make these calls in a different order; use a separate communicator in each thread (mpi.split)"
             )
         return CommunicatorError(f"{self}: {why}")._of_call(self.name, self.comm)
 
     def explain(self, error: Exception, entry: Entry | None) -> Exception:
         """Return the error to raise after ``error`` has ended a call; mark the journal's entry as failed.
 
-        If this rank sees what is wrong with other ranks, the message says so; otherwise it is the message of ``error``.
-        An error of MPI becomes a CommunicatorError with the operation's name.
+        If this rank can find the cause on other ranks, the message describes the cause; otherwise the message of
+        ``error`` is kept. An exception of MPI becomes a CommunicatorError with the operation's name.
         """
         explained = self._explained(error, entry)
         return explained._of_call(self.name, self.comm) if isinstance(explained, TorchMPIError) else explained
 
     def _explained(self, error: Exception, entry: Entry | None) -> Exception:
-        """Return ``error`` itself, or an error that says what other ranks do, whose cause is ``error``."""
+        """Return ``error`` itself, or an error that describes the other ranks' operations, caused by ``error``."""
         sides, differ = "", False
         if entry is not None:
             journal.fail(entry)
             sides, differ = reports.sides(entry)
         if isinstance(error, RanksDisagree):
-            if sides and " at " not in str(error):  # the message does not yet say where in the program the calls are
+            # Add the positions of the calls in the program, unless the message has them already.
+            if sides and " at " not in str(error):
                 error.args = (f"{error} ({sides})",)
             return error
         if isinstance(error, RankDied):
@@ -227,7 +239,7 @@ class Plan:
         elif died := reports.deaths(_DEATH_SECONDS):
             explained = CommunicatorError(f"{self}: {died}")
         elif is_mpis:
-            question = f"Did every rank call it with the same sizes? {sides}".rstrip()
+            question = f"Check that every rank makes this call with the same sizes. {sides}".rstrip()
             explained = CommunicatorError(f"{self}: MPI failed: {error}. {question}")
         else:
             return error
@@ -243,7 +255,7 @@ class Plan:
 class Operation(Work[R]):
     """One call of a plan, with its own arguments and result.
 
-    The result is ``target``, which the flavour has written, or the value of ``conclude`` if it is set.
+    The result is ``target``, which the flavour has written, or the value that ``conclude`` returns if it is set.
     """
 
     plan: Plan
@@ -254,7 +266,7 @@ class Operation(Work[R]):
     launched: int = 0  # time of the launch, from ``time.time_ns``; 0 for a blocking call, or without tracing
 
     def run(self, in_background: bool = False) -> R:
-        """Carry out the operation, which ``launch`` has recorded, and return its result."""
+        """Carry out the operation, which ``launch`` has recorded, and return the result."""
         returned: R = self.plan.run(
             self.arguments, self.target, self.conclude, operation=self, in_background=in_background
         )
@@ -263,8 +275,8 @@ class Operation(Work[R]):
     def launch(self, form: int = IS_LAUNCH | IS_ASYNCHRONOUS) -> Handle[R]:
         """Start the operation, and return a handle to wait for the result. ``form`` is passed to ``journal.record``.
 
-        The operation is recorded in the sequence of the channel that carries it out, because calls have one order on
-        each communicator of MPI, which the ranks compare.
+        The operation is recorded in the sequence of the channel that carries it out: each channel has its own MPI
+        communicator, and the ranks compare the order of the calls on each MPI communicator.
         """
         if tracing.current is not None:
             self.launched = time.time_ns()
@@ -278,7 +290,8 @@ class Operation(Work[R]):
             return devices.submit(self, plan.device, self.tensors)
         except BaseException as error:
             if self.entry is not None:
-                if not plan.is_of_all(error):  # after an error of a signal handler, the operation may be posted or not
+                # If a signal handler has raised the error, the operation may or may not have been posted.
+                if not plan.is_of_all(error):
                     journal.break_off(self.entry)
                     _abandoned.append((self, error.__traceback__))
                 journal.fail(self.entry)
@@ -287,7 +300,7 @@ class Operation(Work[R]):
             raise
 
     def finish(self) -> R:
-        """Return the result of an operation that was posted to MPI. Call it only when the transfer is complete."""
+        """Return the result of an operation that was posted to MPI. The transfer must be complete."""
         trace = tracing.current
         if trace is not None and self.launched:
             trace.end(self.plan, POSTED, self.launched, self.launched)
@@ -304,7 +317,7 @@ class Operation(Work[R]):
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """Return all tensors that the operation reads and writes."""
+        """All tensors that the operation reads and writes."""
         return (x for x in (*self.arguments, self.target) if isinstance(x, Tensor))
 
     @property
@@ -315,7 +328,7 @@ class Operation(Work[R]):
         self.arguments, self.target, self.conclude = (), None, None
 
     def late_ranks(self) -> str:
-        """Return a sentence with the ranks of this node that have not called the operation, or are in another one."""
+        """Return a sentence that lists the ranks that have not called this operation; "" if nothing is known."""
         if self.entry is None:
             return ""
         if self.plan.name not in MESSAGES:

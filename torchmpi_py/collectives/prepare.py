@@ -1,8 +1,8 @@
 """The steps from the call of a collective to its operation.
 
-``verbs.py`` has one function for each collective, which checks the arguments. The functions here do the rest.
+``verbs.py`` has one function for each collective, which checks the arguments. This module has the remaining steps.
 ``resolve_output``, ``slice_out`` and ``gathered`` find flat memory to read and to write. ``Call`` finds or makes the
-plan. The decorators ``blocking`` and ``asynchronous`` carry the operation out.
+plan. The decorators ``blocking`` and ``asynchronous`` carry out or launch the operation.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _CPU = torch.device("cpu")
 def blocking(prepare: Callable[P, R]) -> Callable[P, R]:
     """Return a function that carries out the operation that ``prepare`` creates, and returns the result.
 
-    The return annotation of ``prepare`` names the type of the result, not of the operation.
+    The return annotation of ``prepare`` is the type of the result, not the type of the operation.
     """
     return _form(prepare, prepare, is_async=False)
 
@@ -63,10 +63,10 @@ def asynchronous(collective: Callable[P, R]) -> Callable[[Callable[P, Handle[R]]
 
 
 def _form(prepare: Callable[P, Any], public: Callable[P, Any], *, is_async: bool) -> Callable[P, Any]:
-    """Return the function that users call as ``public``.
+    """Return the function that users call, with the name and the docstring of ``public``.
 
-    ``x`` may be an array; an ``obj`` is sent unchanged. Tensors take the shortest path. The result is one function,
-    because each further function would cost time in every call.
+    ``x`` may be an array, but an ``obj`` is sent unchanged. The code path for tensors is the shortest. All steps are in
+    a single function, because each nested function call would add overhead to every collective.
     """
     name, takes_tensors = prepare.__name__, "x" in inspect.signature(prepare).parameters
     keeps_plans, has_one_tensor = COLLECTIVES[name].keeps_plans, COLLECTIVES[name].writes is Writes.X
@@ -93,8 +93,8 @@ def _form(prepare: Callable[P, Any], public: Callable[P, Any], *, is_async: bool
                     operation = prepare(*args, **kwargs)
                     kept_plans.keep(comm, key, operation, (x, target))
                 else:
-                    increment_version(target)  # because autograd does not see that MPI writes to it
-                    # ``detach`` keeps the memory of x, because the program may set x.data while the call is under way.
+                    increment_version(target)  # Autograd does not see that MPI writes to the target.
+                    # ``detach`` keeps the memory of x alive, because the program may set x.data during the call.
                     tensors = (x,) if has_one_tensor else (x if out is None else x.detach(), target)
             if is_async:
                 result: Any = (operation or Operation(plan, tensors, target)).launch()
@@ -124,7 +124,7 @@ def _check_arguments(prepare: Callable[..., Any], call: str, args: tuple[Any, ..
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise TypeError(f"{call}: {error}; arguments are: {are}") from None
+        raise TypeError(f"{call}: {error}; the arguments are: {are}") from None
 
 
 def builder(collective: Callable[P, R]) -> Callable[P, Operation[R]]:
@@ -133,7 +133,7 @@ def builder(collective: Callable[P, R]) -> Callable[P, Operation[R]]:
 
 
 class Call:
-    """A call of a collective on a communicator; ``flavour`` is the one that the program names, or None."""
+    """A call of a collective on a communicator; ``flavour`` is the argument of the call, a name or None."""
 
     def __init__(self, name: str, comm: Communicator | None, flavour: str | None) -> None:
         self.name, self.comm, self.flavour = name, resolve(comm), flavour
@@ -145,9 +145,9 @@ class Call:
     def of_tensors(
         self, x: Tensor, tensors: tuple[Tensor, ...], others: tuple[Any, ...], target: Tensor, copy_out: Finish | None
     ) -> Any:
-        """Return the operation whose result is ``target``, after ``copy_out``.
+        """Return the operation for tensors. Its result is ``target``, after ``copy_out``, if any, was called.
 
-        ``x`` is the user's tensor that has the same size, device and kind of memory on all ranks; these determine the
+        ``x`` is a tensor with the same size, device and kind of memory on all ranks. These properties determine the
         plan.
         """
         device = _gpu(self.name, x) if x.is_cuda else None
@@ -159,7 +159,7 @@ class Call:
     def _plan(
         self, x: Tensor, others: tuple[Any, ...], device: torch.device | None, *, symmetric: bool, kind: Any = None
     ) -> Plan:
-        """Return the plan for tensors like ``x``; the ranks compare ``kind``, if any, instead of size and dtype."""
+        """Return the plan for tensors like ``x``. If ``kind`` is set, the ranks compare it instead of size and dtype."""
         name, comm, num_bytes = self.name, self.comm, x.nbytes
         key = (name, self.flavour, selector.generation, x.dtype, num_bytes, x.device, others, symmetric, kind)
         if (plan := comm.plans.get(key)) is None:
@@ -177,8 +177,8 @@ class Call:
     ) -> Any:
         """Return the operation of a gather or allgather of tensors.
 
-        The flavour is chosen after the ranks exchange their sizes. Whether ``x`` is symmetric does not count, because
-        one rank may pass a tensor without rows, which has no address.
+        The flavour is chosen after the ranks exchange their sizes. The choice ignores whether ``x`` is symmetric,
+        because a rank may pass a tensor without rows, which has no address.
         """
         name = self.name
         choices = selector.choices(name, self.comm, x.device, symmetric=False, name=self.flavour)  # equal on all ranks
@@ -190,7 +190,7 @@ class Call:
         return Operation(plan, (x, buffer), out, conclude)
 
     def of_number(self, x: Number, *others: int) -> Any:
-        """Return the operation on the record of a number; ``others`` are the other arguments."""
+        """Return the operation that sends or receives a number as a record; ``others`` are the remaining arguments."""
         record = torch.frombuffer(bytearray(numbers.to_record(x)), dtype=torch.uint8)
         result = torch.empty_like(record) if self.name == "sendreceive" else record
         plan = self._plan(record, others, None, symmetric=False, kind="number")
@@ -200,12 +200,12 @@ class Call:
     def of_numbers(
         self, x: Number, out: object, others: tuple[Any, ...], conclude: Callable[[list[Number]], Any]
     ) -> Any:
-        """Return the operation that exchanges numbers; ``conclude`` makes the result from the numbers of all ranks.
+        """Return the operation that exchanges numbers; ``conclude`` computes the result from the numbers of all ranks.
 
-        ``others`` are the other arguments of the call, which are equal on all ranks.
+        ``others`` are the remaining arguments of the call, which are equal on all ranks.
         """
         if out is not None:
-            raise TypeError(f"{self.name}: a number is returned, not written; omit out=, or pass x as a tensor")
+            raise TypeError(f"{self.name}: out= cannot be used when x is a number; omit out=, or pass x as a tensor")
         name, comm = self.name, self.comm
         key = (name, self.flavour, selector.generation, "numbers", others)
         if (plan := comm.plans.get(key)) is None:
@@ -220,9 +220,9 @@ class Call:
     def reduced(self, x: Number, out: object, op: str, root: int | None = None) -> Any:
         """Return the operation of a reduce or allreduce of numbers: an allgather of records, reduced on each rank.
 
-        With ``root``, the result on other ranks is their own ``x``.
+        With ``root``, every other rank returns its own ``x``.
         """
-        if op not in OPS:  # the test saves a function call for valid ops
+        if op not in OPS:  # This test saves a function call for valid ops.
             check_known_op(self.name, op)
 
         def conclude(values: list[Number]) -> Number:
@@ -232,7 +232,7 @@ class Call:
         return self.of_numbers(x, out, (op,) if root is None else (op, root), conclude)
 
     def of_object(self, obj: object, *others: Any) -> Any:
-        """Return the operation on a Python object, which travels by pickle."""
+        """Return the operation on a Python object, which is sent as a pickle."""
         name = self.name
         flavour = selector.flavour_for(name, self.comm, _CPU, 0, symmetric=False, name=self.flavour)
         fingerprint = (name, flavour.name, "object", *others)
@@ -243,10 +243,10 @@ class Call:
 def resolve_output(
     verb: str, x: Tensor, out: object, shape: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Finish | None]:
-    """Return (source, buffer, target, copy_out) for a result of ``shape`` (default: x's) in ``out``, or in ``x``.
+    """Return (source, buffer, target, copy_out) for a result in ``out``, or in ``x`` if ``out`` is None.
 
     A flavour reads ``source`` and writes ``buffer``, both flat. Then ``copy_out``, if any, copies the buffer into
-    ``target``.
+    ``target``. The result has ``shape``; the default is the shape of ``x``.
     """
     if out is None or (out is x and shape is None):
         buffer, copy_out = output_buffer(verb, x, holds_input=True)
@@ -257,7 +257,7 @@ def resolve_output(
 
 
 def slice_out(verb: str, x: Tensor, out: object, size: int) -> tuple[Tensor, Tensor, Tensor, Finish | None]:
-    """Return (source, buffer, target, copy_out) for a result of the shape of one of ``size`` slices of ``x``.
+    """Return (source, buffer, target, copy_out) for a result with the shape of one of the ``size`` slices of ``x``.
 
     Without ``out`` the target is a new tensor.
     """
@@ -285,10 +285,10 @@ def _result(target: Tensor, copy_out: Finish | None, _: object) -> Tensor:
 
 
 def _gpu(verb: str, x: Tensor) -> torch.device:
-    """Return the device of ``x``. RuntimeError while a CUDA graph is being captured."""
+    """Return the device of ``x``. Raise RuntimeError while a CUDA graph is being captured."""
     if devices.of(x.device).is_capturing():
         raise RuntimeError(
-            f"{verb}: a CUDA graph is being captured, and a collective cannot be part of it, because the ranks "
-            "synchronize on the host. Call it before or after the part that torch.cuda.graph captures"
+            f"{verb}: a collective cannot be part of a CUDA graph, because the ranks synchronize on the host; call it "
+            "before or after the part that torch.cuda.graph captures"
         )
     return x.device

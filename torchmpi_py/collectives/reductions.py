@@ -1,17 +1,18 @@
-"""The reduction of values: their form while they are reduced, and the arithmetic on tensors in this process's memory.
+"""The reduction of values: the dtypes in which values are reduced, and the arithmetic on tensors in this process.
 
-Most dtypes are reduced as they lie in memory. The others are *encoded* into a different dtype and *decoded* afterwards:
+Values of most dtypes are reduced without conversion. In these cases values are *encoded* into a different dtype and
+*decoded* afterwards:
 
 16- and 8-bit floats   as float32, so that sums accumulate in float32 and are rounded once
 complex32              as complex64
-land, lor of integers  as bool, so that the result is 0 or 1 also in a world of one
-min, max of floats     as integers in the same order. Processors and MPI leave NaN and the sign of zero to chance, so
-                       that ranks may disagree. Here NaN wins, as in torch.minimum, and -0.0 < +0.0. A float's bits,
-                       with the lower ones flipped when the sign is set, are an integer that orders as the float does.
-                       The largest (smallest) integer represents NaN in max (min).
+land, lor of integers  as bool, so that the result is 0 or 1, even with a single rank
+min, max of floats     as integers in the same order. Processors and MPI treat NaN and the sign of zero differently,
+                       so ranks could get different results. Here NaN wins, as in torch.minimum, and -0.0 < +0.0. The
+                       integer consists of the float's bits; if the sign bit is set, all lower bits are flipped. The
+                       largest (smallest) integer represents NaN in max (min).
 
-bool itself is reduced with bitwise ops. "or" works on the bytes in memory. "and" and "xor" work on 0 and 1, because
-True may be any byte except 0 in a view of a different dtype.
+Values of dtype bool are reduced with bitwise ops. "or" works on the bytes in memory. "and" and "xor" work on 0 and 1,
+because in a view of a different dtype True may be any byte except 0.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 class Kernel:
     """The reduction of one (dtype, op) in this process.
 
-    ``partial`` encodes a tensor, ``combine(a, b, out=)`` reduces two partial results, and ``result`` decodes the last
-    one. Partial results have ``dtype``.
+    ``partial`` encodes a tensor, ``combine(a, b, out=)`` reduces two partial results, and ``result`` decodes the
+    final partial result. ``dtype`` is the dtype of partial results.
     """
 
     dtype: torch.dtype
@@ -54,7 +55,7 @@ class Kernel:
 
     @property
     def combine(self) -> Callable[..., Tensor]:
-        """The function that reduces two partial results, with ``out=``."""
+        """The function that reduces two partial results into ``out=``."""
         return _FUNCTIONS[self.op]
 
     @property
@@ -63,17 +64,17 @@ class Kernel:
         return self.encode is None
 
     def partial(self, x: Tensor) -> Tensor:
-        """Return ``x`` as a partial result: a view of it if ``is_plain``, else a new tensor."""
+        """Return ``x`` as a partial result: a view of ``x`` if ``is_plain``, else a new tensor."""
         return x.view(self.dtype) if self.encode is None else self.encode(x)
 
     def result(self, total: Tensor, num_ranks: int, dtype: torch.dtype) -> Tensor:
-        """Return the values for a tensor of ``dtype``, from the reduction over ``num_ranks``. Overwrites ``total``."""
+        """Convert ``total``, the reduction over ``num_ranks`` ranks, to ``dtype``. **Overwrites** ``total``."""
         if self.divide:
             total.div_(num_ranks)
         return total.view(dtype) if self.decode is None else self.decode(total)
 
     def reduce(self, sources: Sequence[Tensor], out: Tensor) -> None:
-        """Reduce flat tensors in order into ``out``, which may be one of them."""
+        """Reduce flat tensors, in order, into ``out``, which may be one of these tensors."""
         if self.encode is None:
             if out.dtype != self.dtype:
                 sources, out = [source.view(self.dtype) for source in sources], out.view(self.dtype)
@@ -111,14 +112,14 @@ def kernel(dtype: torch.dtype, op: str) -> Kernel:
         signed, top = _SIGNED[wire_dtype], torch.iinfo(_SIGNED[wire_dtype]).min
         return Kernel(signed, op, lambda x: x.view(signed) ^ top, lambda x: (x ^ top).view(dtype), False)
     raw = _SIGNED.get(wire_dtype, wire_dtype)
-    if encode is not None and raw != wire_dtype:  # land and lor of integers, which are reduced as bool
+    if encode is not None and raw != wire_dtype:  # land and lor reduce integers as bool.
         plain = encode
         return Kernel(raw, op, lambda x: plain(x).view(raw), lambda x: x.view(wire_dtype), False)
     return Kernel(raw, op, encode, decode, divide)
 
 
 def form(dtype: torch.dtype, op: str) -> tuple[torch.dtype, Code | None, Code | None]:
-    """Return (dtype of partial results, encode, decode); with None for both, values are not converted."""
+    """Return (dtype of partial results, encode, decode); both functions are None if no conversion is needed."""
     if op in ("land", "lor") and dtype != torch.bool:
         return torch.bool, lambda x: x.to(torch.bool), lambda wire: wire
     if dtype == torch.bool and BOOL_OPS.get(op) != "bor":
@@ -142,5 +143,5 @@ def form(dtype: torch.dtype, op: str) -> tuple[torch.dtype, Code | None, Code | 
 
 
 def _ordered(bits: Tensor) -> Tensor:
-    """Convert float bits to integers of the same order, and back: flip all except the sign where the sign is set."""
+    """Convert float bits to integers of the same order, and back: if the sign bit is set, flip all other bits."""
     return bits ^ ((bits >> (8 * bits.itemsize - 1)) & torch.iinfo(bits.dtype).max)

@@ -1,4 +1,4 @@
-"""The table of all flavours, and which collectives each can carry out here.
+"""The table of all flavours, and the collectives that each flavour can carry out here.
 
 A new flavour needs a file in ``flavours/`` and a row in ``FLAVOURS``.
 """
@@ -20,7 +20,7 @@ from torchmpi_py.core import text_tables
 from torchmpi_py.core.collective import COLLECTIVES
 from torchmpi_py.core.communicators import Communicator, resolve
 
-FLAVOURS: tuple[Flavour, ...] = (  # the selector uses the first one if it knows no better
+FLAVOURS: tuple[Flavour, ...] = (  # The selector uses the first flavour if its table has no row.
     mpi := Mpi(),
     shared := Shared(),
     ring := Ring(),
@@ -57,7 +57,7 @@ class AvailabilityRow:
 
 
 class Table(tuple[AvailabilityRow, ...]):
-    """The rows of ``availability``; ``str`` of it has a matrix of collectives and flavours for each type of device."""
+    """The rows of ``availability``; ``str`` returns a matrix of collectives and flavours for each type of device."""
 
     def __str__(self) -> str:
         cells = {"available": "yes", "unimplemented": "-"}  # the cell of each status
@@ -70,19 +70,19 @@ class Table(tuple[AvailabilityRow, ...]):
                 if row.device == device:
                     rows.setdefault(row.verb, [row.verb]).append(cells[row.status])
             blocks.append(text_tables.table([f"on {device}", *BY_NAME], list(rows.values())))
-        legend = ["yes: available, -: unimplemented by the flavour, no: unavailable because"]
+        legend = ["yes: available, -: unimplemented by the flavour, no: unavailable for this reason"]
         for status, cell in list(cells.items())[2:]:
             legend += textwrap.wrap(f"{cell}: {status.removeprefix('unavailable: ')}", 100, subsequent_indent="      ")
         return "\n\n".join([*blocks, "\n".join(legend)])
 
 
 def availability(comm: Communicator | None = None) -> Table:
-    """Return what each flavour can do on a communicator, with the reason for each "no".
+    """Return which collectives each flavour can carry out on a communicator, with the reason for each "no".
 
-    No other rank needs to call this. ``print(mpi.availability())`` shows a matrix of collectives and flavours.
+    Any rank may call this alone. ``print(mpi.availability())`` shows a matrix of collectives and flavours.
 
     Args:
-        comm (Communicator): communicator to ask about; default None, the current level.
+        comm (Communicator): communicator to examine; default None, the current level.
 
     Returns:
         A tuple of rows with the attributes ``verb``, ``device``, ``flavour`` and ``status``. A status is "available",
