@@ -41,7 +41,7 @@ def test_bad_keys():
     table = Selector()
     of_allreduce = [("world",), (True,), ("node", 2), ("node", True, 2)]
     for key in ("all_reduce", (), *(("allreduce", *rest) for rest in of_allreduce)):
-        with pytest.raises(KeyError, match=r"key must be a collective \(broadcast, .*then a scope \(node or nodes\)"):
+        with pytest.raises(KeyError, match=r"pass a collective \(broadcast, .*A scope \(node or nodes\)"):
             table[key] = "mpi"
         with pytest.raises(KeyError, match=r"whether the tensors are symmetric \(True or False\)"):
             table[key]

@@ -1,8 +1,8 @@
 """The contract of a flavour, which is an implementation of the collectives.
 
-A flavour has a name, a set of device types, and one blocking method per collective that it implements. A method that
-is not overridden means "unimplemented". Callers check the arguments first: tensors are flat, roots and ops are valid,
-and no other thread uses the ``channel``. A new flavour needs a file and a row in ``registry.py``.
+A flavour has a name, a set of device types, and one blocking method per collective that it implements. A method that is
+not overridden means "unimplemented". Callers check the arguments first: tensors are flat, roots and ops are valid, and
+no other thread uses the ``channel``. A new flavour needs a file and a row in ``registry.py``.
 
 In ``gather`` and ``allgather``, ranks may pass different numbers of rows. The ranks first exchange their ``Sizes``, and
 check that the dtypes and all other dimensions agree. Only then is the size of the result known. The selector uses this

@@ -127,7 +127,7 @@ class Plan:
         if is_collective:
             if channel.user != NOBODY:
                 raise self._refused(channel, me, entry)
-            # No other thread or signal handler can run since the test, because no function was called in between.
+            # No other thread or signal handler could have run since the test, because nothing was called in between.
             channel.user = me
         try:
             if operation is None and config.can_raise:  # A call that blocks inside MPI could not time out.
@@ -202,8 +202,8 @@ class Plan:
         else:
             channel.user = MISUSED
             why = (
-                "two threads of this rank were in collectives on the same communicator at the same time, and other ranks "
-                "may make these calls in a different order; use a separate communicator in each thread (mpi.split)"
+                "two threads of this rank called collectives on this communicator at the same time, so ranks cannot "
+                "match the calls; use a separate communicator in each thread (mpi.split)"
             )
         return CommunicatorError(f"{self}: {why}")._of_call(self.name, self.comm)
 
@@ -275,8 +275,8 @@ class Operation(Work[R]):
     def launch(self, form: int = IS_LAUNCH | IS_ASYNCHRONOUS) -> Handle[R]:
         """Start the operation, and return a handle to wait for the result. ``form`` is passed to ``journal.record``.
 
-        The operation is recorded in the sequence of the channel that carries it out: each channel has its own MPI
-        communicator, and the ranks compare the order of the calls on each MPI communicator.
+        The operation is recorded in the sequence of the channel that carries it out. Each channel has its own MPI
+        communicator, on which the ranks compare the order of the calls.
         """
         if tracing.current is not None:
             self.launched = time.time_ns()

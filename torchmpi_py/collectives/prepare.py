@@ -124,7 +124,7 @@ def _check_arguments(prepare: Callable[..., Any], call: str, args: tuple[Any, ..
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise TypeError(f"{call}: {error}; the arguments are: {are}") from None
+        raise TypeError(f"{call}: {error}; arguments: {are}") from None
 
 
 def builder(collective: Callable[P, R]) -> Callable[P, Operation[R]]:
@@ -159,7 +159,7 @@ class Call:
     def _plan(
         self, x: Tensor, others: tuple[Any, ...], device: torch.device | None, *, symmetric: bool, kind: Any = None
     ) -> Plan:
-        """Return the plan for tensors like ``x``. If ``kind`` is set, the ranks compare it instead of size and dtype."""
+        """Return the plan for tensors like ``x``. With ``kind``, the ranks compare it instead of size and dtype."""
         name, comm, num_bytes = self.name, self.comm, x.nbytes
         key = (name, self.flavour, selector.generation, x.dtype, num_bytes, x.device, others, symmetric, kind)
         if (plan := comm.plans.get(key)) is None:

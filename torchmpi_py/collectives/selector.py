@@ -1,13 +1,13 @@
 """The selector chooses the flavour of each call that does not name one.
 
 The selector is a table. A row belongs to a collective, a scope (``node``: all ranks on one node; ``nodes``: several),
-symmetric or other tensors, and a type of device. It has an ordered list of choices: the largest size in bytes, the
-flavour, and the reason. The rows come from the defaults below, from the measurements of ``autotune``, and from
-assignments.
+symmetric or other tensors, and a type of device. A row is an ordered list of choices. A choice consists of the largest
+size in bytes, the flavour, and the reason. The rows come from the defaults below, from the measurements of
+``autotune``, and from assignments.
 
 A look-up costs a dictionary access and a bisect, without communication. Therefore the table, the size, and the kind of
-memory of a tensor must be the same on all ranks. Alternative: let the ranks agree on a flavour in each call. It is not
-used, because the agreement would take as long as a small collective.
+memory of a tensor must be the same on all ranks. The ranks do not exchange their choices in each call, because the
+exchange would take as long as a small collective.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SCOPES = ("node", "nodes")
 
 
 class Choice(NamedTuple):
-    """The ``flavour`` for sizes up to ``max_bytes`` (infinite in the last choice); ``why`` is a text for people."""
+    """The ``flavour`` for sizes up to ``max_bytes`` (infinite in the last choice); ``why`` is the reason, as text."""
 
     max_bytes: float
     flavour: str
@@ -68,16 +68,16 @@ class Choices(NamedTuple):
 
 ASSIGNED = "assigned"
 """The reason (``Choice.why``) of a flavour that the program has assigned."""
-NODES_MEASURED = 4  # the defaults for several nodes were measured with this number of nodes
+NODES_MEASURED = 4  # The defaults for several nodes were measured with this number of nodes.
 OF_OWN_CORES = "default for ranks with a core each (more if they share cores): fewer barriers for small tensors"
-"""The reason of a limit below which a flavour with fewer barriers is faster; it grows if ranks share cores."""
+"""The reason for a limit below which a flavour with fewer barriers is faster. The limit grows if ranks share cores."""
 OF_THREE_RANKS = "default for more than two ranks (less for two): fewer barriers for small tensors"
-"""The reason of the same kind of limit, which is smaller (``_OF_TWO_RANKS_BYTES``) for two ranks."""
+"""The reason for a similar limit, which is smaller (``_OF_TWO_RANKS_BYTES``) for two ranks."""
 _OF_TWO_RANKS_BYTES = 16 << 10
 _OF_INTEL_BYTES = {OF_THREE_RANKS: 512 << 10, OF_OWN_CORES: 64 << 10}
-"""The least limits for Intel MPI, which moves data within a node as flavour ``shared`` does, but without Python."""
+"""Lower bounds of limits for Intel MPI, whose transfers within a node work like ``shared``, but without Python."""
 OF_FEW_NODES = f"default up to {NODES_MEASURED} nodes (more for more nodes): fewer messages for small tensors"
-"""The reason of a limit above which a ring of nodes is faster; it grows with the number of steps of the ring."""
+"""The reason for a limit above which a ring of nodes is faster. The limit grows with the ring's number of steps."""
 
 
 class Selector:
@@ -85,14 +85,14 @@ class Selector:
 
     Print ``mpi.selector`` to see which flavour is chosen for which size, and why. Assign to it to choose yourself;
     every rank must make the same assignments. A value is a flavour, or a list of (largest size in bytes, flavour) in
-    rising order that ends with ``math.inf``. The size is that of ``x``, for gathers that of the result. A key is a
-    collective, which may be followed by:
+    rising order that ends with ``math.inf``. The size is the size of ``x``, or in gathers the size of the result.
+    A key is a collective, which may be followed by:
 
     - ``"node"`` or ``"nodes"``: only for communicators on one node, or on several nodes;
     - ``True`` or ``False``: only for tensors from ``mpi.symmetric_empty``, or only for other tensors;
     - ``"cpu"`` or ``"cuda"``: only for tensors on this type of device.
 
-    A flavour that cannot carry out a call is skipped; the next one in the list is used, then any other that can.
+    If a flavour cannot carry out a call, the next flavour in the list is used, and after the list any other flavour.
     ``print(mpi.availability())`` shows why a flavour cannot be used.
 
     Examples:
@@ -116,7 +116,7 @@ class Selector:
         self.generation += 1
 
     def load(self, rows: dict[Key, list[Choice]], source: str) -> None:
-        """Replace the whole table."""
+        """Replace the whole table with ``rows``; ``source`` describes their origin."""
         self._rows = dict(rows)
         self.source = source
         self.generation += 1
@@ -150,8 +150,8 @@ class Selector:
     ) -> Flavour:
         """Return the flavour called ``name``, or the table's flavour for ``num_bytes``.
 
-        Raise Unavailable or Unimplemented, with the reasons, if the named flavour, or every flavour, cannot carry out
-        the call.
+        Raise Unavailable or Unimplemented, with the reasons, if the named flavour cannot carry out the call, or if no
+        flavour can.
         """
         return self.choices(verb, comm, device, symmetric=symmetric, name=name).flavour_for(num_bytes)
 
@@ -177,8 +177,8 @@ class Selector:
             choice = choice._replace(max_bytes=_OF_TWO_RANKS_BYTES, why=OF_OWN_CORES)
         choice = choice._replace(max_bytes=max(choice.max_bytes, least))
         if choice.why in (OF_OWN_CORES, OF_THREE_RANKS) and comm.size > self._num_cores:
-            # The square was measured with 2, 3, 4 and 8 ranks on 2 cores: each barrier takes longer, and each rank's
-            # share of the work is smaller.
+            # Measurements with 2, 3, 4 and 8 ranks on 2 cores show that the limit grows with the square: each barrier
+            # takes longer, and each rank's share of the work is smaller.
             crowding = comm.size / self._num_cores
             why = f"default for {crowding:.3g} ranks per core: fewer barriers for small tensors"
             return choice._replace(max_bytes=choice.max_bytes * crowding**2, why=why)
@@ -192,7 +192,7 @@ class Selector:
         scope = "node" if comm.num_nodes == 1 else "nodes"
         chosen = self._rows.get(Key(verb, scope, symmetric, device.type), [])
         if device.type == "cpu" and comm.size == 1 and not any(choice.why == ASSIGNED for choice in chosen):
-            chosen = []  # for one rank use the first of the others, stock MPI, which does not copy
+            chosen = []  # One rank uses the first of ``others``, the flavour mpi, because it does not copy.
         candidates = [*chosen, *others]
         candidates = candidates if name is None else [Choice(math.inf, name, "")]
         statuses = {choice.flavour: status(BY_NAME[choice.flavour], verb, device.type, comm) for choice in candidates}
@@ -205,7 +205,7 @@ class Selector:
             message = f"{verb} of a tensor on {device}: {refused} carry it out ({reasons}){remedy}"
             raise kind(message)._of_call(verb, comm)
         limits = [self.fitted(choice, comm).max_bytes for choice in usable]
-        num_used = limits.index(math.inf) + 1  # the choices after the first one without limit are never reached
+        num_used = limits.index(math.inf) + 1  # Choices after the first choice without a limit are never used.
         return Choices(limits[:num_used], [BY_NAME[choice.flavour] for choice in usable[:num_used]])
 
 
@@ -215,8 +215,8 @@ def _checked_key(key: str | tuple[object, ...]) -> Key:
     row_key = Key(*parts) if 1 <= len(parts) <= 4 else None  # type: ignore[arg-type]
     if row_key is None or row_key not in _KEYS or not isinstance(row_key.symmetric, bool):
         raise KeyError(
-            f"selector[{key!r}]: key must be a collective ({', '.join(COLLECTIVES)}), then a scope (node or nodes), "
-            "whether the tensors are symmetric (True or False), and a type of device (cpu or cuda)"
+            f"selector[{key!r}]: pass a collective ({', '.join(COLLECTIVES)}). A scope (node or nodes), whether "
+            "the tensors are symmetric (True or False), and a type of device (cpu or cuda) may follow"
         )
     return row_key
 
@@ -231,14 +231,14 @@ def _checked_choices(choices: str | Sequence[tuple[float, str]]) -> list[Choice]
     unknown = [flavour for _, flavour in pairs if flavour not in BY_NAME]
     if unknown or not pairs or limits != sorted(limits) or limits[-1] != math.inf:
         raise ValueError(
-            f"selector: {choices!r} is neither a flavour nor a list of (largest size in bytes, flavour) in rising "
-            f"order whose last size is math.inf; flavours: {', '.join(BY_NAME)}"
+            f"selector: expected a flavour, or a list of (largest size in bytes, flavour) in rising order "
+            f"that ends with math.inf, not {choices!r}; flavours: {', '.join(BY_NAME)}"
         )
     return [Choice(limit, flavour, ASSIGNED) for limit, flavour in pairs]
 
 
 def on_nodes(choice: Choice, num_nodes: int) -> Choice:
-    """Return a choice adapted to a number of nodes: a ring of n nodes has n - 1 steps, but MPI only log2(n)."""
+    """Return a choice adapted to ``num_nodes``: a ring of n nodes has n - 1 steps, but MPI needs only log2(n) steps."""
     if choice.why != OF_FEW_NODES or num_nodes <= NODES_MEASURED:
         return choice
     limit = choice.max_bytes * (num_nodes - 1) / (NODES_MEASURED - 1)
@@ -246,18 +246,18 @@ def on_nodes(choice: Choice, num_nodes: int) -> Choice:
 
 
 def _cached_bytes(part: int, least: int) -> int:
-    """Return the size above which ordinary tensors leave the cache: 1 / ``part`` of its last level.
+    """Return the size above which ordinary tensors leave the cache: 1 / ``part`` of the last-level cache.
 
     The result is at least ``least`` and at most 16 MiB. Below this size the copies that MPI makes stay in the cache;
     above it, the number of times each byte moves determines the speed. The bounds come from measurements with caches of
-    32 and 480 MiB. All ranks of a node get the same size.
+    32 and 480 MiB. The result is the same on all ranks of a node.
     """
-    cache_bytes = caches.last_level_cache_bytes() or 0  # unknown: the lower bound
+    cache_bytes = caches.last_level_cache_bytes() or 0  # If the cache size is unknown, use the lower bound.
     return min(max(cache_bytes // part, least), 16 << 20)
 
 
 def _defaults() -> dict[Key, list[Choice]]:
-    """Return the table before ``autotune``: crossovers measured with 2 and 4 ranks, Open MPI 5, two cores."""
+    """Return the default table: crossover sizes measured with 2 and 4 ranks, Open MPI 5, and two cores."""
     small, in_memory = "default: fewer barriers for small tensors", "default: each byte moves once, through memory"
     cached = _cached_bytes(8, 4 << 20)
     rows = {}
@@ -274,10 +274,10 @@ def _defaults() -> dict[Key, list[Choice]]:
             rows[Key(verb, "node", symmetric)] = [Choice(limit, "mpi", why), Choice(math.inf, "shared", in_memory)]
     anywhere = "default: fewer messages for small tensors"
     by_links = "default: the links between nodes stay busy in both directions"
-    # Between nodes: the flavour for sizes above the limit. OF_FEW_NODES marks limits that grow with the nodes.
+    # Between nodes: the flavour for sizes above the limit. Limits with the reason OF_FEW_NODES grow with the nodes.
     for verb, flavour, limit, why in (
         ("allreduce", "hierarchical", 128 << 10, OF_FEW_NODES),
-        ("broadcast", "hierarchical", 128 << 10, anywhere),  # both methods are trees, so the limit does not grow
+        ("broadcast", "hierarchical", 128 << 10, anywhere),  # Both methods are trees, so the limit does not grow.
         ("reduce", "hierarchical", 128 << 10, anywhere),
         ("reduce_scatter", "hierarchical", 256 << 10, OF_FEW_NODES),
         ("allgather", "hierarchical", 2 << 20, OF_FEW_NODES),
@@ -291,8 +291,8 @@ def _defaults() -> dict[Key, list[Choice]]:
 def _gpu_defaults() -> dict[Key, list[Choice]]:
     """Return the rows for GPUs.
 
-    Tensors go through links between GPUs, or the GPUs' memory, if all ranks reach each other there. Otherwise they go
-    through the host.
+    If all ranks can reach each other through links between GPUs or through GPU memory, the data moves there. Otherwise
+    the data moves through the host.
     """
     nccl = Choice(math.inf, "nccl", "default: made for links between GPUs")
     cudaipc = Choice(math.inf, "cudaipc", "default: through the GPUs' memory alone")
