@@ -91,9 +91,7 @@ def _on_numpy(verb: str, name: str, array: NumpyArray, out: object) -> Tensor:
     torch does not have, byte orders of other machines, and negative strides.
     """
     if isinstance(array, np.ma.MaskedArray):
-        raise TypeError(
-            f"{verb}: {name} is a masked array; pass {name}.data and {name}.mask in two separate calls"
-        )
+        raise TypeError(f"{verb}: {name} is a masked array; pass {name}.data and {name}.mask in two separate calls")
     if not array.flags.writeable:
         if name == "out" or writes_into_x(verb, out):
             raise ValueError(f"{verb}: {name} is a read-only numpy array, which cannot be written; pass {name}.copy()")

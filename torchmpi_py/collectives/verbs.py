@@ -1,24 +1,25 @@
 """The collectives, and the messages between two ranks.
 
-Each function has an asynchronous version with the same arguments: ``mpi.allreduce(x)`` returns the result,
-``mpi.allreduce_async(x)`` returns a handle at once, whose ``wait()`` returns the result.
+Each function has an asynchronous version with the same arguments. ``mpi.allreduce(x)`` returns the result.
+``mpi.allreduce_async(x)`` immediately returns a handle, and ``handle.wait()`` returns the result.
 
-- **Who calls.** Every rank of ``comm`` makes the same calls in the same order, with the same shapes and dtypes
-  (``allgather`` and ``gather`` allow another dim 0 on each rank). A blocking call never matches an asynchronous one
-  (``send`` and ``recv`` excepted). Asynchronous calls have one order across all communicators.
-- **Tensors.** Any dtype, any strides, any size: 0, or more than 2^31 elements. All ranks get the same bits. Sums of
-  16-bit floats accumulate in float32.
+- **Calls.** Every rank of ``comm`` must make the same calls in the same order, with the same shapes and dtypes (in
+  ``allgather`` and ``gather``, dim 0 may differ between ranks). A blocking call never matches an asynchronous one
+  (``send`` and ``recv`` excepted). Asynchronous calls must be in the same order on every rank, across communicators.
+- **Tensors.** A tensor may have any dtype, any strides, and any size, including 0 and more than 2^31 elements. The
+  result is bitwise identical on all ranks. Sums of 16-bit floats accumulate in float32.
 - **Memory.** ``x`` is overwritten unless ``out=`` is given or the result has a different shape. Do not touch the
   tensors of an asynchronous operation before it is complete.
-- **Gradients** do not pass: ``backward`` through a tensor that a collective has written is a RuntimeError.
-  ``mpi.nn.functional`` has collectives with gradients.
-- **Arrays.** ``x`` and ``out`` may be numpy or cupy arrays, whose memory is used without a copy; then the result is an
+- **Gradients.** Gradients do not pass through a collective: ``backward`` through a tensor that a collective has written
+  raises RuntimeError. ``mpi.nn.functional`` has collectives with gradients.
+- **Arrays.** ``x`` and ``out`` may be numpy or cupy arrays. Their memory is used without a copy, and the result is an
   array of the same library. Other ranks may pass tensors.
-- **Numbers.** ``x`` may be a Python or NumPy number, except in ``reduce_scatter``, ``scatter`` and ``alltoall``; then
-  the result is a number, or a list of numbers in gathers. Python's rules hold, and one rank may pass an int where
-  another passes a float.
-- **Ops.** NaN wins in "min" and "max". "avg" of integer tensors, bitwise ops of floats, and "min" or "max" of complex
-  numbers are errors. For bool tensors "sum" and "max" mean "or", "prod" and "min" mean "and".
+- **Numbers.** ``x`` may be a Python or NumPy number, except in ``reduce_scatter``, ``scatter`` and ``alltoall``. The
+  result is then a number, or a list of numbers in ``allgather`` and ``gather``. Python's rules apply, and one rank may
+  pass an int while another passes a float.
+- **Ops.** The "min" or "max" of values that include NaN is NaN. "avg" of integer tensors, bitwise ops of floats, and
+  "min" or "max" of complex numbers are errors. For bool tensors, "sum" and "max" mean "or"; "prod" and "min" mean
+  "and".
 - **Flavours.** A flavour is an implementation of the collectives. ``mpi.selector`` chooses the flavour of each call by
   collective, size and device, unless ``flavour=`` names one. Pass a tensor from ``mpi.symmetric_empty`` on every rank
   or on no rank.
@@ -26,7 +27,7 @@ Each function has an asynchronous version with the same arguments: ``mpi.allredu
 
 # mypy: disable-error-code="empty-body, no-any-return"
 # The body of a blocking collective checks the arguments and prepares the operation, which the decorator carries out. An
-# asynchronous version has no body: its decorator launches the operation that the blocking one prepares.
+# asynchronous version has no body: its decorator launches the operation that the blocking version prepares.
 
 from __future__ import annotations
 
@@ -60,12 +61,12 @@ T = TypeVar("T", bound=Array | numbers.Number)
 def broadcast(x: T, root: int = 0, *, comm: Communicator | None = None, flavour: str | None = None) -> T:
     """Overwrite ``x`` on every rank with the ``x`` of ``root``.
 
-    Every rank of ``comm`` must make this call. **Overwrites** ``x``; a number is not changed but returned. The call
-    returns when this rank's part is done. Other ranks may still be at work.
+    Every rank of ``comm`` must make this call. **Overwrites** ``x``; a number is returned instead. The call returns
+    when this rank's part is complete. Other ranks may still be working.
 
     Args:
-        x (Tensor, numpy or cupy array, or number): value to send on ``root``, and memory to overwrite elsewhere; the
-            same shape and dtype on every rank.
+        x (Tensor, numpy or cupy array, or number): on ``root``, the value to send; on other ranks, memory to overwrite.
+            The shape and dtype are the same on every rank.
         root (int): rank in ``comm`` whose ``x`` is sent; default 0, the same on every rank.
         comm (Communicator): communicator whose ranks make this call; default None, the current level.
         flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
@@ -74,13 +75,13 @@ def broadcast(x: T, root: int = 0, *, comm: Communicator | None = None, flavour:
         ``x`` itself, or the number of ``root``.
 
     Raises:
-        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
-        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
+        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
-        RanksDisagree: ranks of one node make different calls, or pass other sizes, dtypes or ``root``.
-        CollectiveTimeout: ``Tuning.deadline_seconds`` passed, with ``Tuning.at_deadline="raise"``.
-        CommunicatorError: MPI failed, or another thread is in a collective of the same communicator.
+        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes or roots.
+        CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
+        CommunicatorError: MPI failed, or another thread is in a collective on the same communicator.
 
     Examples:
         >>> x = torch.full((2,), float(mpi.rank()))
@@ -100,13 +101,13 @@ def broadcast(x: T, root: int = 0, *, comm: Communicator | None = None, flavour:
 def broadcast_async(x: T, root: int = 0, *, comm: Communicator | None = None, flavour: str | None = None) -> Handle[T]:
     """Start to overwrite ``x`` on every rank with the ``x`` of ``root``.
 
-    Asynchronous version of ``broadcast``: every rank of ``comm`` must make this call, which returns at once.
+    Asynchronous version of ``broadcast``: every rank of ``comm`` must make this call, which returns immediately.
     **Overwrites** ``x``. Do not read or write ``x`` before the handle is complete. All asynchronous calls must be in
     the same order on every rank, across communicators.
 
     Args:
-        x (Tensor, numpy or cupy array, or number): value to send on ``root``, and memory to overwrite elsewhere; the
-            same shape and dtype on every rank.
+        x (Tensor, numpy or cupy array, or number): on ``root``, the value to send; on other ranks, memory to overwrite.
+            The shape and dtype are the same on every rank.
         root (int): rank in ``comm`` whose ``x`` is sent; default 0, the same on every rank.
         comm (Communicator): communicator whose ranks make this call; default None, the current level.
         flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
@@ -115,13 +116,13 @@ def broadcast_async(x: T, root: int = 0, *, comm: Communicator | None = None, fl
         A handle whose ``wait()`` returns ``x`` itself, or the number of ``root``.
 
     Raises:
-        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
-        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
+        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
-        RanksDisagree: ranks of one node make different calls, or pass other sizes, dtypes or ``root``; raised here or
+        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes or roots; raised here or
             by ``wait()``.
-        CollectiveTimeout: a timeout passed; raised by ``wait()``, after which the operation is still pending.
+        CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
         CommunicatorError: MPI failed; raised here or by ``wait()``.
 
     Examples:
@@ -136,12 +137,12 @@ def broadcast_async(x: T, root: int = 0, *, comm: Communicator | None = None, fl
 def allreduce(
     x: T, *, out: Array | None = None, op: str = "sum", comm: Communicator | None = None, flavour: str | None = None
 ) -> T:
-    """Reduce the ``x`` of all ranks with ``op`` and give every rank the result.
+    """Reduce the ``x`` of all ranks with ``op``, and give the result to every rank.
 
     Every rank of ``comm`` must make this call. **Overwrites** ``x`` with the result, unless ``out`` is given; a number
-    is not changed but returned. The call returns when this rank's part is done. Other ranks may still be at work.
+    is returned instead. The call returns when this rank's part is complete. Other ranks may still be working.
 
-    All ranks get the same bits. Sums of 16-bit floats accumulate in float32.
+    The result is bitwise identical on all ranks. Sums of 16-bit floats accumulate in float32.
 
     Args:
         x (Tensor, numpy or cupy array, or number): values to reduce, of the same shape and dtype on every rank.
@@ -154,13 +155,13 @@ def allreduce(
         ``out`` if given, else ``x`` itself; for a number, the reduced number.
 
     Raises:
-        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
-        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
+        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
-        RanksDisagree: ranks of one node make different calls, or pass other sizes, dtypes or ``op``.
-        CollectiveTimeout: ``Tuning.deadline_seconds`` passed, with ``Tuning.at_deadline="raise"``.
-        CommunicatorError: MPI failed, or another thread is in a collective of the same communicator.
+        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes or ops.
+        CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
+        CommunicatorError: MPI failed, or another thread is in a collective on the same communicator.
 
     Examples:
         >>> x = torch.ones(3)
@@ -185,11 +186,11 @@ def allreduce_async(
 ) -> Handle[T]:
     """Start to reduce the ``x`` of all ranks with ``op``; every rank gets the result.
 
-    Asynchronous version of ``allreduce``: every rank of ``comm`` must make this call, which returns at once.
+    Asynchronous version of ``allreduce``: every rank of ``comm`` must make this call, which returns immediately.
     **Overwrites** ``x``, unless ``out`` is given. Do not read or write ``x`` or ``out`` before the handle is complete.
     All asynchronous calls must be in the same order on every rank, across communicators.
 
-    All ranks get the same bits. Sums of 16-bit floats accumulate in float32.
+    The result is bitwise identical on all ranks. Sums of 16-bit floats accumulate in float32.
 
     Args:
         x (Tensor, numpy or cupy array, or number): values to reduce, of the same shape and dtype on every rank.
@@ -202,19 +203,19 @@ def allreduce_async(
         A handle whose ``wait()`` returns ``out`` if given, else ``x`` itself; for a number, the reduced number.
 
     Raises:
-        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
-        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
+        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
-        RanksDisagree: ranks of one node make different calls, or pass other sizes, dtypes or ``op``; raised here or by
+        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes or ops; raised here or by
             ``wait()``.
-        CollectiveTimeout: a timeout passed; raised by ``wait()``, after which the operation is still pending.
+        CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
         CommunicatorError: MPI failed; raised here or by ``wait()``.
 
     Examples:
         >>> x = torch.ones(3)
         >>> handle = mpi.allreduce_async(x)
-        >>> y = torch.ones(5).sum()  # compute something else meanwhile
+        >>> y = torch.ones(5).sum()  # other work while the ranks communicate
         >>> total = handle.wait()
         >>> total is x, total.eq(mpi.size()).all().item()
         (True, True)
@@ -226,10 +227,10 @@ def reduce(
     x: T, root: int = 0, *, out: Array | None = None, op: str = "sum",
     comm: Communicator | None = None, flavour: str | None = None,
 ) -> T:  # fmt: skip
-    """Reduce the ``x`` of all ranks with ``op`` and give ``root`` the result.
+    """Reduce the ``x`` of all ranks with ``op``, and give the result to ``root``.
 
     Every rank of ``comm`` must make this call. **Overwrites** ``x`` on ``root``, unless ``out`` is given; on the other
-    ranks nothing is written. The call returns when this rank's part is done. Other ranks may still be at work.
+    ranks nothing is written. The call returns when this rank's part is complete. Other ranks may still be working.
 
     Args:
         x (Tensor, numpy or cupy array, or number): values to reduce, of the same shape and dtype on every rank.
@@ -245,13 +246,13 @@ def reduce(
             reduced number on ``root`` and ``x`` on other ranks.
 
     Raises:
-        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
-        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
+        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
-        RanksDisagree: ranks of one node make different calls, or pass other sizes, dtypes, ``op`` or ``root``.
-        CollectiveTimeout: ``Tuning.deadline_seconds`` passed, with ``Tuning.at_deadline="raise"``.
-        CommunicatorError: MPI failed, or another thread is in a collective of the same communicator.
+        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes, ops or roots.
+        CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
+        CommunicatorError: MPI failed, or another thread is in a collective on the same communicator.
 
     Examples:
         >>> x = mpi.reduce(torch.ones(2), root=0)
@@ -269,7 +270,7 @@ def reduce(
     else:
         target = tensor if out is None else check_out("reduce", out, tensor, tensor.shape)
         if not is_flat(target):
-            check_writable("reduce", target)  # as root does, where all pass such a tensor
+            check_writable("reduce", target)  # ``root`` makes the same check, so all ranks raise the error.
         source = buffer = flat(tensor)
         copy_out = None
     return call.of_tensors(tensor, (source, buffer), (op, root), target, copy_out)
@@ -282,7 +283,7 @@ def reduce_async(
 ) -> Handle[T]:  # fmt: skip
     """Start to reduce the ``x`` of all ranks with ``op``; ``root`` gets the result.
 
-    Asynchronous version of ``reduce``: every rank of ``comm`` must make this call, which returns at once.
+    Asynchronous version of ``reduce``: every rank of ``comm`` must make this call, which returns immediately.
     **Overwrites** ``x`` on ``root``, unless ``out`` is given; on the other ranks nothing is written. Do not read or
     write ``x`` or ``out`` before the handle is complete. All asynchronous calls must be in the same order on every
     rank, across communicators.
@@ -301,13 +302,13 @@ def reduce_async(
             on other ranks. For a number it returns the reduced number on ``root`` and ``x`` on other ranks.
 
     Raises:
-        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
-        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
+        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
-        RanksDisagree: ranks of one node make different calls, or pass other sizes, dtypes, ``op`` or ``root``; raised
+        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes, ops or roots; raised
             here or by ``wait()``.
-        CollectiveTimeout: a timeout passed; raised by ``wait()``, after which the operation is still pending.
+        CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
         CommunicatorError: MPI failed; raised here or by ``wait()``.
 
     Examples:
@@ -322,28 +323,29 @@ def reduce_async(
 def allgather(x: T, *, out: Array | None = None, comm: Communicator | None = None, flavour: str | None = None) -> Any:
     """Concatenate the ``x`` of all ranks along dim 0, in rank order.
 
-    Every rank of ``comm`` must make this call. ``x`` is not changed. The call returns when this rank's part is done;
-    other ranks may still be at work.
+    Every rank of ``comm`` must make this call. ``x`` is not changed. The call returns when this rank's part is
+    complete. Other ranks may still be working.
 
     Args:
-        x (Tensor, numpy or cupy array, or number): this rank's rows; dim 0 may differ between ranks and may be 0, the
-            other dims and the dtype are the same. A tensor without dimensions counts as one row.
-        out (Tensor or array): memory for the result, of the shape of the result; default None, a new tensor.
+        x (Tensor, numpy or cupy array, or number): this rank's rows. Dim 0 may differ between ranks and may be 0; the
+            other dims and the dtype are the same on every rank. A tensor without dimensions counts as one row.
+        out (Tensor or array): memory for the result, with the total number of rows; default None, a new tensor.
         comm (Communicator): communicator whose ranks make this call; default None, the current level.
         flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
 
     Returns:
-        ``out`` if given, else a new tensor (for an array, a new array of its kind); for a number, the list of all
-            ranks' numbers.
+        ``out`` if given, else a new tensor, or a new array if ``x`` is an array; for a number, the list of all ranks'
+            numbers.
 
     Raises:
-        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
-        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
+        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
-        RanksDisagree: ranks of one node make different calls, or pass other dtypes or dims other than dim 0.
-        CollectiveTimeout: ``Tuning.deadline_seconds`` passed, with ``Tuning.at_deadline="raise"``.
-        CommunicatorError: MPI failed, or another thread is in a collective of the same communicator.
+        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        RanksDisagree: ranks of one node make different calls, or pass different dtypes, or dims that differ beyond dim
+            0.
+        CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
+        CommunicatorError: MPI failed, or another thread is in a collective on the same communicator.
 
     Examples:
         >>> rows = mpi.allgather(torch.full((1, 2), mpi.rank()))
@@ -365,29 +367,29 @@ def allgather_async(
 ) -> Handle[Any]:
     """Start to concatenate the ``x`` of all ranks along dim 0, in rank order.
 
-    Asynchronous version of ``allgather``: every rank of ``comm`` must make this call, which returns at once. ``x`` is
-    not changed. Do not read or write ``x`` or ``out`` before the handle is complete. All asynchronous calls must be in
-    the same order on every rank, across communicators.
+    Asynchronous version of ``allgather``: every rank of ``comm`` must make this call, which returns immediately. ``x``
+    is not changed. Do not read or write ``x`` or ``out`` before the handle is complete. All asynchronous calls must be
+    in the same order on every rank, across communicators.
 
     Args:
-        x (Tensor, numpy or cupy array, or number): this rank's rows; dim 0 may differ between ranks and may be 0, the
-            other dims and the dtype are the same. A tensor without dimensions counts as one row.
-        out (Tensor or array): memory for the result, of the shape of the result; default None, a new tensor.
+        x (Tensor, numpy or cupy array, or number): this rank's rows. Dim 0 may differ between ranks and may be 0; the
+            other dims and the dtype are the same on every rank. A tensor without dimensions counts as one row.
+        out (Tensor or array): memory for the result, with the total number of rows; default None, a new tensor.
         comm (Communicator): communicator whose ranks make this call; default None, the current level.
         flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
 
     Returns:
-        A handle whose ``wait()`` returns ``out`` if given, else a new tensor (for an array, a new array of its kind).
-            For a number it returns the list of all ranks' numbers.
+        A handle whose ``wait()`` returns ``out`` if given, else a new tensor, or a new array if ``x`` is an array. For
+            a number it returns the list of all ranks' numbers.
 
     Raises:
-        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
-        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
+        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
-        RanksDisagree: ranks of one node make different calls, or pass other dtypes or dims other than dim 0; raised
-            here or by ``wait()``.
-        CollectiveTimeout: a timeout passed; raised by ``wait()``, after which the operation is still pending.
+        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        RanksDisagree: ranks of one node make different calls, or pass different dtypes, or dims that differ beyond dim
+            0; raised here or by ``wait()``.
+        CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
         CommunicatorError: MPI failed; raised here or by ``wait()``.
 
     Examples:
@@ -404,30 +406,31 @@ def gather(
 ) -> Any:
     """Concatenate the ``x`` of all ranks along dim 0, in rank order, on ``root``.
 
-    Every rank of ``comm`` must make this call. ``x`` is not changed. The call returns when this rank's part is done;
-    other ranks may still be at work.
+    Every rank of ``comm`` must make this call. ``x`` is not changed. The call returns when this rank's part is
+    complete. Other ranks may still be working.
 
     Args:
-        x (Tensor, numpy or cupy array, or number): this rank's rows; dim 0 may differ between ranks and may be 0, the
-            other dims and the dtype are the same. A tensor without dimensions counts as one row.
+        x (Tensor, numpy or cupy array, or number): this rank's rows. Dim 0 may differ between ranks and may be 0; the
+            other dims and the dtype are the same on every rank. A tensor without dimensions counts as one row.
         root (int): rank in ``comm`` that gets the result; default 0, the same on every rank.
-        out (Tensor or array): memory for the result, of the shape of the result, on ``root``; default None, a new
-            tensor. Other ranks ignore it.
+        out (Tensor or array): memory for the result on ``root``, with the total number of rows; default None, a new
+            tensor. Ignored on other ranks.
         comm (Communicator): communicator whose ranks make this call; default None, the current level.
         flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
 
     Returns:
-        On ``root``, ``out`` if given, else a new tensor (for an array, a new array of its kind), or the list of all
-            ranks' numbers; on other ranks, None.
+        On ``root``, ``out`` if given, else a new tensor, or a new array if ``x`` is an array; for numbers, the list of
+            all ranks' numbers. On other ranks, None.
 
     Raises:
-        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
-        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
+        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
-        RanksDisagree: ranks of one node make different calls, or pass other dtypes, dims other than dim 0, or ``root``.
-        CollectiveTimeout: ``Tuning.deadline_seconds`` passed, with ``Tuning.at_deadline="raise"``.
-        CommunicatorError: MPI failed, or another thread is in a collective of the same communicator.
+        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        RanksDisagree: ranks of one node make different calls, or pass different dtypes or roots, or dims that differ
+            beyond dim 0.
+        CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
+        CommunicatorError: MPI failed, or another thread is in a collective on the same communicator.
 
     Examples:
         >>> ranks = mpi.gather(mpi.rank(), root=0)
@@ -450,31 +453,31 @@ def gather_async(
 ) -> Handle[Any]:
     """Start to concatenate the ``x`` of all ranks along dim 0, in rank order, on ``root``.
 
-    Asynchronous version of ``gather``: every rank of ``comm`` must make this call, which returns at once. ``x`` is not
-    changed. Do not read or write ``x`` or ``out`` before the handle is complete. All asynchronous calls must be in the
-    same order on every rank, across communicators.
+    Asynchronous version of ``gather``: every rank of ``comm`` must make this call, which returns immediately. ``x`` is
+    not changed. Do not read or write ``x`` or ``out`` before the handle is complete. All asynchronous calls must be in
+    the same order on every rank, across communicators.
 
     Args:
-        x (Tensor, numpy or cupy array, or number): this rank's rows; dim 0 may differ between ranks and may be 0, the
-            other dims and the dtype are the same. A tensor without dimensions counts as one row.
+        x (Tensor, numpy or cupy array, or number): this rank's rows. Dim 0 may differ between ranks and may be 0; the
+            other dims and the dtype are the same on every rank. A tensor without dimensions counts as one row.
         root (int): rank in ``comm`` that gets the result; default 0, the same on every rank.
-        out (Tensor or array): memory for the result, of the shape of the result, on ``root``; default None, a new
-            tensor. Other ranks ignore it.
+        out (Tensor or array): memory for the result on ``root``, with the total number of rows; default None, a new
+            tensor. Ignored on other ranks.
         comm (Communicator): communicator whose ranks make this call; default None, the current level.
         flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
 
     Returns:
-        A handle whose ``wait()`` returns, on ``root``, ``out`` if given, else a new tensor or array of the kind of
-            ``x``. For numbers it returns their list on ``root``. On other ranks it returns None.
+        A handle. On ``root``, ``wait()`` returns ``out`` if given, else a new tensor, or a new array if ``x`` is an
+            array; for numbers, it returns the list of all ranks' numbers. On other ranks, ``wait()`` returns None.
 
     Raises:
-        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
-        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
+        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
-        RanksDisagree: ranks of one node make different calls, or pass other dtypes, dims other than dim 0, or ``root``;
-            raised here or by ``wait()``.
-        CollectiveTimeout: a timeout passed; raised by ``wait()``, after which the operation is still pending.
+        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        RanksDisagree: ranks of one node make different calls, or pass different dtypes or roots, or dims that differ
+            beyond dim 0; raised here or by ``wait()``.
+        CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
         CommunicatorError: MPI failed; raised here or by ``wait()``.
 
     Examples:
@@ -488,10 +491,10 @@ def gather_async(
 def reduce_scatter(
     x: A, *, out: Array | None = None, op: str = "sum", comm: Communicator | None = None, flavour: str | None = None
 ) -> A:
-    """Reduce the ``x`` of all ranks with ``op`` and give rank r slice r of the result.
+    """Reduce the ``x`` of all ranks with ``op``, and give slice r of the result to each rank r.
 
     Every rank of ``comm`` must make this call. The result is cut into as many equal slices along dim 0 as ``comm`` has
-    ranks. ``x`` is not changed. The call returns when this rank's part is done. Other ranks may still be at work.
+    ranks. ``x`` is not changed. The call returns when this rank's part is complete. Other ranks may still be working.
 
     Args:
         x (Tensor, numpy or cupy array): values to reduce, of the same shape and dtype on every rank; the size of dim 0
@@ -502,16 +505,16 @@ def reduce_scatter(
         flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
 
     Returns:
-        This rank's slice, in ``out`` if given, else in a new tensor (for an array, a new array of its kind).
+        This rank's slice, in ``out`` if given, else in a new tensor, or in a new array if ``x`` is an array.
 
     Raises:
-        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
-        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
+        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
-        RanksDisagree: ranks of one node make different calls, or pass other sizes, dtypes or ``op``.
-        CollectiveTimeout: ``Tuning.deadline_seconds`` passed, with ``Tuning.at_deadline="raise"``.
-        CommunicatorError: MPI failed, or another thread is in a collective of the same communicator.
+        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes or ops.
+        CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
+        CommunicatorError: MPI failed, or another thread is in a collective on the same communicator.
 
     Examples:
         >>> x = torch.arange(2.0).repeat(mpi.size())
@@ -529,10 +532,10 @@ def reduce_scatter(
 def reduce_scatter_async(
     x: A, *, out: Array | None = None, op: str = "sum", comm: Communicator | None = None, flavour: str | None = None
 ) -> Handle[A]:
-    """Start to reduce the ``x`` of all ranks with ``op``; rank r gets slice r of the result.
+    """Start to reduce the ``x`` of all ranks with ``op``; each rank r gets slice r of the result.
 
-    Asynchronous version of ``reduce_scatter``: every rank of ``comm`` must make this call, which returns at once. The
-    result is cut into as many equal slices along dim 0 as ``comm`` has ranks. ``x`` is not changed. Do not read or
+    Asynchronous version of ``reduce_scatter``: every rank of ``comm`` must make this call, which returns immediately.
+    The result is cut into as many equal slices along dim 0 as ``comm`` has ranks. ``x`` is not changed. Do not read or
     write ``x`` or ``out`` before the handle is complete. All asynchronous calls must be in the same order on every
     rank, across communicators.
 
@@ -545,17 +548,17 @@ def reduce_scatter_async(
         flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
 
     Returns:
-        A handle whose ``wait()`` returns this rank's slice, in ``out`` if given, else in a new tensor (for an array, a
-            new array of its kind).
+        A handle whose ``wait()`` returns this rank's slice, in ``out`` if given, else in a new tensor, or in a new
+            array if ``x`` is an array.
 
     Raises:
-        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
-        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
+        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
-        RanksDisagree: ranks of one node make different calls, or pass other sizes, dtypes or ``op``; raised here or by
+        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes or ops; raised here or by
             ``wait()``.
-        CollectiveTimeout: a timeout passed; raised by ``wait()``, after which the operation is still pending.
+        CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
         CommunicatorError: MPI failed; raised here or by ``wait()``.
 
     Examples:
@@ -570,10 +573,10 @@ def reduce_scatter_async(
 def scatter(
     x: A, root: int = 0, *, out: Array | None = None, comm: Communicator | None = None, flavour: str | None = None
 ) -> A:
-    """Give rank r slice r of the ``x`` of ``root``.
+    """Send slice r of the ``x`` of ``root`` to each rank r.
 
     Every rank of ``comm`` must make this call. ``x`` is cut into as many equal slices along dim 0 as ``comm`` has
-    ranks, and is not changed. The call returns when this rank's part is done. Other ranks may still be at work.
+    ranks, and is not changed. The call returns when this rank's part is complete. Other ranks may still be working.
 
     Args:
         x (Tensor, numpy or cupy array): on ``root``, the values to distribute; on other ranks, a tensor of the same
@@ -584,16 +587,16 @@ def scatter(
         flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
 
     Returns:
-        This rank's slice, in ``out`` if given, else in a new tensor (for an array, a new array of its kind).
+        This rank's slice, in ``out`` if given, else in a new tensor, or in a new array if ``x`` is an array.
 
     Raises:
-        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
-        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
+        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
-        RanksDisagree: ranks of one node make different calls, or pass other sizes, dtypes or ``root``.
-        CollectiveTimeout: ``Tuning.deadline_seconds`` passed, with ``Tuning.at_deadline="raise"``.
-        CommunicatorError: MPI failed, or another thread is in a collective of the same communicator.
+        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes or roots.
+        CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
+        CommunicatorError: MPI failed, or another thread is in a collective on the same communicator.
 
     Examples:
         >>> x = torch.arange(2 * mpi.size())
@@ -611,10 +614,10 @@ def scatter(
 def scatter_async(
     x: A, root: int = 0, *, out: Array | None = None, comm: Communicator | None = None, flavour: str | None = None
 ) -> Handle[A]:
-    """Start to give rank r slice r of the ``x`` of ``root``.
+    """Start to send slice r of the ``x`` of ``root`` to each rank r.
 
-    Asynchronous version of ``scatter``: every rank of ``comm`` must make this call, which returns at once. ``x`` is cut
-    into as many equal slices along dim 0 as ``comm`` has ranks, and is not changed. Do not read or write ``x`` or
+    Asynchronous version of ``scatter``: every rank of ``comm`` must make this call, which returns immediately. ``x`` is
+    cut into as many equal slices along dim 0 as ``comm`` has ranks, and is not changed. Do not read or write ``x`` or
     ``out`` before the handle is complete. All asynchronous calls must be in the same order on every rank, across
     communicators.
 
@@ -627,17 +630,17 @@ def scatter_async(
         flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
 
     Returns:
-        A handle whose ``wait()`` returns this rank's slice, in ``out`` if given, else in a new tensor (for an array, a
-            new array of its kind).
+        A handle whose ``wait()`` returns this rank's slice, in ``out`` if given, else in a new tensor, or in a new
+            array if ``x`` is an array.
 
     Raises:
-        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
-        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
+        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
-        RanksDisagree: ranks of one node make different calls, or pass other sizes, dtypes or ``root``; raised here or
+        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes or roots; raised here or
             by ``wait()``.
-        CollectiveTimeout: a timeout passed; raised by ``wait()``, after which the operation is still pending.
+        CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
         CommunicatorError: MPI failed; raised here or by ``wait()``.
 
     Examples:
@@ -650,11 +653,11 @@ def scatter_async(
 
 @blocking
 def alltoall(x: A, *, out: Array | None = None, comm: Communicator | None = None, flavour: str | None = None) -> A:
-    """Send slice s of ``x`` to rank s, and receive a slice of each rank's ``x``.
+    """Send slice s of ``x`` to each rank s, and receive a slice from each rank.
 
     Every rank of ``comm`` must make this call. ``x`` is cut into as many equal slices along dim 0 as ``comm`` has
-    ranks; slice s of the result is from rank s. **Overwrites** ``x`` with the result, unless ``out`` is given. The call
-    returns when this rank's part is done. Other ranks may still be at work.
+    ranks; slice s of the result comes from rank s. **Overwrites** ``x`` with the result, unless ``out`` is given. The
+    call returns when this rank's part is complete. Other ranks may still be working.
 
     Args:
         x (Tensor, numpy or cupy array): slices to send, of the same shape and dtype on every rank; the size of dim 0 is
@@ -667,13 +670,13 @@ def alltoall(x: A, *, out: Array | None = None, comm: Communicator | None = None
         ``out`` if given, else ``x`` itself.
 
     Raises:
-        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
-        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
+        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
-        RanksDisagree: ranks of one node make different calls, or pass other sizes or dtypes.
-        CollectiveTimeout: ``Tuning.deadline_seconds`` passed, with ``Tuning.at_deadline="raise"``.
-        CommunicatorError: MPI failed, or another thread is in a collective of the same communicator.
+        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        RanksDisagree: ranks of one node make different calls, or pass different sizes or dtypes.
+        CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
+        CommunicatorError: MPI failed, or another thread is in a collective on the same communicator.
 
     Examples:
         >>> x = torch.full((mpi.size(),), mpi.rank())
@@ -693,10 +696,10 @@ def alltoall(x: A, *, out: Array | None = None, comm: Communicator | None = None
 def alltoall_async(
     x: A, *, out: Array | None = None, comm: Communicator | None = None, flavour: str | None = None
 ) -> Handle[A]:
-    """Start to send slice s of ``x`` to rank s, and to receive a slice of each rank's ``x``.
+    """Start to send slice s of ``x`` to each rank s, and to receive a slice from each rank.
 
-    Asynchronous version of ``alltoall``: every rank of ``comm`` must make this call, which returns at once. ``x`` is
-    cut into as many equal slices along dim 0 as ``comm`` has ranks; slice s of the result is from rank s.
+    Asynchronous version of ``alltoall``: every rank of ``comm`` must make this call, which returns immediately. ``x``
+    is cut into as many equal slices along dim 0 as ``comm`` has ranks; slice s of the result comes from rank s.
     **Overwrites** ``x``, unless ``out`` is given. Do not read or write ``x`` or ``out`` before the handle is complete.
     All asynchronous calls must be in the same order on every rank, across communicators.
 
@@ -711,13 +714,13 @@ def alltoall_async(
         A handle whose ``wait()`` returns ``out`` if given, else ``x`` itself.
 
     Raises:
-        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
-        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
+        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
-        RanksDisagree: ranks of one node make different calls, or pass other sizes or dtypes; raised here or by
+        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        RanksDisagree: ranks of one node make different calls, or pass different sizes or dtypes; raised here or by
             ``wait()``.
-        CollectiveTimeout: a timeout passed; raised by ``wait()``, after which the operation is still pending.
+        CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
         CommunicatorError: MPI failed; raised here or by ``wait()``.
 
     Examples:
@@ -732,28 +735,28 @@ def alltoall_async(
 def sendreceive(
     x: T, source: int, destination: int, *, comm: Communicator | None = None, flavour: str | None = None
 ) -> T:
-    """Send ``x`` to ``destination`` and replace it with what ``source`` sends.
+    """Send ``x`` to ``destination``, and overwrite ``x`` with the value that ``source`` sends.
 
-    Every rank that is a source or a destination must make this call. **Overwrites** ``x``; a number is not changed but
-    returned. The call returns when this rank's part is done. Other ranks may still be at work.
+    Every rank that is a source or a destination must make this call. **Overwrites** ``x``; a number is returned
+    instead. The call returns when this rank's part is complete. Other ranks may still be working.
 
     Args:
         x (Tensor, numpy or cupy array, or number): value to send, of the shape and dtype of the value to receive.
         source (int): rank in ``comm`` from which to receive.
         destination (int): rank in ``comm`` to which to send.
-        comm (Communicator): communicator in which ranks are counted; default None, the current level.
+        comm (Communicator): communicator to which the ranks belong; default None, the current level.
         flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
 
     Returns:
-        ``x`` itself, with what ``source`` sent; for a number, the number of ``source``.
+        ``x`` itself, with the value from ``source``; for a number, the number from ``source``.
 
     Raises:
-        TypeError: an argument has a wrong type or name.
-        ValueError: an argument has a wrong value, such as a rank that ``comm`` does not have.
+        TypeError: an argument has the wrong type or an unknown name.
+        ValueError: an argument has an invalid value, such as a rank that ``comm`` does not have.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
         RanksDisagree: the message has a different dtype or size than ``x``; raised on the receiver.
-        CollectiveTimeout: ``Tuning.deadline_seconds`` passed, with ``Tuning.at_deadline="raise"``.
+        CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
         CommunicatorError: MPI failed.
 
     Examples:
@@ -775,29 +778,29 @@ def sendreceive(
 def sendreceive_async(
     x: T, source: int, destination: int, *, comm: Communicator | None = None, flavour: str | None = None
 ) -> Handle[T]:
-    """Start to send ``x`` to ``destination`` and to replace it with what ``source`` sends.
+    """Start to send ``x`` to ``destination``, and to overwrite ``x`` with the value that ``source`` sends.
 
     Asynchronous version of ``sendreceive``: every rank that is a source or a destination must make this call, which
-    returns at once. **Overwrites** ``x``. Do not read or write ``x`` before the handle is complete.
+    returns immediately. **Overwrites** ``x``. Do not read or write ``x`` before the handle is complete.
 
     Args:
         x (Tensor, numpy or cupy array, or number): value to send, of the shape and dtype of the value to receive.
         source (int): rank in ``comm`` from which to receive.
         destination (int): rank in ``comm`` to which to send.
-        comm (Communicator): communicator in which ranks are counted; default None, the current level.
+        comm (Communicator): communicator to which the ranks belong; default None, the current level.
         flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
 
     Returns:
-        A handle whose ``wait()`` returns ``x`` itself, with what ``source`` sent; for a number, the number of
+        A handle whose ``wait()`` returns ``x`` itself, with the value from ``source``; for a number, the number from
             ``source``.
 
     Raises:
-        TypeError: an argument has a wrong type or name.
-        ValueError: an argument has a wrong value, such as a rank that ``comm`` does not have.
+        TypeError: an argument has the wrong type or an unknown name.
+        ValueError: an argument has an invalid value, such as a rank that ``comm`` does not have.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
         RanksDisagree: the message has a different dtype or size than ``x``; raised on the receiver, by ``wait()``.
-        CollectiveTimeout: a timeout passed; raised by ``wait()``, after which the operation is still pending.
+        CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
         CommunicatorError: MPI failed; raised here or by ``wait()``.
 
     Examples:
@@ -812,25 +815,25 @@ def sendreceive_async(
 def send(x: T, destination: int, *, comm: Communicator | None = None, flavour: str | None = None) -> T:
     """Send ``x`` to ``destination``, which receives it with ``recv``.
 
-    Only the sender makes this call, and only ``destination`` the matching ``recv`` or ``recv_async``. ``x`` is not
+    The sender makes this call, and ``destination`` makes the matching call of ``recv`` or ``recv_async``. ``x`` is not
     changed. Messages between two ranks arrive in the order of the calls. A call with a large ``x`` returns only after
     ``destination`` has started to receive.
 
     Args:
         x (Tensor, numpy or cupy array, or number): value to send.
         destination (int): rank in ``comm`` to which to send.
-        comm (Communicator): communicator in which ranks are counted; default None, the current level.
+        comm (Communicator): communicator to which the ranks belong; default None, the current level.
         flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
 
     Returns:
         ``x`` itself.
 
     Raises:
-        TypeError: an argument has a wrong type or name.
-        ValueError: an argument has a wrong value, such as a rank that ``comm`` does not have.
+        TypeError: an argument has the wrong type or an unknown name.
+        ValueError: an argument has an invalid value, such as a rank that ``comm`` does not have.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
-        CollectiveTimeout: ``Tuning.deadline_seconds`` passed, with ``Tuning.at_deadline="raise"``.
+        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
         CommunicatorError: MPI failed.
 
     Examples:
@@ -854,24 +857,24 @@ def send(x: T, destination: int, *, comm: Communicator | None = None, flavour: s
 def send_async(x: T, destination: int, *, comm: Communicator | None = None, flavour: str | None = None) -> Handle[T]:
     """Start to send ``x`` to ``destination``, which receives it with ``recv`` or ``recv_async``.
 
-    Asynchronous version of ``send``: only the sender makes this call, which returns at once. ``x`` is not changed.
+    Asynchronous version of ``send``: only the sender makes this call, which returns immediately. ``x`` is not changed.
     Messages between two ranks arrive in the order of the calls. Do not write ``x`` before the handle is complete.
 
     Args:
         x (Tensor, numpy or cupy array, or number): value to send.
         destination (int): rank in ``comm`` to which to send.
-        comm (Communicator): communicator in which ranks are counted; default None, the current level.
+        comm (Communicator): communicator to which the ranks belong; default None, the current level.
         flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
 
     Returns:
-        A handle whose ``wait()`` returns ``x`` itself, when ``x`` may be written again.
+        A handle whose ``wait()`` returns ``x`` itself once ``x`` may be written again.
 
     Raises:
-        TypeError: an argument has a wrong type or name.
-        ValueError: an argument has a wrong value, such as a rank that ``comm`` does not have.
+        TypeError: an argument has the wrong type or an unknown name.
+        ValueError: an argument has an invalid value, such as a rank that ``comm`` does not have.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
-        CollectiveTimeout: a timeout passed; raised by ``wait()``, after which the operation is still pending.
+        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
         CommunicatorError: MPI failed; raised here or by ``wait()``.
 
     Examples:
@@ -886,28 +889,28 @@ def send_async(x: T, destination: int, *, comm: Communicator | None = None, flav
 
 @blocking
 def recv(x: T, source: int, *, comm: Communicator | None = None, flavour: str | None = None) -> T:
-    """Overwrite ``x`` with what ``source`` sends with ``send``.
+    """Overwrite ``x`` with the value that ``source`` sends with ``send`` or ``send_async``.
 
-    Only the receiver makes this call, and only ``source`` the matching ``send`` or ``send_async``. **Overwrites**
-    ``x``; a number is not changed but returned. A call without a matching ``send`` waits until the timeout.
+    The receiver makes this call, and ``source`` makes the matching call of ``send`` or ``send_async``. **Overwrites**
+    ``x``; a number is returned instead. A call without a matching ``send`` waits until the timeout.
 
     Args:
-        x (Tensor, numpy or cupy array, or number): memory to overwrite, of the dtype and shape of the message; any
-            number to receive a number.
+        x (Tensor, numpy or cupy array, or number): memory to overwrite, with the dtype and shape of the message. To
+            receive a number, pass any number.
         source (int): rank in ``comm`` from which to receive.
-        comm (Communicator): communicator in which ranks are counted; default None, the current level.
+        comm (Communicator): communicator to which the ranks belong; default None, the current level.
         flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
 
     Returns:
         ``x`` itself, or the number that ``source`` sent.
 
     Raises:
-        TypeError: an argument has a wrong type or name.
-        ValueError: an argument has a wrong value, such as a rank that ``comm`` does not have.
+        TypeError: an argument has the wrong type or an unknown name.
+        ValueError: an argument has an invalid value, such as a rank that ``comm`` does not have.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
         RanksDisagree: the message has a different dtype or size than ``x``; raised on the receiver.
-        CollectiveTimeout: ``Tuning.deadline_seconds`` passed, with ``Tuning.at_deadline="raise"``.
+        CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
         CommunicatorError: MPI failed.
 
     Examples:
@@ -929,28 +932,28 @@ def recv(x: T, source: int, *, comm: Communicator | None = None, flavour: str | 
 
 @asynchronous(recv)
 def recv_async(x: T, source: int, *, comm: Communicator | None = None, flavour: str | None = None) -> Handle[T]:
-    """Start to overwrite ``x`` with what ``source`` sends with ``send`` or ``send_async``.
+    """Start to overwrite ``x`` with the value that ``source`` sends with ``send`` or ``send_async``.
 
-    Asynchronous version of ``recv``: only the receiver makes this call, which returns at once. **Overwrites** ``x``. Do
-    not read or write ``x`` before the handle is complete.
+    Asynchronous version of ``recv``: only the receiver makes this call, which returns immediately. **Overwrites**
+    ``x``. Do not read or write ``x`` before the handle is complete.
 
     Args:
-        x (Tensor, numpy or cupy array, or number): memory to overwrite, of the dtype and shape of the message; any
-            number to receive a number.
+        x (Tensor, numpy or cupy array, or number): memory to overwrite, with the dtype and shape of the message. To
+            receive a number, pass any number.
         source (int): rank in ``comm`` from which to receive.
-        comm (Communicator): communicator in which ranks are counted; default None, the current level.
+        comm (Communicator): communicator to which the ranks belong; default None, the current level.
         flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
 
     Returns:
         A handle whose ``wait()`` returns ``x`` itself, or the number that ``source`` sent.
 
     Raises:
-        TypeError: an argument has a wrong type or name.
-        ValueError: an argument has a wrong value, such as a rank that ``comm`` does not have.
+        TypeError: an argument has the wrong type or an unknown name.
+        ValueError: an argument has an invalid value, such as a rank that ``comm`` does not have.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
+        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
         RanksDisagree: the message has a different dtype or size than ``x``; raised on the receiver, by ``wait()``.
-        CollectiveTimeout: a timeout passed; raised by ``wait()``, after which the operation is still pending.
+        CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
         CommunicatorError: MPI failed; raised here or by ``wait()``.
 
     Examples:
@@ -969,11 +972,12 @@ def broadcast_object(
 ) -> Any:
     """Return the object of ``root`` on every rank.
 
-    Every rank of ``comm`` must make this call. Objects travel by pickle, which can run code on arrival: use it among
-    ranks that you trust. The call returns when this rank's part is done. Other ranks may still be at work.
+    Every rank of ``comm`` must make this call. Objects are sent as pickles, and unpickling can run arbitrary code, so
+    use this call only among ranks that you trust. The call returns when this rank's part is complete. Other ranks may
+    still be working.
 
     Args:
-        obj (object): object to send on ``root``; anything on other ranks.
+        obj (object): on ``root``, the object to send; ignored on other ranks.
         root (int): rank in ``comm`` whose object is sent; default 0, the same on every rank.
         comm (Communicator): communicator whose ranks make this call; default None, the current level.
         flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
@@ -982,13 +986,13 @@ def broadcast_object(
         ``obj`` itself on ``root``, a copy of it on other ranks.
 
     Raises:
-        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
-        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
+        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
-        RanksDisagree: ranks of one node make different calls, or pass other values of ``root``.
-        CollectiveTimeout: ``Tuning.deadline_seconds`` passed, with ``Tuning.at_deadline="raise"``.
-        CommunicatorError: MPI failed, or another thread is in a collective of the same communicator.
+        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        RanksDisagree: ranks of one node make different calls, or pass different roots.
+        CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
+        CommunicatorError: MPI failed, or another thread is in a collective on the same communicator.
 
     Examples:
         >>> mpi.broadcast_object({"lr": 0.1} if mpi.rank() == 0 else None)
@@ -1004,12 +1008,12 @@ def broadcast_object_async(
 ) -> Handle[Any]:
     """Start to send the object of ``root`` to every rank.
 
-    Asynchronous version of ``broadcast_object``: every rank of ``comm`` must make this call, which returns at once.
-    Objects travel by pickle, which can run code on arrival: use it among ranks that you trust. All asynchronous calls
-    must be in the same order on every rank, across communicators.
+    Asynchronous version of ``broadcast_object``: every rank of ``comm`` must make this call, which returns immediately.
+    Objects are sent as pickles, and unpickling can run arbitrary code, so use this call only among ranks that you
+    trust. All asynchronous calls must be in the same order on every rank, across communicators.
 
     Args:
-        obj (object): object to send on ``root``; anything on other ranks.
+        obj (object): on ``root``, the object to send; ignored on other ranks.
         root (int): rank in ``comm`` whose object is sent; default 0, the same on every rank.
         comm (Communicator): communicator whose ranks make this call; default None, the current level.
         flavour (str): implementation to use, such as "mpi" or "shared"; default None, ``mpi.selector`` chooses.
@@ -1018,13 +1022,12 @@ def broadcast_object_async(
         A handle whose ``wait()`` returns the object of ``root``.
 
     Raises:
-        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
-        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
+        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
-        RanksDisagree: ranks of one node make different calls, or pass other values of ``root``; raised here or by
-            ``wait()``.
-        CollectiveTimeout: a timeout passed; raised by ``wait()``, after which the operation is still pending.
+        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        RanksDisagree: ranks of one node make different calls, or pass different roots; raised here or by ``wait()``.
+        CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
         CommunicatorError: MPI failed; raised here or by ``wait()``.
 
     Examples:
@@ -1038,8 +1041,9 @@ def broadcast_object_async(
 def allgather_object(obj: object, *, comm: Communicator | None = None, flavour: str | None = None) -> list[Any]:
     """Return the objects of all ranks as a list, in rank order.
 
-    Every rank of ``comm`` must make this call. Objects travel by pickle, which can run code on arrival: use it among
-    ranks that you trust. The call returns when this rank's part is done. Other ranks may still be at work.
+    Every rank of ``comm`` must make this call. Objects are sent as pickles, and unpickling can run arbitrary code, so
+    use this call only among ranks that you trust. The call returns when this rank's part is complete. Other ranks may
+    still be working.
 
     Args:
         obj (object): this rank's object.
@@ -1050,13 +1054,13 @@ def allgather_object(obj: object, *, comm: Communicator | None = None, flavour: 
         The list of the objects of all ranks.
 
     Raises:
-        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
-        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
+        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
-        RanksDisagree: ranks of one node make different calls, or pass other flavours.
-        CollectiveTimeout: ``Tuning.deadline_seconds`` passed, with ``Tuning.at_deadline="raise"``.
-        CommunicatorError: MPI failed, or another thread is in a collective of the same communicator.
+        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        RanksDisagree: ranks of one node make different calls, or pass different flavours.
+        CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
+        CommunicatorError: MPI failed, or another thread is in a collective on the same communicator.
 
     Examples:
         >>> names = mpi.allgather_object(f"rank {mpi.rank()}")
@@ -1072,9 +1076,9 @@ def allgather_object_async(
 ) -> Handle[list[Any]]:
     """Start to collect the objects of all ranks into a list, in rank order.
 
-    Asynchronous version of ``allgather_object``: every rank of ``comm`` must make this call, which returns at once.
-    Objects travel by pickle, which can run code on arrival: use it among ranks that you trust. All asynchronous calls
-    must be in the same order on every rank, across communicators.
+    Asynchronous version of ``allgather_object``: every rank of ``comm`` must make this call, which returns immediately.
+    Objects are sent as pickles, and unpickling can run arbitrary code, so use this call only among ranks that you
+    trust. All asynchronous calls must be in the same order on every rank, across communicators.
 
     Args:
         obj (object): this rank's object.
@@ -1085,12 +1089,12 @@ def allgather_object_async(
         A handle whose ``wait()`` returns the list of the objects of all ranks.
 
     Raises:
-        TypeError: an argument has a wrong type or name; raised on every rank before anything is sent.
-        ValueError: an argument has a wrong value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
+        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the one named in ``flavour`` cannot.
-        RanksDisagree: ranks of one node make different calls, or pass other flavours; raised here or by ``wait()``.
-        CollectiveTimeout: a timeout passed; raised by ``wait()``, after which the operation is still pending.
+        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        RanksDisagree: ranks of one node make different calls, or pass different flavours; raised here or by ``wait()``.
+        CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
         CommunicatorError: MPI failed; raised here or by ``wait()``.
 
     Examples:
