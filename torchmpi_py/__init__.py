@@ -1,8 +1,8 @@
 """MPI for today's PyTorch: ``import torchmpi_py as mpi``, ``mpi.start()``, ``torchmpirun -n 4 train.py``.
 
-The public names stand in ``__init__.pyi``, where editors and type checkers find them. Each is loaded from its module
-when it is first used, so that the launcher starts without importing torch. In a rank the import sets torchrun's
-variables (``launch.variables``).
+The public names are listed in ``__init__.pyi``, where editors and type checkers find them. Each name is loaded from its
+module on first use, so that the launcher starts without importing torch. In a rank, importing this package sets
+torchrun's variables (``launch.variables``).
 """
 
 import functools
@@ -14,8 +14,8 @@ from typing import Any
 
 __version__ = "0.2.0.dev0"
 
-_HINTS = {  # by patterns of names, for users who come from Horovod and torch.distributed
-    "init": "call mpi.start(). mpi.allreduce sums, and overwrites its tensor, where Horovod averages a copy: see "
+_HINTS = {  # hints by pattern of the name, for users of Horovod and torch.distributed
+    "init": "call mpi.start(). mpi.allreduce sums in place, but Horovod's allreduce averages into a copy: see "
     "docs/from_horovod.md",
     "shutdown": "call mpi.stop()",
     "is_initialized": "call mpi.is_started()",
@@ -33,19 +33,19 @@ _HINTS = {  # by patterns of names, for users who come from Horovod and torch.di
 
 
 def _attempt(what: str, module: str, function: str) -> None:
-    """Run a step of ``import torch``. Log an error as a warning, because an exception would make the import fail."""
+    """Call a function during an import. Log an error as a warning, because an exception would break the import."""
     try:
         getattr(importlib.import_module(f"{__name__}.{module}"), function)()
     except Exception as error:
         import logging
 
         logging.getLogger(__name__).warning(
-            "torchmpi_py: %s: %r; look at the launcher's variables (env | sort)", what, error
+            "torchmpi_py: %s: %r; check the variables that the launcher has set (env | sort)", what, error
         )
 
 
 def _register_backend() -> None:
-    """Register the torch.distributed backend, at the end of ``import torch``: its entry point in ``torch.backends``."""
+    """Register the torch.distributed backend. ``import torch`` calls this entry point (group ``torch.backends``)."""
     _attempt("the backend torchmpi is not registered", "torch_backend.registration", "register")
     if "TORCHMPIRUN_LAYOUT" in os.environ:
         _attempt("optimizer steps are not counted", "runtime.step_count", "StepCount")
@@ -56,8 +56,8 @@ _attempt("torchrun's variables are not set", "launch.variables", "set_variables"
 
 @functools.cache
 def _homes() -> dict[str, str]:
-    """Public names, sorted, each with the module that the stub imports it from."""
-    import pkgutil  # here, because every process that imports torch imports this module
+    """Return the public names, sorted, each with the module from which the stub imports it."""
+    import pkgutil  # The import is here because every process that imports torch also imports this module.
 
     stub = (pkgutil.get_data(__name__, "__init__.pyi") or b"").decode()
     blocks = re.findall(r"^from (\S+) import \(([^)]*)\)", stub, re.MULTILINE)
@@ -70,7 +70,7 @@ def __getattr__(name: str) -> Any:
     home = None if name.startswith("__") else _homes().get(name)
     if home is None:
         hint = next((f"; {text}" for pattern, text in _HINTS.items() if re.fullmatch(pattern, name)), "")
-        # With name and obj the interpreter adds the most similar name, if there is one.
+        # With ``name`` and ``obj``, the interpreter adds the most similar name to the message, if there is one.
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}{hint}", name=name, obj=sys.modules[__name__]
         )
@@ -80,7 +80,7 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(home), name)
     except ModuleNotFoundError as error:
         if error.name == "torch":
-            how = "torch is not installed: pip install torch (without a GPU, PyTorch's line for a CPU build)"
+            how = "torch is not installed: pip install torch (without a GPU, use the CPU build from pytorch.org)"
             raise ModuleNotFoundError(how, name=error.name) from None
         raise
     globals()[name] = value

@@ -1,4 +1,4 @@
-"""The software of a job on this machine: ``python -m torchmpi_py``. ``python -m torchmpi_py.doctor`` examines it."""
+"""Print the versions of the software that jobs on this machine use: ``python -m torchmpi_py``."""
 
 import torchmpi_py
 from torchmpi_py.doctor import software

@@ -11,18 +11,18 @@ Exception
     |-- FlavourError
     |   |-- Unimplemented      the flavour does not implement this collective
     |   `-- Unavailable        the flavour cannot run here: the message says why and what would help
-    |-- RanksDisagree          ranks made different calls, or hold different values
-    |-- CollectiveTimeout      an operation was not complete in time (also a TimeoutError)
+    |-- RanksDisagree          ranks made different calls, or have different values
+    |-- CollectiveTimeout      an operation did not complete in time (also a TimeoutError)
     `-- ParameterServerError   a parameter server refused or lost a request
 ```
 
-EndRequested derives from SystemExit, which ``sys.exit`` also raises: ``except Exception`` does not catch it.
+EndRequested derives from SystemExit, the exception of ``sys.exit``, so ``except Exception`` does not catch it.
 
-A mistake of the caller (wrong type, root out of range, unknown op) is a TypeError or a ValueError that names the value
-and the remedy. Every rank raises the error before anything is sent.
+A wrong argument (wrong type, root out of range, unknown op) raises TypeError or ValueError. The message contains the
+value and the remedy. Every rank raises the error before anything is sent.
 
 Every TorchMPIError has the attributes ``verb`` (name of the call), ``comm`` and ``rank`` of the call that raised it. An
-attribute is None if it is not known, for example in errors of the launcher.
+attribute is None if its value is not known, for example in errors of the launcher.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _E = TypeVar("_E", bound="TorchMPIError")
 class TorchMPIError(Exception):
     """Root of the package's own exceptions.
 
-    The message says which other ranks are concerned.
+    If other ranks are involved, the message lists them.
 
     Attributes:
         verb (str): name of the call that failed, such as "allreduce"; None if not known.
@@ -68,7 +68,7 @@ class LaunchError(TorchMPIError):
 
 
 class CommunicatorError(TorchMPIError):
-    """MPI failed, or a communicator cannot carry out the call; an exception of MPI is the cause."""
+    """MPI failed, or a communicator cannot carry out the call. If MPI failed, its exception is the ``__cause__``."""
 
 
 class RankDied(CommunicatorError):  # noqa: N818
@@ -79,7 +79,7 @@ class RankDied(CommunicatorError):  # noqa: N818
 
 
 class CheckpointError(TorchMPIError):
-    """A checkpoint cannot be written or read; every rank raises this, whichever rank failed."""
+    """A checkpoint cannot be written or read; every rank raises this error, even if only one rank failed."""
 
 
 class FlavourError(TorchMPIError):
@@ -95,14 +95,14 @@ class Unavailable(FlavourError):  # noqa: N818
 
 
 class RanksDisagree(TorchMPIError):  # noqa: N818
-    """Ranks made different calls, or hold different values."""
+    """Ranks made different calls, or have different values."""
 
 
 class CollectiveTimeout(TorchMPIError, TimeoutError):  # noqa: N818
-    """An operation was not complete in time. It is still pending.
+    """An operation did not complete in time, and is still pending.
 
-    Call ``error.handle.wait()`` to wait again, also after a blocking call. Do not repeat the call: a second call would
-    match the next call of the late ranks. ``handle`` is None for a barrier and in a future.
+    Call ``error.handle.wait()`` to wait again, even after a blocking call. Do not repeat the call: a second call would
+    match the next call of the late ranks. ``handle`` is None for a barrier, and for an error that a future raises.
     """
 
     handle: Any = None
@@ -117,7 +117,7 @@ class ParameterServerError(TorchMPIError):
 
 
 class EndRequested(SystemExit):
-    """The job was asked to end (SIGTERM), and all ranks agreed to end in the same step.
+    """The job received SIGTERM, and all ranks agreed to end in the same step.
 
     The exit code is 143.
     """

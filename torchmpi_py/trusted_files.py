@@ -1,15 +1,15 @@
-"""Opening of files at paths where another user, or another job, may have put something else.
+"""Safe access to files at paths where another user, or another job, may have put something else.
 
 `read` and `open_file` refuse anything that is not a regular file, files of other users, and files that are too large.
-They refuse before anything waits for the file, such as a named pipe, a device, or a link into another user's folder.
-The `OSError` that they raise has a ``strerror`` that says what is wrong and what to do, so callers that handle
-unreadable files handle these too. For reading, a link is followed if it belongs to the user or to root, as links in a
-home directory do. For writing, no link is followed. Folders on the way to the file may be links.
+They refuse such a file before the process can block on it, for example on a named pipe, a device, or a link into
+another user's folder. They raise `OSError`, and its ``strerror`` contains the reason and the remedy. Callers that
+handle unreadable files therefore need no further code. For reading, a link is followed if it belongs to the user or to
+root, like the links in a home directory. For writing, no link is followed. The parent folders may be links.
 
-A file system may give new files another owner than the process, as NFS does with files of root. Files with that owner
-count as the user's.
+A file system may give new files a different owner than the process. For example, NFS does this with root's files. Files
+with that owner count as the user's.
 
-Only the standard library is imported here, because `launch` and the rooms above it use this module.
+This module imports only the standard library, because `launch` uses it and must start without torch.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from typing import Any
 
 Path = str | os.PathLike[str]
 
-REMEDY = "remove it, or name another file"
+REMEDY = "remove it, or use another file"
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFIFO: "a named pipe",
@@ -41,8 +41,8 @@ def read(path: Path, most_bytes: int, *, owners: Collection[int] | None = (), re
     Args:
         path: path of the file.
         most_bytes: the largest accepted size in bytes.
-        owners: user ids whose files are also accepted, besides the user's and root's. None accepts any owner; use it
-            only if the user has named the file and its content cannot do harm.
+        owners: ids of users whose files are accepted in addition to the user's and root's files. None accepts any
+            owner; pass None only if the user has chosen the file and its content cannot do harm.
         remedy: text at the end of the error.
 
     Raises:
@@ -50,7 +50,7 @@ def read(path: Path, most_bytes: int, *, owners: Collection[int] | None = (), re
 
     """
     with open(open_file(path, os.O_RDONLY, owners=owners, remedy=remedy), "rb") as file:
-        # A file that grows meanwhile is read up to its former end.
+        # A file that grows after this check is still read only up to the limit.
         if (num_bytes := os.fstat(file.fileno()).st_size) > most_bytes:
             what = f"it has {num_bytes} bytes, but the limit is {most_bytes}"
             raise OSError(errno.EFBIG, f"{what}; {remedy}", os.fspath(path))
@@ -58,26 +58,28 @@ def read(path: Path, most_bytes: int, *, owners: Collection[int] | None = (), re
 
 
 def read_json(path: Path, most_bytes: int = 1 << 20, *, owners: Collection[int] | None = ()) -> Any:
-    """Return the content of a JSON file. Raise OSError as `read` does, ValueError for a file that is not JSON."""
+    """Return the content of a JSON file. Raise OSError as `read` does, and ValueError if the file is not JSON."""
     try:
         return json.loads(read(path, most_bytes, owners=owners))
     except RecursionError:
-        raise ValueError("its lists are nested too deeply") from None
+        raise ValueError("its JSON is nested too deeply") from None
 
 
 def open_file(path: Path, flags: int, *, owners: Collection[int] | None = (), remedy: str = REMEDY) -> int:
-    """Return the descriptor of a regular file. Raise OSError as `read` does; O_CREAT creates a missing file.
+    """Open a regular file, and return its descriptor. Raise OSError as `read` does.
 
-    O_TRUNC empties the file after the examination. A file with a second name (a hard link) is refused for writing.
+    O_CREAT creates a missing file. O_TRUNC empties the file only after all checks have passed. A file with a second
+    name (a hard link) is refused for writing.
     """
     writes = flags & os.O_ACCMODE != os.O_RDONLY
-    with contextlib.suppress(FileNotFoundError):  # os.open reports a missing file.
+    with contextlib.suppress(FileNotFoundError):  # ``os.open`` below reports a missing file.
         _check(path, os.lstat(path), owners, writes, remedy)
         _check(path, os.stat(path), owners, writes, remedy)
     no_follow = os.O_NOFOLLOW if writes else 0
     descriptor = os.open(path, flags & ~os.O_TRUNC | no_follow | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, 0o666)
     try:
-        _check(path, os.fstat(descriptor), owners, writes, remedy)  # Again, as another file may have taken the name.
+        # Check again, because another file may have replaced the checked file before it was opened.
+        _check(path, os.fstat(descriptor), owners, writes, remedy)
         os.set_blocking(descriptor, True)
         if flags & os.O_TRUNC:
             os.truncate(descriptor, 0)
@@ -97,13 +99,13 @@ def is_own(path: Path) -> bool:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a text to a new file or to a file of the user's. Raise OSError as `read` does."""
+    """Write a text to a new file or to one of the user's files. Raise OSError as `read` does."""
     with open(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", encoding="utf-8") as file:
         file.write(text)
 
 
 def refuse_others(path: Path, remedy: str = REMEDY) -> None:
-    """Raise PermissionError if the file, folder or link at ``path`` is another user's; call before a removal."""
+    """Raise PermissionError if the file, folder or link at ``path`` belongs to another user."""
     if os.path.lexists(path) and not is_own(path):
         what = f"it belongs to {owner_name(os.lstat(path).st_uid)}, not to you"
         raise PermissionError(errno.EPERM, f"{what}; {remedy}", os.fspath(path))
@@ -124,14 +126,14 @@ def _check(path: Path, status: os.stat_result, owners: Collection[int] | None, w
         raise OSError(errno.EINVAL, f"it is {kind}, not a regular file; {remedy}", os.fspath(path))
     is_trusted = status.st_uid in (0, os.geteuid()) or owners is None or status.st_uid in owners
     if not is_trusted and status.st_uid != _owner_of_new_file(path):
-        what = f"it is {kind or 'a file'} of {owner_name(status.st_uid)}, not yours or root's"
+        what = f"it is {kind or 'a file'} that belongs to {owner_name(status.st_uid)}, not to you or root"
         raise PermissionError(errno.EPERM, f"{what}; {remedy}", os.fspath(path))
     if writes and status.st_nlink > 1:
         raise PermissionError(errno.EPERM, f"it has a second name (a hard link); {remedy}", os.fspath(path))
 
 
 def _owner_of_new_file(path: Path) -> int:
-    """Return the owner of a new file of this process in the folder of ``path``; -1 if it cannot create one."""
+    """Return the owner that a new file in the folder of ``path`` gets; -1 if this process cannot create one."""
     try:
         with tempfile.TemporaryFile(dir=os.path.dirname(os.path.abspath(path))) as file:
             return os.fstat(file.fileno()).st_uid

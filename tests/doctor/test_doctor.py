@@ -112,7 +112,7 @@ def test_no_shared_memory(tmp_path):
 def test_a_host_without_address(tmp_path):
     code, found = examined(shell="--uts hostname nowhere-to-be-found")
     assert (code, found["network"]["level"]) == (0, WARNING)
-    line = found["network"]["remedy"].removeprefix("add it to /etc/hosts: ")
+    line = found["network"]["remedy"].removeprefix("add this line to /etc/hosts: ")
     assert line == "127.0.1.1 nowhere-to-be-found"
     (tmp_path / "hosts").write_text(f"{pathlib.Path('/etc/hosts').read_text()}\n{line}\n")
     bound = f"--uts hostname nowhere-to-be-found; unshare --mount sh -c 'mount --bind {tmp_path}/hosts /etc/hosts; "
@@ -247,7 +247,7 @@ def test_flavours_that_fail(tmp_path):
     late = "import os, sys, time\nif os.environ['RANK'] == '1': time.sleep(60)"
     found = list(software.trial(jobs.write(tmp_path, "\n".join([late, *lines, "sys.exit(3)"]))))
     assert [finding.level for finding in found] == [PROBLEM, OK, WARNING, PROBLEM, PROBLEM]
-    for number, words in ((0, "wrong values"), (3, "ended in this flavour"), (4, "exit code 3")):
+    for number, words in ((0, "wrong values"), (3, "ended in the test of this flavour"), (4, "exit code 3")):
         assert words in found[number].text
 
 
@@ -265,7 +265,7 @@ def test_other_people_on_the_host(monkeypatch, tmp_path):
 
     monkeypatch.setattr(pathlib.Path, "stat", with_owner)
     monkeypatch.setattr(host.pwd, "getpwuid", account)
-    only(host.users(tmp_path), WARNING, "u1001, u1002 also use", "unshare --user")
+    only(host.users(tmp_path), WARNING, "other users of this host (u1001, u1002)", "unshare --user")
     for number in (1001, 1002):
         (tmp_path / str(number)).rmdir()
     only(host.users(tmp_path), OK, "no other user")

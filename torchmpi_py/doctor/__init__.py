@@ -2,7 +2,7 @@
 
 Each check yields findings: *ok*, *warning* (a job runs, but slower or with fewer features), or *problem*. Warnings and
 problems have a remedy. The checks import only the standard library, so that they work even if torch or MPI fail. Child
-processes (``probes``) answer the questions that need torch or MPI. The last check is a job of two ranks (``trial``).
+processes (``probes``) do the work that needs torch or MPI. The last check is a job of two ranks (``trial``).
 """
 
 import dataclasses

@@ -1,6 +1,7 @@
 """Examine this machine: ``python -m torchmpi_py.doctor [--json] [--no-job] [--host-only]``.
 
-Prints one line per finding, and the remedy below each warning and problem. Exit code 1 if there is a problem, else 0.
+Print one line per finding, and the remedy below each warning and problem. The exit code is 1 if there is a problem,
+else 0.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from torchmpi_py.launch import surroundings
 def main(words: list[str] | None = None) -> int:
     """Print the findings; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m torchmpi_py.doctor", description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print a list of objects instead")
-    parser.add_argument("--no-job", action="store_true", help="omit the job of two ranks")
-    parser.add_argument("--host-only", action="store_true", help="omit the checks of installed software, and the job")
+    parser.add_argument("--json", action="store_true", help="print the findings as a JSON list")
+    parser.add_argument("--no-job", action="store_true", help="do not run the test job of two ranks")
+    parser.add_argument("--host-only", action="store_true", help="check neither the installed software nor a test job")
     options = parser.parse_args(words)
     all_findings = []
     with_software = not options.host_only
@@ -41,17 +42,18 @@ def main(words: list[str] | None = None) -> int:
 
 
 def examine(*, with_software: bool = True, with_job: bool = True) -> Iterator[Finding]:
-    """Yield findings one by one; the job of two ranks runs last, unless there are problems already."""
+    """Yield findings one by one. The job of two ranks runs last, and only if no check has found a problem."""
     has_problem = False
-    surroundings.set_home()  # torchmpirun and mpi.start() set it too
+    surroundings.set_home()  # torchmpirun and mpi.start() also set HOME.
     for check in (*(software.CHECKS if with_software else ()), *host.CHECKS):
         try:
             for finding in check():
                 has_problem |= finding.level == PROBLEM
                 yield finding
-        except Exception as error:  # unusual machines are a doctor's purpose, so no check may stop the others
+        except Exception as error:
+            # A check may fail on an unusual machine, which must not stop the other checks.
             name = check.__name__.replace("_", " ")
-            yield Finding(WARNING, name, f"could not be examined: {error!r}", "check it by hand, and report this line")
+            yield Finding(WARNING, name, f"could not be examined: {error!r}", "check by hand, and report this line")
     if with_job and not has_problem:
         yield from software.trial()
 

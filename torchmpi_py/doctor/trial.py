@@ -1,8 +1,8 @@
-"""Sum a tensor by every flavour on every device, and print, as JSON, which flavours gave the right values.
+"""Sum a tensor with every flavour on every device, and print, as JSON, which flavours returned the right values.
 
     torchmpirun -n 2 trial.py
 
-Each flavour is named before it works, so if the job ends early, the flavour that was named last is to blame.
+Each flavour is printed before its test. If the job ends early, the last printed flavour is the cause.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torchmpi_py as mpi
 from torchmpi_py.collectives.registry import AvailabilityRow
 from torchmpi_py.doctor.probes import MARK
 
-NUM_ELEMENTS = 1 << 18  # 1 MiB, because large messages use a different protocol than small ones
+NUM_ELEMENTS = 1 << 18  # 1 MiB: large messages use a different protocol than small messages.
 TRYING, RIGHT, WRONG = "trying", "right", "gives wrong values"
 
 
 def main() -> None:
-    """Report, from rank 0, each flavour before it works, and its outcome."""
+    """Test every flavour. Rank 0 reports each flavour before its test, and the outcome after the test."""
     has_gpu = torch.cuda.is_available()
     mpi.start(with_cuda=has_gpu)
     torch.set_num_threads(1)
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def outcome(row: AvailabilityRow) -> str:
-    """Test allreduce with the flavour of ``row``. Collective.
+    """Test allreduce with the flavour of ``row``. Every rank must make this call.
 
     Return RIGHT, WRONG or the status of a flavour that is not available; the result is the same on every rank.
     """
@@ -49,7 +49,7 @@ def outcome(row: AvailabilityRow) -> str:
 
 
 def report(flavour: str, device: str, text: str) -> None:
-    """Print a line for the doctor."""
+    """Print a line with the state of the test, on rank 0, for the doctor to read."""
     if mpi.rank() == 0:
         print(MARK, json.dumps([flavour, device, text]), file=sys.stdout, flush=True)
 
