@@ -1,4 +1,4 @@
-"""Hyperparameter sweeps: groups of ranks run one experiment each, and take further configurations from a queue."""
+"""Hyperparameter sweeps: each group of ranks runs one experiment at a time, until every configuration has been run."""
 
 from torchmpi_py.sweeps.early_stopping import ExperimentStopped, experiment_folder, report, successive_halving
 from torchmpi_py.sweeps.experiments import experiments

@@ -21,13 +21,13 @@ Reports = dict[int, float]
 """The values that one experiment has reported, by step."""
 
 Stop = Callable[[Reports, Sequence[Reports]], bool]
-"""A function of an experiment's own reports and the reports of the others, which returns whether it must stop."""
+"""A function that returns whether an experiment must stop, from its reports and the reports of the others."""
 
 
 class ExperimentStopped(BaseException):
-    """``report`` ends the experiment early.
+    """Raised by ``report`` to end the experiment early.
 
-    It does not derive from Exception, so that an ``except Exception`` in a training loop does not catch it.
+    This class does not derive from Exception, so that an ``except Exception`` in a training loop does not catch it.
     """
 
 
@@ -47,15 +47,15 @@ current: Running | None = None
 
 
 def report(value: float, step: int | None = None) -> None:
-    """Report a value of the current experiment, which ``stop=`` of ``mpi.experiments`` may then end.
+    """Report a value of the current experiment. ``stop=`` of ``mpi.experiments`` may then end the experiment.
 
-    All ranks of the experiment's group must call it. Outside of an experiment it does nothing, so you can call a
-    ``train_fn`` without a sweep.
+    All ranks of the experiment's group must make this call. Outside of an experiment the call does nothing, so you can
+    run a ``train_fn`` without a sweep.
 
     Args:
-        value (float): value of the experiment, such as its validation accuracy. Rank 0's value counts.
-        step (int): number of epochs, or a different number that is comparable between experiments. Default None, one
-            more than in the last call, from 1. Pass it in an experiment that resumes from a checkpoint.
+        value (float): value of the experiment, such as the validation accuracy. Only rank 0's value is used.
+        step (int): number of epochs, or another number that is comparable between experiments. By default the steps are
+            1, 2, 3, and so on. Pass the step in an experiment that resumes from a checkpoint.
 
     Raises:
         ExperimentStopped: the experiment must end. Raised on every rank of the group. Do not catch it.
@@ -78,8 +78,8 @@ def report(value: float, step: int | None = None) -> None:
 def experiment_folder() -> Path:
     """Return the folder of the current experiment, for its checkpoints and other files. Any rank may call it.
 
-    The folder is the same for all ranks of the experiment's group, and no other experiment uses it. A sweep that
-    resumes keeps it, so the experiment can resume from its last checkpoint.
+    The folder is the same for all ranks of the experiment's group, and no other experiment uses it. A resumed
+    sweep keeps the folder, so the experiment can resume from its last checkpoint.
 
     Returns:
         The path of the folder, which exists.
@@ -95,7 +95,7 @@ def experiment_folder() -> Path:
 
 
 def _answer(running: Running, value: float) -> bool | str:
-    """Record the value, and return whether the experiment must stop, or the text of an error."""
+    """Record the value, and return whether the experiment must stop. If that fails, return the text of the error."""
     try:
         running.last_value = float(value)
         running.ledger.add_report(running.number, running.last_step, running.last_value)
@@ -103,15 +103,17 @@ def _answer(running: Running, value: float) -> bool | str:
             return False
         reports = running.ledger.reports()
         return bool(running.stop(reports.pop(running.number), list(reports.values())))
-    except Exception as error:  # the user's function may raise anything, and the other ranks wait for an answer
+    except Exception as error:
+        # The user's function may raise any exception. The other ranks wait for an answer, so return the error as text.
         return f"{type(error).__name__}: {error}"
 
 
 def successive_halving(first_step: int = 1, factor: int = 3, *, largest: bool = True) -> Stop:
-    """Return a function for ``stop=`` of ``mpi.experiments``: only the best 1/factor experiments pass each rung.
+    """Return a function for ``stop=`` of ``mpi.experiments``: at each rung only the best 1/factor experiments continue.
 
     The rungs are the steps first_step, first_step * factor, first_step * factor^2, and so on. An experiment that
-    reports at a rung continues if it is among the best 1/factor of the experiments that have reported there so far.
+    reports at a rung continues if it is among the best 1/factor of the experiments that have reported at that rung so
+    far.
 
     Args:
         first_step (int): step of the first rung, as passed to ``mpi.report``, at least 1. Default 1.
@@ -126,13 +128,13 @@ def successive_halving(first_step: int = 1, factor: int = 3, *, largest: bool = 
 
     Examples:
         >>> stop = mpi.sweeps.successive_halving(first_step=1, factor=2)
-        >>> stop({1: 0.5}, [{1: 0.9}, {1: 0.7}, {1: 0.1}])  # the third of four, of which two continue
+        >>> stop({1: 0.5}, [{1: 0.9}, {1: 0.7}, {1: 0.1}])  # third of four experiments, two of which continue
         True
 
     Source: Li et al., A System for Massively Parallel Hyperparameter Tuning (2020), algorithm 2.
     """
     if first_step < 1 or factor < 2:
-        raise ValueError(f"first_step={first_step}, factor={factor}: expected at least 1, and at least 2")
+        raise ValueError(f"first_step={first_step}, factor={factor}: pass first_step >= 1 and factor >= 2")
     sign = 1 if largest else -1
 
     def stop(own: Reports, others: Sequence[Reports]) -> bool:

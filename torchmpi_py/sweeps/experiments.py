@@ -1,15 +1,15 @@
 """Hyperparameter sweeps: each group of ranks takes a configuration, runs it, and takes the next one.
 
 Within an experiment the group is the whole world: level 0, ``rank``, ``size`` and every collective refer to the group.
-For that an experiment has its own stack of levels, which is freed at its end. So an experiment that fails at any call
-leaves nothing behind. The alternative, a communicator as an argument of ``train_fn``, would need changes in every call
-of the user's training code.
+Each experiment has its own stack of levels, which is freed at the end of the experiment. An experiment that fails in
+any call therefore leaves nothing behind. The alternative, a communicator as an argument of ``train_fn``, would require
+changes in every call of the user's training code.
 
 1. Rank 0 of the first group prepares the folder of the sweep (`ledger`), and the other groups join.
-2. A group claims the first experiment that no group has claimed, until none is left.
-3. The ranks of the group exchange the outcome of the experiment on a communicator of their own. If only some ranks have
-   failed, the others may wait for them forever. In that case the job ends. ``torchmpirun --groups`` starts the job of
-   the group again for the remaining experiments, and the other groups continue.
+2. A group claims the first experiment that no group has claimed, and repeats this until no experiment is left.
+3. The ranks of the group exchange the outcome of the experiment on a separate communicator. If only some ranks have
+   failed, the other ranks may wait for them forever, so the job ends. ``torchmpirun --groups`` starts the job of the
+   group again for the remaining experiments, and the other groups continue.
 4. A group without work waits until all experiments have ended. Then every rank returns the whole table.
 """
 
@@ -58,7 +58,7 @@ _LOOK_SECONDS = 0.1
 _OVER = -1
 _BUSY = "an operation is under way"
 
-_folders: list[Path] = []  # folders of all calls in this process, in order, which is the same in every group
+_folders: list[Path] = []  # folders of all calls in this process; every group has the same order of calls
 
 
 def experiments(
@@ -74,26 +74,26 @@ def experiments(
 ) -> Results:
     """Run ``train_fn(configuration)`` for every configuration, with one experiment at a time per group of ranks.
 
-    All ranks of the current level must call it. Within ``train_fn``, ``mpi.rank()``, ``mpi.size()``, level 0 and all
-    collectives refer to the ranks of the group. The output of ``train_fn`` goes to the file ``NUMBER.log``.
+    All ranks of the current level must make this call. Within ``train_fn``, ``mpi.rank()``, ``mpi.size()``, level 0 and
+    all collectives refer to the ranks of the group. The output of ``train_fn`` goes to the file ``NUMBER.log``.
 
-    If ``train_fn`` raises and all ranks of the group end it within 10 s, the experiment becomes a row with the error,
-    and the sweep continues. If a rank dies, or other ranks wait for the one that raised, the job ends, and a later call
-    resumes the sweep. Under ``torchmpirun --groups`` only the job of that group ends. The experiment becomes a row with
-    the error, and the group starts again.
+    If ``train_fn`` raises an error and all ranks of the group leave it within 10 s, the results contain the error, and
+    the sweep continues. If a rank dies, or other ranks wait for the rank that raised, the job ends, and a later call
+    resumes the sweep. Under ``torchmpirun --groups`` only the job of that group ends. The results then contain the
+    error, and the group starts again.
 
     Args:
         configurations (iterable or mapping): one configuration per experiment, or a mapping of names to lists of
-            values, for a dictionary of each combination. Rank 0's configurations count, and they must be picklable.
+            values, for a dictionary of each combination. Rank 0's configurations are used, and must be picklable.
         train_fn (callable): function of a configuration, called on every rank of a group. Its result on rank 0 of the
             group, which must be picklable, is the value of the experiment.
-        ranks_per_experiment (int): number of ranks per group, which must divide the number of ranks. Default None, 1
+        ranks_per_experiment (int): number of ranks per group, which must divide the number of ranks. Default None: 1
             rank, or all ranks of the job under ``torchmpirun --groups``.
         directory (str or path): folder of the sweep, the same on all hosts and not used by another sweep. Default
-            "experiments". Its file ``results.csv`` holds the table.
-        seed (int): the random generators of torch, numpy and Python start at ``seed + i`` in experiment ``i``;
-            default 0.
-        stop (callable): function that ends experiments early by the values that they ``report``, such as
+            "experiments". The file ``results.csv`` in this folder contains the table.
+        seed (int): seed of the sweep. In experiment ``i`` the random generators of torch, numpy and Python are seeded
+            with ``seed + i``. Default 0.
+        stop (callable): function that decides from the reported values whether an experiment ends early, such as
             ``mpi.sweeps.successive_halving()``. Default None, no early stopping.
         resume (bool): run only the remaining experiments of the sweep in ``directory``, which must have the same
             configurations and seed. False removes that sweep and runs all experiments. Default True.
@@ -103,9 +103,9 @@ def experiments(
         All experiments, on every rank.
 
     Raises:
-        ValueError: an argument is wrong, experiments are nested, ``directory`` holds another sweep or other files, or
-            the hosts do not share it. Raised on every rank.
-        TorchMPIError: an experiment failed on some ranks of its group, and the others may wait for them.
+        ValueError: an argument is invalid, experiments are nested, ``directory`` contains another sweep or other files,
+            or the hosts do not share it. Raised on every rank.
+        TorchMPIError: an experiment failed on some ranks of its group, and other ranks may wait for them.
 
     Examples:
         >>> import tempfile
@@ -134,9 +134,9 @@ def experiments(
 
 
 def _group_size(wanted: int | None, place: group_of_ranks.GroupOfRanks | None, folder: Path) -> int:
-    """Return the number of ranks of a group. Raise ValueError if it, or the folder, is not valid."""
+    """Return the number of ranks of a group. Raise ValueError if this number or the folder is not valid."""
     if place and folder in _folders:
-        raise ValueError(f"mpi.experiments has used {folder} before; pass a different directory= to each call")
+        raise ValueError(f"mpi.experiments has already used {folder}; pass a different directory= to each call")
     if chief.is_in_experiment():
         raise ValueError("mpi.experiments was called in an experiment; experiments cannot be nested")
     size = process.size() if wanted is None and place else 1 if wanted is None else wanted
@@ -144,13 +144,16 @@ def _group_size(wanted: int | None, place: group_of_ranks.GroupOfRanks | None, f
         raise ValueError(f"ranks_per_experiment={wanted!r} must be a divisor of the number of ranks, {process.size()}")
     if place and size != process.size():
         raise ValueError(
-            f"ranks_per_experiment={wanted}, but groups of torchmpirun --groups have {process.size()} ranks; omit it"
+            f"omit ranks_per_experiment={wanted}: each group of torchmpirun --groups uses all {process.size()} ranks"
         )
     return size
 
 
 def _listed(configurations: Any) -> list[Any]:
-    """Return rank 0's configurations on every rank. Collective. Raise ValueError, on every rank, if there are none."""
+    """Return rank 0's configurations on every rank. Every rank must make this call.
+
+    Raise ValueError, on every rank, if there are no configurations.
+    """
 
     def read() -> list[Any]:
         if process.rank() != 0:
@@ -160,17 +163,20 @@ def _listed(configurations: Any) -> list[Any]:
             items = [dict(zip(configurations, each, strict=True)) for each in itertools.product(*values)]
         else:
             items = list(configurations)
-        pickle.dumps(items)  # so that an object that cannot be pickled raises here, and not in the exchange
+        pickle.dumps(items)  # An object that cannot be pickled must raise here, not in the exchange.
         return items
 
     listed: list[Any] = _on_all_ranks(read, "the configurations cannot be listed")[0]
     if not listed:
-        raise ValueError("there are no configurations; pass a list that is not empty, or a mapping of names to lists")
+        raise ValueError("there are no configurations; pass a non-empty list, or a mapping of names to non-empty lists")
     return listed
 
 
 def _on_all_ranks(step: Callable[[], Any], what: str) -> list[Any]:
-    """Return the results of ``step`` on all ranks. Raise ValueError, on every rank, if it raises on any. Collective."""
+    """Return the results of ``step`` on all ranks, in rank order. Every rank must make this call.
+
+    Raise ValueError, on every rank, if ``step`` raises an error on any rank.
+    """
 
     def failed(failures: Mapping[int, str]) -> Exception:
         return ValueError(f"mpi.experiments: {what}: {agree.first_text(failures)}")
@@ -183,18 +189,18 @@ def _described(error: BaseException) -> str:
 
 
 def _open(ledger: Ledger, listed: list[Any], seed: int, resume: bool) -> int:
-    """Prepare the folder on rank 0 of the first group, and join the run. Collective.
+    """Prepare the folder on rank 0 of the first group, and join the run. Every rank must make this call.
 
-    Returns, on this rank 0, the number of experiments that had ended in an earlier run.
+    Return the number of experiments that ended in an earlier run. In the jobs of other groups the result is 0.
     """
 
     def prepare() -> int:
         return ledger.prepare(listed, seed, resume=resume) if chief.is_chief() else 0
 
-    num_before = int(_on_all_ranks(prepare, "the sweep cannot begin")[0])
-    _on_all_ranks(ledger.join, "the sweep cannot begin")
+    num_before = int(_on_all_ranks(prepare, "the sweep cannot start")[0])
+    _on_all_ranks(ledger.join, "the sweep cannot start")
     if num_before and chief.is_chief():
-        text = "%d of %d experiments ended in an earlier run, and are not run again; resume=False runs them again in %s"
+        text = "%d of %d experiments ended in an earlier run; pass resume=False to run all experiments in %s again"
         logger.warning(text, num_before, len(listed), ledger.folder)
     return num_before
 
@@ -210,7 +216,7 @@ class _Group:
     place: group_of_ranks.GroupOfRanks | None
 
     def run_all(self) -> None:
-        """Run experiments until all have ended, including the experiments of other groups. Collective."""
+        """Run experiments until all have ended, including those of other groups. All ranks of the group call it."""
         if self.mpi.rank == 0:
             for number, began in self.ledger.abandoned():
                 self._record(number, FAILED, None, self.place.last_end if self.place else "its job ended", began)
@@ -234,7 +240,8 @@ class _Group:
         claimed = None
         try:
             if self.place:
-                self.place.record_experiment()  # before the claim, or a death in between would lose the experiment
+                # Record before the claim: if the process died in between, the experiment would be lost.
+                self.place.record_experiment()
             claimed = self.ledger.claim()
         finally:
             if claimed is None and self.place:
@@ -242,20 +249,20 @@ class _Group:
         return claimed
 
     def _run(self, number: int) -> None:
-        """Run an experiment, and record its outcome. Collective over the group."""
+        """Run an experiment, and record its outcome. All ranks of the group must make this call."""
         began = time.time()
         with _output_to(self.ledger.log(number)), sessions.narrowed(self.mpi) as levels:
             state, value, error = self._outcome(Running(number, self.ledger, self.stop))
             errors = self._exchanged(error)
-            # If all ranks have succeeded they free the levels together. After a failure the levels can be freed only
-            # if no rank is in a call any more.
+            # If all ranks have succeeded, they free the levels together. After a failure, the levels can be freed only
+            # when no rank is still in a call.
             if errors is not None and not any(errors):
                 communication_thread.current().drain()
                 levels.free()
             else:
                 is_equal = self._leave_failed(number, levels, errors, error, began)
                 levels.free(is_lost=not is_equal)
-        assert errors is not None, "_leave_failed raises without the errors"
+        assert errors is not None, "_leave_failed raises if the errors are unknown"
         if self.mpi.rank == 0:
             failed = [(rank, text) for rank, text in enumerate(errors) if text]
             if failed:
@@ -266,10 +273,10 @@ class _Group:
                 self.place.record_no_experiment()
 
     def _leave_failed(self, number: int, levels: Stack, errors: list[str] | None, error: str, began: float) -> bool:
-        """Return if no rank of the group is in a call of the failed experiment any more; otherwise end the job.
+        """End the job unless all ranks of the group have left all calls of the failed experiment.
 
-        Return whether the ranks can free their communicators together, because all ranks created the same ones and
-        none is broken.
+        Return whether the ranks can free their communicators together. They can if all ranks created the same
+        communicators and no communicator is broken.
         """
         failed_rank = self.mpi.rank
         if errors is not None:
@@ -309,9 +316,9 @@ class _Group:
             os.environ.pop(config.EXPERIMENT, None)
 
     def _exchanged(self, error: str) -> list[str] | None:
-        """Exchange the errors of all ranks. Collective.
+        """Return the errors of all ranks, in rank order. All ranks of the group must make this call.
 
-        Return None if this rank has failed, and another rank has not called it within `OTHERS_SECONDS`.
+        Return None if this rank has failed and another rank does not make this call within `OTHERS_SECONDS`.
         """
         mine = np.zeros(_MOST_TEXT_BYTES, np.uint8)
         text = error.encode()[:_MOST_TEXT_BYTES]
@@ -347,7 +354,7 @@ def _output_to(path: Path) -> Iterator[None]:
             if _is_descriptor(stream):
                 stream.flush()
                 stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-            else:  # a notebook or a test has replaced the stream
+            else:  # A notebook or a test has replaced the stream.
                 redirected.enter_context(redirect(log))
         for number in (1, 2):
             os.dup2(log.fileno(), number)

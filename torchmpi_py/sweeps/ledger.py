@@ -1,9 +1,9 @@
 """The folder of a sweep: the experiments, the group that runs each of them, and their outcomes.
 
-Groups of ranks, in one job or in several, share the experiments only by files. So the death of a group does not affect
-the others, and a sweep that was killed can resume. The alternative, rank 0 as a server of configurations, would end the
-sweep with rank 0. Every file appears as a whole, by renaming or by a hard link to a new name, which works on network
-file systems too::
+Groups of ranks, in one job or in several, share the experiments only through files. The death of a group therefore does
+not affect other groups, and a sweep that was killed can resume. If rank 0 served the configurations instead, the death
+of rank 0 would end the sweep. A file gets its name only when it is complete, by renaming or by a hard link, which also
+works on network file systems. Only logs and reports grow under their final names::
 
     torchmpi-sweep      the configurations and the seed
     run-TOKEN           a run of the sweep has started; TOKEN is the same for all groups of the run
@@ -53,7 +53,7 @@ _REMEDY = "remove it, or pass another folder as directory="
 
 
 class Ledger:
-    """The files of the sweep in ``folder``, as one group of the run ``token`` uses them."""
+    """The files of the sweep in ``folder``, for one group of the run ``token``."""
 
     def __init__(self, folder: Path, token: str, group: int) -> None:
         self.folder, self.token, self.group = folder, token, group
@@ -71,10 +71,10 @@ class Ledger:
     # --- the start of a run
 
     def prepare(self, configurations: Sequence[Any], seed: int, *, resume: bool) -> int:
-        """Start a run of a new sweep, or of the sweep in the folder. Only rank 0 of the first group calls it.
+        """Start a run of a new sweep, or of the sweep in the folder. Only rank 0 of the first group may call it.
 
-        Return the number of experiments that have already ended. A group that was started again joins its run.
-        Raise ValueError if the folder holds a sweep of other configurations, or other files.
+        Return the number of experiments that have already ended. If the group was started again, join the existing run
+        and return 0. Raise ValueError if the folder contains a sweep of other configurations, or other files.
         """
         if self._run.exists():
             self.join()
@@ -122,7 +122,7 @@ class Ledger:
     # --- experiments
 
     def claim(self) -> int | None:
-        """Claim the first experiment that no group has claimed, and return its number; None if none is left."""
+        """Claim the first experiment that no group has claimed, and return its number, or None if none is left."""
         for number in range(len(self.configurations)):
             if (self.folder / f"ended-{number:04}").exists():
                 continue
@@ -136,7 +136,7 @@ class Ledger:
                     continue
             finally:
                 part.unlink()
-            # Remove the files of an earlier run of the experiment, which did not end.
+            # Remove the files of an earlier run in which the experiment did not end.
             for former in (self.log(number), self._reports(number)):
                 trusted_files.refuse_others(former, _REMEDY)
                 former.unlink(missing_ok=True)
@@ -144,9 +144,9 @@ class Ledger:
         return None
 
     def abandoned(self) -> list[tuple[int, float]]:
-        """Return (number, time of the claim) of the experiments that this group has claimed in this run and not ended.
+        """Return (number, time of the claim) of the experiments that this group has claimed in this run but not ended.
 
-        The group has died in these experiments, and was started again.
+        The group died during these experiments and was started again.
         """
         claims = [path for path in self._claims.iterdir() if _read_text(path) == str(self.group)]
         open_claims = [path for path in claims if not (self.folder / f"ended-{path.name}").exists()]
@@ -156,7 +156,7 @@ class Ledger:
         """Record the outcome of an experiment."""
         try:
             packed = pickle.dumps(row)
-        except Exception as error:  # the methods of the user's object may raise any exception
+        except Exception as error:  # The methods of the user's object may raise any exception.
             text = f"its value cannot be pickled: {type(error).__name__}: {error}"
             row = dataclasses.replace(row, state=FAILED, value=None, error=text)
             packed = pickle.dumps(row)
@@ -171,7 +171,7 @@ class Ledger:
         return self.num_ended() >= len(self.configurations)
 
     def results(self, known: Iterable[Experiment] = ()) -> Results:
-        """Return the experiments that have ended. The ``known`` ones are not read from their files again."""
+        """Return the experiments that have ended. Experiments in ``known`` are not read from their files again."""
         rows = {f"ended-{row.number:04}": row for row in known}
         rows |= {path.name: _read(path) for path in self.folder.glob("ended-*") if path.name not in rows}
         return Results(sorted(rows.values(), key=lambda row: row.number))
@@ -210,17 +210,20 @@ class Ledger:
         reports: dict[int, dict[int, float]] = {}
         for path in self.folder.glob("reports-*"):
             with contextlib.suppress(FileNotFoundError):
-                lines = _read_text(path).split("\n")[:-1]  # without the last line, which may be incomplete
+                lines = _read_text(path).split("\n")[:-1]  # The last line may be incomplete.
                 reports[int(path.name.removeprefix("reports-"))] = dict(map(json.loads, lines))
         return reports
 
 
 def _read(path: Path) -> Any:
-    """Return the object in a file. Raise OSError for a file of another user, ValueError for a file without a pickle."""
+    """Return the object that a file contains as a pickle.
+
+    Raise OSError if the file belongs to another user, and ValueError if the file does not contain a pickle.
+    """
     content = trusted_files.read(path, _MOST_BYTES, remedy=_REMEDY)
     try:
         return pickle.loads(content)
-    except Exception as error:  # a broken pickle may raise any exception
+    except Exception as error:  # A broken pickle may raise any exception.
         raise ValueError(f"{path} is not a file of a sweep ({type(error).__name__}: {error}); {_REMEDY}") from error
 
 
@@ -229,7 +232,7 @@ def _read_text(path: Path) -> str:
 
 
 def _check_same(folder: Path, former: tuple[list[Any], int], now: tuple[list[Any], int]) -> None:
-    remedy = "pass resume=False to replace it, or another directory= to keep it"
+    remedy = "pass resume=False to replace that sweep, or another directory= to keep it"
     if len(former[0]) != len(now[0]) or former[1] != now[1]:
         was, is_now = (f"{len(listed)} configurations with seed={seed}" for listed, seed in (former, now))
         raise ValueError(f"{folder} holds a sweep of {was}, but this sweep has {is_now}; {remedy}")

@@ -27,12 +27,12 @@ class Experiment:
         number (int): index of the configuration, from 0.
         configuration (object): the argument of ``train_fn``.
         state (str): "finished", "stopped" (early) or "failed".
-        value (object): the result of ``train_fn`` on rank 0 of the group. The last reported value if the experiment was
-            stopped, None if it failed.
+        value (object): the result of ``train_fn`` on rank 0 of the group; the last reported value if the experiment was
+            stopped, and None if it failed.
         error (str): the error of a failed experiment, otherwise empty.
         seconds (float): duration.
-        began (float): start, in seconds since 1970.
-        seed (int): start of the random generators.
+        began (float): start time, in seconds since 1970.
+        seed (int): seed of the random generators.
         group (int): index of the group of ranks that ran the experiment.
         log (str): path of the file with the output.
     """
@@ -49,10 +49,10 @@ class Experiment:
     log: str
 
     def cells(self) -> dict[str, Any]:
-        """Return the row of this experiment in the table. Each key of a mapping is a column of its own.
+        """Return the row of this experiment in the table. Each key of a mapping becomes a separate column.
 
         Returns:
-            A dictionary of the cells by the names of their columns.
+            A dictionary from the names of the columns to the cells.
         """
         row: dict[str, Any] = {"number": self.number, "state": self.state}
         for name, content in (("configuration", self.configuration), ("value", self.value)):
@@ -67,13 +67,16 @@ _COLUMNS = ("seconds", "group", "seed", "error")
 
 
 class Results(tuple[Experiment, ...]):
-    """All experiments of a sweep, a tuple in the order of the configurations. Its text is a table with one row each."""
+    """All experiments of a sweep, a tuple in the order of the configurations.
+
+    ``str`` returns a table with one row per experiment.
+    """
 
     def best(self, key: str | Callable[[Any], float] | None = None, *, largest: bool = True) -> Experiment:
         """Return the experiment with the largest or the smallest value, including stopped experiments.
 
-        Failed experiments and NaN do not count. A stopped experiment does not count if ``key`` is not applicable to
-        the number that it has reported.
+        Failed experiments and NaN values are ignored. A stopped experiment is ignored if ``key`` is not applicable to
+        the number that the experiment has reported.
 
         Args:
             key (str or callable): key of the value, if the value is a mapping, or a function of the value that returns
@@ -92,7 +95,8 @@ class Results(tuple[Experiment, ...]):
             try:
                 return float(key(row.value) if callable(key) else row.value if key is None else row.value[key])
             except (TypeError, ValueError, LookupError, AttributeError):
-                if row.state == STOPPED:  # it has reported a number, but the key may need a mapping from train_fn
+                # A stopped experiment has reported a number, but the key may need a mapping from train_fn.
+                if row.state == STOPPED:
                     return math.nan
                 raise
 
@@ -105,8 +109,8 @@ class Results(tuple[Experiment, ...]):
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write all rows to a CSV file, and replace an existing file atomically.
 
-        A text that starts with "=", "+", "-" or "@" gets a "'" before it, unless it is a number, because a spreadsheet
-        would run it as a formula.
+        A "'" is put before a text that starts with "=", "+", "-" or "@", unless the text is a number, because a
+        spreadsheet would run the text as a formula.
 
         Args:
             path (str or path): file to write.

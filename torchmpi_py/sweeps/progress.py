@@ -1,6 +1,6 @@
 """The progress of a sweep: ``results.csv``, and a bar on standard error of rank 0.
 
-A thread polls the ledger, because the experiments of all groups count, and the groups share only files.
+A thread polls the ledger, because it shows the experiments of all groups, and the groups share only files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LOOK_SECONDS = 0.5
 
 
 class Progress:
-    """A context manager that keeps ``results.csv`` up to date, and with ``bar`` a progress bar if tqdm is installed."""
+    """A context manager that updates ``results.csv`` and, with ``bar`` and if tqdm is installed, a progress bar."""
 
     def __init__(self, ledger: Ledger, num_before: int, *, bar: bool) -> None:
         self._ledger, self._num_before, self._bar = ledger, num_before, bar
@@ -34,14 +34,15 @@ class Progress:
         self._is_over.set()
         self._thread.join()
         self._stream.close()
-        if not self._is_written:  # the thread could not write the file; try again, and raise the error this time
+        # If the thread could not write the file, try again, and let an error propagate this time.
+        if not self._is_written:
             self._write(Results())
 
     def _follow(self) -> None:
         ended, bar = Results(), self._made_bar()
         while True:
             is_last = self._is_over.wait(_LOOK_SECONDS)
-            with contextlib.suppress(OSError):  # the disk may be full for a short time
+            with contextlib.suppress(OSError):  # The disk may be full for a short time.
                 if is_last or self._ledger.num_ended() != len(ended):
                     ended, self._is_written = self._write(ended), is_last
                     if bar is not None:
@@ -58,7 +59,7 @@ class Progress:
         return ended
 
     def _made_bar(self) -> Any:
-        """Return the bar, or None if ``bar`` is False or tqdm is not installed."""
+        """Return a progress bar, or None if ``bar`` is False or tqdm is not installed."""
         if not self._bar:
             return None
         try:
