@@ -3,14 +3,14 @@
 ```text
 Exception
 `-- TorchMPIError              the root: catches all errors below
-    |-- NotStarted             mpi.start() was not called, mpi.stop() was, or this is a child process
+    |-- NotStarted             called before mpi.start(), after mpi.stop(), or in a child process
     |-- LaunchError            torchmpirun cannot start the job
     |-- CommunicatorError      MPI failed, or a communicator cannot carry out the call
     |   `-- RankDied           a rank died, and the job continues (an elastic job)
     |-- CheckpointError        a checkpoint cannot be written or read: the message names rank, host and path
     |-- FlavourError
     |   |-- Unimplemented      the flavour does not implement this collective
-    |   `-- Unavailable        the flavour cannot run here: the message says why and what would help
+    |   `-- Unavailable        the flavour cannot run here: the message has the reason and a remedy
     |-- RanksDisagree          ranks made different calls, or have different values
     |-- CollectiveTimeout      an operation did not complete in time (also a TimeoutError)
     `-- ParameterServerError   a parameter server refused or lost a request
@@ -60,7 +60,7 @@ class TorchMPIError(Exception):
 
 
 class NotStarted(TorchMPIError):  # noqa: N818 - the name says the state, as in the design
-    """The call needs a started package: call ``mpi.start()`` first, in this process."""
+    """The package is not started in this process; call ``mpi.start()`` first."""
 
 
 class LaunchError(TorchMPIError):
@@ -91,7 +91,7 @@ class Unimplemented(FlavourError):  # noqa: N818
 
 
 class Unavailable(FlavourError):  # noqa: N818
-    """The flavour cannot run here; the message says why and what would help."""
+    """The flavour cannot run here; the message has the reason and a remedy."""
 
 
 class RanksDisagree(TorchMPIError):  # noqa: N818

@@ -190,7 +190,7 @@ def test_best():
     assert results.best("loss", largest=False).number == 2
     assert results.best(lambda value: -value["loss"]).number == 2
     for none in (results[:1], results[3:]):
-        with pytest.raises(ValueError, match="none of 1 experiments has a value that can be compared"):
+        with pytest.raises(ValueError, match="no experiment of 1 has a value that can be compared"):
             Results(none).best("loss")
     stopped = Results([row(0, {"loss": 3.0}), row(1, 0.5, state=STOPPED)])  # its last report, a number
     assert [stopped.best(key).number for key in ("loss", lambda value: value["loss"])] == [0, 0]

@@ -64,7 +64,7 @@ def autotune(
 ) -> None:
     """Measure which flavours are fastest on this machine, and let ``mpi.selector`` choose them.
 
-    Every rank of the job must make this call with the same arguments. It measures all ranks of the job, whatever the
+    Every rank of the job must make this call with the same arguments. The measurement includes all ranks, whatever the
     current level. The results replace all earlier choices for the measured collectives and device, including choices
     that the program assigned. The results are also written to a file, which ``mpi.start()`` loads in later jobs with
     the same MPI, host, and number of ranks on each node. In a job with a single rank, nothing is measured.
@@ -103,7 +103,7 @@ def autotune(
         return
     rows = _measure(world, settings)
     if not rows:
-        raise Unavailable(f"autotune: none of {', '.join(settings.flavours)} is available; print mpi.availability()")
+        raise Unavailable(f"autotune: none of {', '.join(settings.flavours)} is available; see mpi.availability()")
     measured_cache.install(rows, "measured in this process")
     if save:
         selector.source = _save(world, rows, path, device)
@@ -285,7 +285,7 @@ def _why(winner: str, point: Point) -> str:
         return "the only flavour measured"
     seconds, usual = medians.pop(winner), FLAVOURS[0].name
     other = usual if usual in medians else min(medians, key=medians.__getitem__)
-    return f"{medians[other] / seconds:.1f}x {other} at {in_units(num_bytes)}, measured"
+    return f"{medians[other] / seconds:.1f}x as fast as {other} at {in_units(num_bytes)}, measured"
 
 
 def is_hopeless(name: str, points: Sequence[Point]) -> bool:

@@ -204,10 +204,7 @@ class Gathering(Carrier):
         return result
 
     def gather(self, channel: Channel, x: Tensor, out: Tensor | None, root: int) -> Tensor | None:
-        """Return the ``x`` of all ranks, concatenated along dim 0 as by ``allgather``, on ``root``.
-
-        Return None on other ranks.
-        """
+        """Return, on ``root``, the ``x`` of all ranks, concatenated along dim 0; on other ranks, return None."""
         sizes = exchange_sizes(channel.mpi, x, out)
         shape = sizes.output_shape("gather", x, out, writers=(root,))
         result = None if channel.rank != root else x.new_empty(shape) if out is None else out

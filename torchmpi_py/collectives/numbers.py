@@ -41,7 +41,7 @@ class Records(Carrier):
     name = "mpi"
 
     def exchange(self, channel: Channel, record: bytes) -> list[Number]:
-        """Return the numbers of all ranks, in rank order. Collective: one allgather."""
+        """Return the numbers of all ranks, in rank order. Every rank must make this call, which is an allgather."""
         records = bytearray(channel.size * RECORD_BYTES)
         channel.mpi.Allgather(record, records)
         return from_records(records)
@@ -54,7 +54,7 @@ def to_record(x: Number) -> bytes:
     try:
         return struct.pack(_FORMATS[kind], kind, *words)
     except struct.error:
-        # Every rank that reads this record raises an error. An error on this rank alone would leave the others waiting.
+        # Every rank that reads this record raises an error. If only this rank raised one, the other ranks would wait.
         return struct.pack("<qqq", TOO_LARGE, 0, 0)
 
 

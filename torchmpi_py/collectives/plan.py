@@ -92,7 +92,7 @@ class Plan:
     num_bytes: int = 0
     dtype: torch.dtype | None = None
     device: torch.device | None = None  # The device of the tensors, if it has streams.
-    # Values that must be equal on all ranks, the name first; None if only some ranks make the call.
+    # Values that must be equal on all ranks, starting with the name; None if only some ranks make the call.
     fingerprint: tuple[Any, ...] | None = None
     method: str = ""  # The method of the flavour; if empty, ``name``.
     # ``bind`` sets ``work`` and ``post`` in the first call, from the flavour's ``Carrier.bind``.
@@ -193,12 +193,12 @@ class Plan:
     def _refused(self, channel: Channel, me: int, entry: Entry | None) -> CommunicatorError:
         """Return the error for a channel that is in use.
 
-        Another thread is using it, or this thread was using it when a signal handler interrupted it.
+        Another thread is using the channel, or a signal handler interrupted this thread in a collective on the channel.
         """
         if entry is not None:
             journal.fail(entry)
         if channel.user == me:
-            why = "this thread is already in a collective on this communicator; do not call it in a signal handler"
+            why = "this thread is already in a collective on this communicator; call none in a signal handler"
         else:
             channel.user = MISUSED
             why = (
@@ -255,7 +255,7 @@ class Plan:
 class Operation(Work[R]):
     """One call of a plan, with its own arguments and result.
 
-    The result is ``target``, which the flavour has written, or the value that ``conclude`` returns if it is set.
+    The result is ``target``, which the flavour has written. If ``conclude`` is set, the result is its return value.
     """
 
     plan: Plan

@@ -145,7 +145,7 @@ class Call:
     def of_tensors(
         self, x: Tensor, tensors: tuple[Tensor, ...], others: tuple[Any, ...], target: Tensor, copy_out: Finish | None
     ) -> Any:
-        """Return the operation for tensors. Its result is ``target``, after ``copy_out``, if any, was called.
+        """Return the operation on ``tensors``. The result is ``target``, after a call of ``copy_out``, if any.
 
         ``x`` is a tensor with the same size, device and kind of memory on all ranks. These properties determine the
         plan.

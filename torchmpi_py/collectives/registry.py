@@ -20,7 +20,7 @@ from torchmpi_py.core import text_tables
 from torchmpi_py.core.collective import COLLECTIVES
 from torchmpi_py.core.communicators import Communicator, resolve
 
-FLAVOURS: tuple[Flavour, ...] = (  # The selector uses the first flavour if its table has no row.
+FLAVOURS: tuple[Flavour, ...] = (  # The selector uses the first flavour for calls without a row in its table.
     mpi := Mpi(),
     shared := Shared(),
     ring := Ring(),

@@ -69,24 +69,24 @@ class Choices(NamedTuple):
 ASSIGNED = "assigned"
 """The reason (``Choice.why``) of a flavour that the program has assigned."""
 NODES_MEASURED = 4  # The defaults for several nodes were measured with this number of nodes.
-OF_OWN_CORES = "default for ranks with a core each (more if they share cores): fewer barriers for small tensors"
+OF_OWN_CORES = "default for one rank per core (higher for more ranks per core): fewer barriers for small tensors"
 """The reason for a limit below which a flavour with fewer barriers is faster. The limit grows if ranks share cores."""
-OF_THREE_RANKS = "default for more than two ranks (less for two): fewer barriers for small tensors"
+OF_THREE_RANKS = "default for more than two ranks (lower for two ranks): fewer barriers for small tensors"
 """The reason for a similar limit, which is smaller (``_OF_TWO_RANKS_BYTES``) for two ranks."""
 _OF_TWO_RANKS_BYTES = 16 << 10
 _OF_INTEL_BYTES = {OF_THREE_RANKS: 512 << 10, OF_OWN_CORES: 64 << 10}
 """Lower bounds of limits for Intel MPI, whose transfers within a node work like ``shared``, but without Python."""
-OF_FEW_NODES = f"default up to {NODES_MEASURED} nodes (more for more nodes): fewer messages for small tensors"
+OF_FEW_NODES = f"default for up to {NODES_MEASURED} nodes (higher for more nodes): fewer messages for small tensors"
 """The reason for a limit above which a ring of nodes is faster. The limit grows with the ring's number of steps."""
 
 
 class Selector:
     """The table from which the flavour of each call is chosen.
 
-    Print ``mpi.selector`` to see which flavour is chosen for which size, and why. Assign to it to choose yourself;
-    every rank must make the same assignments. A value is a flavour, or a list of (largest size in bytes, flavour) in
-    rising order that ends with ``math.inf``. The size is the size of ``x``, or in gathers the size of the result.
-    A key is a collective, which may be followed by:
+    Print ``mpi.selector`` to see which flavour is chosen for which size, and why. Assign to ``mpi.selector`` to choose
+    flavours yourself; every rank must make the same assignments. A value is a flavour, or a list of (largest size in
+    bytes, flavour) in rising order that ends with ``math.inf``. The size is the size of ``x``, or in gathers the size
+    of the result. A key is a collective, which may be followed by:
 
     - ``"node"`` or ``"nodes"``: only for communicators on one node, or on several nodes;
     - ``True`` or ``False``: only for tensors from ``mpi.symmetric_empty``, or only for other tensors;
@@ -246,7 +246,7 @@ def on_nodes(choice: Choice, num_nodes: int) -> Choice:
 
 
 def _cached_bytes(part: int, least: int) -> int:
-    """Return the size above which ordinary tensors leave the cache: 1 / ``part`` of the last-level cache.
+    """Return the size above which ordinary tensors exceed the cache: 1 / ``part`` of the last-level cache.
 
     The result is at least ``least`` and at most 16 MiB. Below this size the copies that MPI makes stay in the cache;
     above it, the number of times each byte moves determines the speed. The bounds come from measurements with caches of
@@ -274,7 +274,8 @@ def _defaults() -> dict[Key, list[Choice]]:
             rows[Key(verb, "node", symmetric)] = [Choice(limit, "mpi", why), Choice(math.inf, "shared", in_memory)]
     anywhere = "default: fewer messages for small tensors"
     by_links = "default: the links between nodes stay busy in both directions"
-    # Between nodes: the flavour for sizes above the limit. Limits with the reason OF_FEW_NODES grow with the nodes.
+    # Between nodes: the flavour for sizes above the limit, the limit, and the reason. A limit with the reason
+    # OF_FEW_NODES grows with the number of nodes.
     for verb, flavour, limit, why in (
         ("allreduce", "hierarchical", 128 << 10, OF_FEW_NODES),
         ("broadcast", "hierarchical", 128 << 10, anywhere),  # Both methods are trees, so the limit does not grow.

@@ -51,7 +51,7 @@ def examine(*, with_software: bool = True, with_job: bool = True) -> Iterator[Fi
                 has_problem |= finding.level == PROBLEM
                 yield finding
         except Exception as error:
-            # A check may fail on an unusual machine, which must not stop the other checks.
+            # A check may fail on an unusual machine, but the other checks must still run.
             name = check.__name__.replace("_", " ")
             yield Finding(WARNING, name, f"could not be examined: {error!r}", "check by hand, and report this line")
     if with_job and not has_problem:

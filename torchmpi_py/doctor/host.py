@@ -40,7 +40,7 @@ def cores() -> Iterator[Finding]:
 
 
 def memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Iterable[Path] | None = None) -> Iterator[Finding]:
-    """Report whether there is enough memory for one rank per core. Tests pass ``cgroups`` in place of the real ones."""
+    """Report whether there is enough memory for one rank per core. Tests pass ``cgroups`` instead of real folders."""
     free, limit = topology.free_memory(meminfo, cgroups)
     text = f"{free // _MIB} MiB free{limit}"
     num_needed = topology.num_usable_cores() * _BYTES_OF_A_RANK
@@ -186,7 +186,7 @@ def _open_nameless() -> None:
 
 
 def _read_other_process() -> None:
-    """Let a child process read its parent's memory, as ranks do between each other. Raise OSError if that fails."""
+    """Let a child process read its parent's memory, as ranks read each other's memory. Raise OSError if that fails."""
     source, read_end, write_end = ctypes.create_string_buffer(b"memory"), *os.pipe()
     libc, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
     # The security module Yama requires this call. Open MPI makes it too.

@@ -77,10 +77,10 @@ def experiments(
     All ranks of the current level must make this call. Within ``train_fn``, ``mpi.rank()``, ``mpi.size()``, level 0 and
     all collectives refer to the ranks of the group. The output of ``train_fn`` goes to the file ``NUMBER.log``.
 
-    If ``train_fn`` raises an error and all ranks of the group leave it within 10 s, the results contain the error, and
-    the sweep continues. If a rank dies, or other ranks wait for the rank that raised, the job ends, and a later call
-    resumes the sweep. Under ``torchmpirun --groups`` only the job of that group ends. The results then contain the
-    error, and the group starts again.
+    If ``train_fn`` raises an error and all ranks of the group leave ``train_fn`` within 10 s, the results contain the
+    error, and the sweep continues. If a rank dies, or other ranks wait for the rank that raised, the job ends, and a
+    later call resumes the sweep. Under ``torchmpirun --groups`` only the job of that group ends. The results then
+    contain the error, and the group starts again.
 
     Args:
         configurations (iterable or mapping): one configuration per experiment, or a mapping of names to lists of
@@ -138,7 +138,7 @@ def _group_size(wanted: int | None, place: group_of_ranks.GroupOfRanks | None, f
     if place and folder in _folders:
         raise ValueError(f"mpi.experiments has already used {folder}; pass a different directory= to each call")
     if chief.is_in_experiment():
-        raise ValueError("mpi.experiments was called in an experiment; experiments cannot be nested")
+        raise ValueError("mpi.experiments was called in train_fn, but experiments cannot be nested")
     size = process.size() if wanted is None and place else 1 if wanted is None else wanted
     if not isinstance(size, int) or size < 1 or process.size() % size:
         raise ValueError(f"ranks_per_experiment={wanted!r} must be a divisor of the number of ranks, {process.size()}")
@@ -216,7 +216,7 @@ class _Group:
     place: group_of_ranks.GroupOfRanks | None
 
     def run_all(self) -> None:
-        """Run experiments until all have ended, including those of other groups. All ranks of the group call it."""
+        """Run experiments until those of all groups have ended. All ranks of the group must make this call."""
         if self.mpi.rank == 0:
             for number, began in self.ledger.abandoned():
                 self._record(number, FAILED, None, self.place.last_end if self.place else "its job ended", began)

@@ -74,7 +74,7 @@ class Ledger:
         """Start a run of a new sweep, or of the sweep in the folder. Only rank 0 of the first group may call it.
 
         Return the number of experiments that have already ended. If the group was started again, join the existing run
-        and return 0. Raise ValueError if the folder contains a sweep of other configurations, or other files.
+        and return 0. Raise ValueError if the folder contains a sweep with different configurations, or other files.
         """
         if self._run.exists():
             self.join()
@@ -235,11 +235,11 @@ def _check_same(folder: Path, former: tuple[list[Any], int], now: tuple[list[Any
     remedy = "pass resume=False to replace that sweep, or another directory= to keep it"
     if len(former[0]) != len(now[0]) or former[1] != now[1]:
         was, is_now = (f"{len(listed)} configurations with seed={seed}" for listed, seed in (former, now))
-        raise ValueError(f"{folder} holds a sweep of {was}, but this sweep has {is_now}; {remedy}")
+        raise ValueError(f"{folder} contains a sweep of {was}, but this sweep has {is_now}; {remedy}")
     for number, (one, other) in enumerate(zip(former[0], now[0], strict=True)):
         if not _is_same(one, other):
             what = f"configuration {number} was {one!r}, and is now {other!r}"
-            raise ValueError(f"{folder} holds a sweep of other configurations: {what}; {remedy}")
+            raise ValueError(f"{folder} contains a sweep with other configurations: {what}; {remedy}")
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -103,7 +103,7 @@ class Results(tuple[Experiment, ...]):
         amounts = [(amount(row), row) for row in self if row.state != FAILED and row.value is not None]
         comparable = [pair for pair in amounts if not math.isnan(pair[0])]
         if not comparable:
-            raise ValueError(f"none of {len(self)} experiments has a value that can be compared; print the results")
+            raise ValueError(f"no experiment of {len(self)} has a value that can be compared; print the results")
         return (max if largest else min)(comparable, key=lambda pair: pair[0])[1]
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:

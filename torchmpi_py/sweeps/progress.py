@@ -1,6 +1,6 @@
 """The progress of a sweep: ``results.csv``, and a bar on standard error of rank 0.
 
-A thread polls the ledger, because it shows the experiments of all groups, and the groups share only files.
+A thread polls the ledger, because the progress includes the experiments of all groups, which share only files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LOOK_SECONDS = 0.5
 
 
 class Progress:
-    """A context manager that updates ``results.csv`` and, with ``bar`` and if tqdm is installed, a progress bar."""
+    """A context manager that keeps ``results.csv`` up to date. With ``bar``, it also shows a progress bar (by tqdm)."""
 
     def __init__(self, ledger: Ledger, num_before: int, *, bar: bool) -> None:
         self._ledger, self._num_before, self._bar = ledger, num_before, bar
