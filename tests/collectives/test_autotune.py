@@ -40,7 +40,7 @@ def test_crossovers_are_between_the_sizes_where_the_winner_changes():
     points = [(4, {"mpi": 1, "ring": 9}), (16, {"mpi": 2, "ring": 4}), (64, {"mpi": 8, "ring": 4})]
     choices = chosen(points)
     assert pairs(choices) == [(32, "mpi"), (math.inf, "ring")]
-    assert [choice.why for choice in choices] == [f"2.0x as fast as {x}, measured" for x in ("ring at 16 B", "mpi at 64 B")]
+    assert [each.why for each in choices] == [f"2.0x as fast as {x}, measured" for x in ("ring at 16 B", "mpi at 64 B")]
     assert chosen([(4, {"mpi": 1})]) == [Choice(math.inf, "mpi", "the only flavour measured")]
 
 
