@@ -170,7 +170,7 @@ def test_arrays_that_no_tensor_stands_in_for(mpi):
 
 def test_x_and_out_of_two_kinds(mpi, cupy):
     for x, out, words in (
-        (np.ones(3), torch.ones(3), "out must be one too, not Tensor"),
+        (np.ones(3), torch.ones(3), "out must be a numpy.ndarray, not Tensor"),
         (np.ones(3), StandIn(torch.ones(3)), "not StandIn"),
         (torch.ones(3), np.ones(3), "must be a torch.Tensor, not ndarray"),
         ([1.0, 2.0], None, "x must be a torch.Tensor, not list"),

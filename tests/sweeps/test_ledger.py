@@ -101,7 +101,7 @@ def test_another_sweep_is_refused(tmp_path):
             prepared(tmp_path, "b", configurations=configurations)
     for number in range(2):
         first.end(row(number, 1.0))
-    with pytest.raises(ValueError, match="a sweep of other configurations"):
+    with pytest.raises(ValueError, match="a sweep with different configurations"):
         prepared(tmp_path, "c", configurations=["another", "one"])
     assert prepared(tmp_path, "d", configurations=[{"lr": 1}, {"lr": 2}]).num_ended() == 2
     assert prepared(tmp_path, "e", configurations=[1, 2, 3], resume=False).claim() == 0
@@ -116,7 +116,7 @@ def test_arrays_are_compared_whole(tmp_path):
     again("a")
     assert again("b").claim() == 0
     array[5000] = 1  # numpy prints the same
-    with pytest.raises(ValueError, match="of other configurations"):
+    with pytest.raises(ValueError, match="with different configurations"):
         again("c")
 
 

@@ -239,7 +239,7 @@ def _check_same(folder: Path, former: tuple[list[Any], int], now: tuple[list[Any
     for number, (one, other) in enumerate(zip(former[0], now[0], strict=True)):
         if not _is_same(one, other):
             what = f"configuration {number} was {one!r}, and is now {other!r}"
-            raise ValueError(f"{folder} contains a sweep with other configurations: {what}; {remedy}")
+            raise ValueError(f"{folder} contains a sweep with different configurations: {what}; {remedy}")
 
 
 def _is_same(one: Any, other: Any) -> bool:
