@@ -198,7 +198,7 @@ class Plan:
         if entry is not None:
             journal.fail(entry)
         if channel.user == me:
-            why = "this thread is already in a collective on this communicator; call none in a signal handler"
+            why = "this thread is already in a collective on this communicator; avoid collectives in signal handlers"
         else:
             channel.user = MISUSED
             why = (
