@@ -12,8 +12,8 @@ Each function has an asynchronous version with the same arguments. ``mpi.allredu
   tensors of an asynchronous operation before it is complete.
 - **Gradients.** Gradients do not pass through a collective: ``backward`` through a tensor that a collective has written
   raises RuntimeError. ``mpi.nn.functional`` has collectives with gradients.
-- **Arrays.** ``x`` and ``out`` may be numpy or cupy arrays. Their memory is used without a copy, and the result is an
-  array of the same library. Other ranks may pass tensors.
+- **Arrays.** ``x`` and ``out`` may be numpy or cupy arrays. Their memory is used without a copy, except that a
+  read-only numpy array is copied. The result is an array of the same library. Other ranks may pass tensors.
 - **Numbers.** ``x`` may be a Python or NumPy number, except in ``reduce_scatter``, ``scatter`` and ``alltoall``. The
   result is then a number, or a list of numbers in ``allgather`` and ``gather``. Python's rules apply, and one rank may
   pass an int while another passes a float.
@@ -342,8 +342,7 @@ def allgather(x: T, *, out: Array | None = None, comm: Communicator | None = Non
         ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
-        RanksDisagree: ranks of one node make different calls, or pass different dtypes, or dims that differ beyond dim
-            0.
+        RanksDisagree: ranks of one node make different calls, or pass different dtypes, or shapes that differ in more than dim 0.
         CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
         CommunicatorError: MPI failed, or another thread is in a collective on the same communicator.
 
@@ -387,8 +386,7 @@ def allgather_async(
         ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
-        RanksDisagree: ranks of one node make different calls, or pass different dtypes, or dims that differ beyond dim
-            0; raised here or by ``wait()``.
+        RanksDisagree: ranks of one node make different calls, or pass different dtypes, or shapes that differ in more than dim 0; raised here or by ``wait()``.
         CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
         CommunicatorError: MPI failed; raised here or by ``wait()``.
 
@@ -427,8 +425,7 @@ def gather(
         ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
-        RanksDisagree: ranks of one node make different calls, or pass different dtypes or roots, or dims that differ
-            beyond dim 0.
+        RanksDisagree: ranks of one node make different calls, or pass different dtypes or roots, or shapes that differ in more than dim 0.
         CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
         CommunicatorError: MPI failed, or another thread is in a collective on the same communicator.
 
@@ -475,8 +472,7 @@ def gather_async(
         ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
-        RanksDisagree: ranks of one node make different calls, or pass different dtypes or roots, or dims that differ
-            beyond dim 0; raised here or by ``wait()``.
+        RanksDisagree: ranks of one node make different calls, or pass different dtypes or roots, or shapes that differ in more than dim 0; raised here or by ``wait()``.
         CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
         CommunicatorError: MPI failed; raised here or by ``wait()``.
 
