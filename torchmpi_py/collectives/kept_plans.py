@@ -76,7 +76,7 @@ def keep(comm: Communicator, key: Hashable, operation: Operation[Any], tensors: 
 
 
 def add(comm: Communicator, key: Hashable, plan: Plan) -> None:
-    """Keep a plan, and drop the oldest plan if the communicator has ``_MOST_KEPT``."""
+    """Keep a plan, and drop the oldest plan if the communicator already has ``_MOST_KEPT`` plans."""
     if len(comm.plans) >= _MOST_KEPT:
         comm.plans.pop(next(iter(comm.plans)), None)
     comm.plans[key] = plan

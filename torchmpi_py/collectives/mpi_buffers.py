@@ -79,7 +79,7 @@ def raw(x: Tensor) -> Buffer:
 
 
 def pair(sent: Tensor, received: Tensor, mpi_type: MPI.Datatype) -> tuple[Buffer, Buffer]:
-    """Return the send and receive buffers of a reduction. It is in place if both tensors have the same address."""
+    """Return the send and receive buffers of a reduction, which is in place if both tensors have the same address."""
     send_buffer = MPI.IN_PLACE if sent.data_ptr() == received.data_ptr() else typed(sent, mpi_type)
     return send_buffer, typed(received, mpi_type)
 

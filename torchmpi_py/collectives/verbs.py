@@ -342,7 +342,8 @@ def allgather(x: T, *, out: Array | None = None, comm: Communicator | None = Non
         ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
-        RanksDisagree: ranks of one node make different calls, or pass different dtypes, or shapes that differ in more than dim 0.
+        RanksDisagree: ranks of one node make different calls, or pass different dtypes, or shapes that differ in more
+            than dim 0.
         CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
         CommunicatorError: MPI failed, or another thread is in a collective on the same communicator.
 
@@ -386,7 +387,8 @@ def allgather_async(
         ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
-        RanksDisagree: ranks of one node make different calls, or pass different dtypes, or shapes that differ in more than dim 0; raised here or by ``wait()``.
+        RanksDisagree: ranks of one node make different calls, or pass different dtypes, or shapes that differ in more
+            than dim 0; raised here or by ``wait()``.
         CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
         CommunicatorError: MPI failed; raised here or by ``wait()``.
 
@@ -425,7 +427,8 @@ def gather(
         ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
-        RanksDisagree: ranks of one node make different calls, or pass different dtypes or roots, or shapes that differ in more than dim 0.
+        RanksDisagree: ranks of one node make different calls, or pass different dtypes or roots, or shapes that differ
+            in more than dim 0.
         CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
         CommunicatorError: MPI failed, or another thread is in a collective on the same communicator.
 
@@ -472,7 +475,8 @@ def gather_async(
         ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
-        RanksDisagree: ranks of one node make different calls, or pass different dtypes or roots, or shapes that differ in more than dim 0; raised here or by ``wait()``.
+        RanksDisagree: ranks of one node make different calls, or pass different dtypes or roots, or shapes that differ
+            in more than dim 0; raised here or by ``wait()``.
         CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
         CommunicatorError: MPI failed; raised here or by ``wait()``.
 

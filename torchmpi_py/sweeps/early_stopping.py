@@ -54,8 +54,8 @@ def report(value: float, step: int | None = None) -> None:
 
     Args:
         value (float): value of the experiment, such as the validation accuracy. Only rank 0's value is used.
-        step (int): number of epochs, or another number that is comparable between experiments. By default the steps are
-            1, 2, 3, and so on. Pass the step in an experiment that resumes from a checkpoint.
+        step (int): number of epochs, or another number that is comparable between experiments. Default None, one
+            more than the step of the last call, starting at 1. Pass it in an experiment that resumes from a checkpoint.
 
     Raises:
         ExperimentStopped: the experiment must end. Raised on every rank of the group. Do not catch it.
