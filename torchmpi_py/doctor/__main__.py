@@ -22,7 +22,7 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m torchmpi_py.doctor", description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print the findings as a JSON list")
     parser.add_argument("--no-job", action="store_true", help="do not run the test job of two ranks")
-    parser.add_argument("--host-only", action="store_true", help="check only the host, not the software, and run no test job")
+    parser.add_argument("--host-only", action="store_true", help="check only the host, without software and test job")
     options = parser.parse_args(words)
     all_findings = []
     with_software = not options.host_only
