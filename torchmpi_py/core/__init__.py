@@ -1,1 +1,1 @@
-"""A process among ranks: communicators, handles, the communication thread, the journal of operations."""
+"""The core of a rank: communicators, handles, the communication thread, and the journal of operations."""

@@ -1,7 +1,7 @@
 """Steps that succeed on all ranks or fail on all ranks, so that no rank waits for a rank that has given up.
 
-The ranks exchange the outcome of the step by ``allgather``. It is the method of an MPI communicator, or a function that
-takes one value and returns the values of all ranks in rank order.
+The ranks exchange the outcome of the step by ``allgather``. This argument is the method of an MPI communicator, or any
+function that takes one value and returns the values of all ranks in rank order.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def run_on_all_ranks(
     describe: Callable[[Exception], Text],
     failed: Callable[[Mapping[int, Text]], Exception],
 ) -> T:
-    """Run ``step`` on every rank, and return this rank's result once the step has succeeded on all ranks. Collective.
+    """Run ``step`` on every rank, and return this rank's result once the step has succeeded on all ranks.
 
-    If the step raises one of ``caught`` on any rank, every rank raises ``failed(descriptions)``. The descriptions are
-    the results of ``describe`` for each exception, by rank, the lowest rank first. Any other exception leaves this
-    function only on the rank that raised it.
+    Every rank must make this call. If the step raises one of ``caught`` on any rank, every rank raises
+    ``failed(descriptions)``. The dictionary ``descriptions`` maps each rank that failed, the lowest first, to the
+    result of ``describe`` for the rank's exception. Any other exception is raised only on its own rank.
     """
     results: list[T] = []  # The result stays on its rank because it may be memory or a connection.
     gather_results(allgather, lambda: results.append(step()), caught, describe, failed)
@@ -41,7 +41,10 @@ def gather_results(
     describe: Callable[[Exception], Text],
     failed: Callable[[Mapping[int, Text]], Exception],
 ) -> list[T]:
-    """Run ``step`` as ``run_on_all_ranks`` does; return the results of all ranks in rank order, sent by pickle."""
+    """Run ``step`` as ``run_on_all_ranks`` does, and return the results of all ranks in rank order.
+
+    The ranks exchange their results by pickle.
+    """
     result, descriptions, cause = None, [], None
     try:
         result = step()
@@ -53,13 +56,13 @@ def gather_results(
         if failures:
             raise failed(failures) from cause
     finally:
-        # The traceback refers to this frame; that cycle would keep alive the memory that the step used.
+        # The traceback refers to this frame, and ``cause`` to the traceback. This cycle would keep the step's memory.
         del cause
     return [result for result, _ in outcomes]
 
 
 def first_line(error: Exception) -> str:
-    """Return the message of an error without the stack that torch appends."""
+    """Return the first line of an error's message, without the stack that torch appends."""
     return str(error).partition("\n")[0]
 
 
@@ -69,28 +72,34 @@ def first_text(failures: Mapping[int, str]) -> str:
 
 
 def alone(mine: T) -> list[T]:
-    """Gather the values of a single rank: the allgather of a group of one."""
+    """Return ``mine`` in a list: the ``allgather`` of a group of one rank."""
     return [mine]
 
 
 def first_difference(these: Sequence[T], those: Sequence[T], past_the_end: T) -> tuple[int, T, T]:
-    """Return the first index at which two unequal lists differ, and the element of each list at that index."""
+    """Return the first index at which two unequal lists differ, and the element of each list at that index.
+
+    Beyond the end of the shorter list, its element is ``past_the_end``.
+    """
     pairs = itertools.zip_longest(these, those, fillvalue=past_the_end)
     return next((index, this, that) for index, (this, that) in enumerate(pairs) if this != that)
 
 
 def first_as(kind: type[Exception], before: str = "") -> Callable[[Mapping[int, str]], Exception]:
-    """Return a ``failed`` that creates a ``kind`` from ``before`` and the description from the lowest failed rank."""
+    """Return a function to pass as ``failed``, which creates an error of the class ``kind``.
+
+    The error's text is ``before``, followed by the description from the lowest rank that failed.
+    """
     return lambda failures: kind(before + first_text(failures))
 
 
 def kind_and_text(error: Exception) -> tuple[bool, str]:
-    """Return, as the ``describe`` for ``same_error``, whether the error is a TypeError, and its text."""
+    """Return whether an error is a TypeError, and the error's text; pass this as ``describe`` with ``same_error``."""
     return isinstance(error, TypeError), str(error)
 
 
 def same_error(failures: Mapping[int, tuple[bool, str]]) -> Exception:
-    """Return, as a ``failed``, the TypeError or ValueError of the lowest rank that failed."""
+    """Return the TypeError or ValueError of the lowest rank that failed; pass this function as ``failed``."""
     rank, (is_type_error, text) = next(iter(failures.items()))
     return (TypeError if is_type_error else ValueError)(f"{text} (rank {rank})")
 

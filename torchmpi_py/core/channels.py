@@ -1,8 +1,9 @@
-"""Channels: a communicator as one thread of a process uses it.
+"""Channels: the parts of a communicator that separate threads of a process use.
 
 Every communicator has two channels: ``direct`` for calls of the user's thread, ``background`` for the communication
-thread. Each channel has its own MPI communicator, so the two threads never match each other's messages. Each channel
-also has its own copies of what flavours keep between calls (staging memory, process groups, inner and outer groups).
+thread. Each channel has its own MPI communicator, so one thread never receives the other thread's messages. Each
+channel also has its own copies of the objects that flavours keep between calls (staging memory, process groups, inner
+and outer groups).
 """
 
 from __future__ import annotations
@@ -19,18 +20,22 @@ from torchmpi_py.core.mpi_api import MPI
 
 DIRECT, BACKGROUND = 0, 1
 NOBODY, MISUSED = 0, -1
-"""Values of ``Channel.user``: no thread is in a collective; two threads were in a collective at the same time."""
+"""Values of ``Channel.user``. NOBODY: no thread is in a collective. MISUSED: two threads were in a collective at the
+same time."""
 
 
 class Place(NamedTuple):
-    """The place of a rank: its node (named by the lowest world rank there) and its local rank on that node."""
+    """The place of a rank: its node, identified by the lowest world rank of the node, and its local rank."""
 
     node: int
     local: int
 
 
 class Places(Sequence[Place]):
-    """The places of a channel's ranks: a table of two numbers per rank. Channels with equal tables share its memory."""
+    """The places of a channel's ranks, in a table of two numbers per rank.
+
+    Channels with equal tables share one table in memory.
+    """
 
     def __init__(self, places: Any) -> None:
         self.table = _shared(np.array(places, np.int32).tobytes()).reshape(-1, len(Place._fields))
@@ -51,18 +56,18 @@ _shared = functools.lru_cache(32)(functools.partial(np.frombuffer, dtype=np.int3
 
 
 class Resource(Protocol):
-    """An object that a flavour keeps with a channel."""
+    """An object that a flavour stores in a channel between calls."""
 
     def free(self) -> None:
-        """Free the resource. All ranks of the channel call this, in the same order, when its communicator is freed."""
+        """Free the resource. All ranks of the channel must make this call, for all resources in the same order."""
 
 
 @runtime_checkable
 class Losable(Protocol):
-    """A resource with its own cleanup for the case that a rank died."""
+    """A resource that a rank can release alone after another rank has died."""
 
     def abandon(self) -> None:
-        """Release this rank's part of the resource; not collective."""
+        """Release this rank's part of the resource, without the other ranks."""
 
 
 Kept = TypeVar("Kept", bound=Resource)
@@ -78,25 +83,34 @@ class Channel:
         self.places = places if isinstance(places, Places) else Places(places)
         self.thread_role = thread_role
         self.num_nodes = len(set(self.places.nodes.tolist()))
-        self.user = NOBODY  # the ident of the thread that carries out a collective
+        self.user = NOBODY  # ident of the thread that is in a collective, or NOBODY or MISUSED
         self._kept: dict[Hashable, Resource] = {}
         ulfm.register(self)
 
     def keep(self, key: Hashable, make: Callable[[Channel], Kept]) -> Kept:
-        """Return the resource under ``key``; the first use makes it. ``make`` may be collective over the channel."""
+        """Return the resource stored under ``key``; the first call creates it with ``make``.
+
+        ``make`` may be collective, so all ranks of the channel must make the first call with a key.
+        """
         if key not in self._kept:
-            # Leave inference mode, because tensors that are created in it cannot be used in normal mode.
+            # Leave inference mode, because normal mode cannot fully use tensors that were created in inference mode.
             with torch.inference_mode(False):
                 self._kept[key] = make(self)
         return self._kept[key]  # type: ignore[return-value]
 
     def give_back(self, key: Hashable) -> None:
-        """Free the resource under ``key`` before the channel is freed. Collective. The resource survives an error."""
+        """Free the resource stored under ``key`` before the channel is freed.
+
+        All ranks of the channel must make this call. If freeing raises an error, the channel keeps the resource.
+        """
         self._kept[key].free()
         del self._kept[key]
 
     def split(self, colours: Sequence[int]) -> Channel:
-        """Return the channel of the ranks with this rank's colour, in rank order. Collective; ``colours`` are equal."""
+        """Return a new channel of the ranks that have this rank's colour, in rank order.
+
+        All ranks of this channel must make this call with the same ``colours``, one for each rank.
+        """
         mine = colours[self.rank]
         places = Places(self.places.table[np.equal(colours, mine)])
         return Channel(self.mpi.Split(mine, self.rank), places, self.thread_role)
@@ -111,9 +125,10 @@ class Channel:
         return [self.mpi]
 
     def free(self, *, is_lost: bool = False) -> None:
-        """Free the resources, the newest first, and then the MPI communicator. Collective.
+        """Free the resources, the newest first, and then the MPI communicator.
 
-        If the channel ``is_lost`` because one of its ranks died, this rank abandons the resources without the others.
+        All ranks of the channel must make this call. If the channel ``is_lost``, for example because a rank died, this
+        rank only abandons its parts of the resources, without the other ranks.
         """
         while self._kept:
             resource = self._kept.popitem()[1]

@@ -1,8 +1,8 @@
-"""The collectives and messages of the package, one row each.
+"""The table of the package's collectives and messages, with one row for each.
 
 A new collective needs a row here, a method in ``collectives/flavour.py`` and in the flavours that support it, and a
-function in ``collectives/verbs.py``. A function without a row is an error at import. The comparison between ranks, the
-keys of the selector, the wait cycles and the flight recorder use these rows.
+function in ``collectives/verbs.py``. A function without a row raises an error at import. The rows are also used to
+compare calls between ranks, for the keys of the selector, to find wait cycles, and by the flight recorder.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Writes(enum.Enum):
-    """Where a collective writes its result: into ``x`` (always, or only without ``out``), or into other memory."""
+    """The memory to which a collective writes its result: ``x``, ``x`` unless ``out`` is passed, or other memory."""
 
     X = enum.auto()
     X_WITHOUT_OUT = enum.auto()
@@ -29,9 +29,9 @@ class Collective(NamedTuple):
     needs_all: bool = False
     """Whether no rank can complete the call before every rank has made it."""
     keeps_plans: bool = False
-    """Whether calls with flat tensors find their plan without any check. This requires that on every rank the flavour
-    reads ``x`` and writes ``out`` or ``x``, and that it writes the tensor that ``Call.of_tensors`` gets first. The
-    flavour gets one tensor if the collective writes X, otherwise two."""
+    """Whether a repeated call with flat tensors finds its plan without any check. On every rank, the flavour must then
+    read ``x`` and write ``out`` or ``x``, and the tensor that it writes must be the first argument of
+    ``Call.of_tensors``. The flavour receives one tensor if the collective writes X, otherwise two."""
     is_tuned: bool = False
     """Whether ``autotune`` measures it by default."""
     torch_name: str | None = None

@@ -1,4 +1,4 @@
-"""The communication thread: it runs asynchronous operations, and holds posted operations until they are complete."""
+"""The communication thread runs asynchronous operations, and keeps posted operations alive until they are complete."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STUCK_SECONDS = 1.0
 
 
 class Companion(Protocol):
-    """An object with operations of its own, which are drained and closed together with a thread."""
+    """An object with separate operations, which is drained and closed together with a communication thread."""
 
     def drain(self) -> None: ...
 
@@ -27,10 +27,10 @@ class Companion(Protocol):
 
 
 class CommunicationThread:
-    """A queue of operations, which one thread runs in the order of launch; that order is equal on all ranks.
+    """A queue of operations, and the thread that runs them in the order of their launch.
 
-    With ``inline`` (an MPI without MPI_THREAD_MULTIPLE) the launching thread runs each operation before the launch
-    returns.
+    The order must be equal on all ranks. With ``inline`` (for an MPI without MPI_THREAD_MULTIPLE) the launching thread
+    runs each operation before the launch returns.
     """
 
     def __init__(self, *, inline: bool, name: str = "communication") -> None:
@@ -38,21 +38,22 @@ class CommunicationThread:
         self._name = f"torchmpi_py-{name}"
         self._queue: queue.SimpleQueue[ThreadHandle[Any] | None] = queue.SimpleQueue()
         self._posted: dict[int, RequestHandle[Any]] = {}
-        self._to_look_at: Iterator[int] = iter(())  # keys of ``_posted``
+        self._to_look_at: Iterator[int] = iter(())  # keys of ``_posted`` that ``keep`` has not checked yet
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._companions: list[Companion] = []
-        self._last_entry: Entry | None = None  # the entry of the newest operation in the queue
-        # Whether the thread hangs in an operation that no thread waits for any more. Then drain and close do not wait.
+        self._last_entry: Entry | None = None  # journal entry of the newest operation in the queue
+        # Whether this thread hangs in an operation for which no thread waits any more. If so, drain and close return
+        # without waiting.
         self.is_stuck = False
-        self.streams: dict[Any, Any] = {}  # the stream of its operations, by device
+        self.streams: dict[Any, Any] = {}  # the GPU stream of the operations, by device
 
     def submit(self, work: Work[R]) -> Handle[R]:
-        """Queue an operation."""
+        """Queue an operation, and return its handle."""
         return self.enqueue(ThreadHandle(work), work.entry)
 
     def enqueue(self, handle: ThreadHandle[R], entry: Entry | None) -> Handle[R]:
-        """Queue the operation of ``handle``, whose journal entry is ``entry``."""
+        """Queue the operation of ``handle``, and return ``handle``; ``entry`` is the operation's journal entry."""
         self._last_entry = entry
         if self.inline:
             with handle._waited_for():
@@ -63,10 +64,11 @@ class CommunicationThread:
         return handle
 
     def keep(self, handle: RequestHandle[R]) -> Handle[R]:
-        """Hold a posted operation until it is complete, even if the program drops its handle."""
+        """Keep the handle of a posted operation alive until the operation is complete, and return the handle."""
         handle.stay_in(self._posted)
         with self._lock:
-            # No thread waits for a dropped handle, so it is released here. Two looks per launch keep the table short.
+            # If the program has dropped a handle, no thread waits for it, so ``done`` completes and removes it here.
+            # Two checks per launch keep the table short.
             keys = list(itertools.islice(self._to_look_at, 2))
             if not keys:
                 self._to_look_at = iter(list(self._posted))  # A copy, because waiting threads remove complete handles.
@@ -78,14 +80,14 @@ class CommunicationThread:
     def beside(self, name: str) -> CommunicationThread:
         """Return a new thread for operations that must not wait for this thread's operations.
 
-        The new thread is drained and closed with this one.
+        The new thread is drained and closed together with this thread.
         """
         other = CommunicationThread(inline=self.inline, name=name)
         self.add_companion(other)
         return other
 
     def add_companion(self, other: Companion) -> None:
-        """Drain and close ``other`` with this thread."""
+        """Drain and close ``other`` whenever this thread is drained or closed."""
         self._companions.append(other)
 
     def remove_companion(self, other: Companion) -> None:
@@ -94,24 +96,25 @@ class CommunicationThread:
             self._companions.remove(other)
 
     def carry_out_until(self, is_done: Callable[[], bool]) -> None:
-        """Run, from within an operation in this thread, the operations behind it until ``is_done``."""
+        """Run the next operations in the queue until ``is_done()``; only an operation in this thread may call this."""
         while not is_done():
             if (handle := self._queue.get()) is None:
-                self._queue.put(None)  # This is the end mark, which the thread's loop has to find.
+                self._queue.put(None)  # None ends the thread's loop, so put it back for the loop.
                 return
             handle.execute()
 
     def is_drained_within(self, seconds: float) -> bool:
-        """Wait at most ``seconds`` for the queue; return whether all its operations are complete."""
+        """Wait at most ``seconds`` for the operations in the queue; return whether all of them are complete."""
         return self._thread is None or self._submit_end_mark()._complete_within(seconds)
 
     def _submit_end_mark(self) -> Handle[None]:
         return self.submit(_EndMark(self._last_entry))
 
     def drain(self, comms: Container[object] | None = None) -> None:
-        """Block until all launched operations are complete; warn if that takes long. Errors stay in the handles.
+        """Block until all launched operations are complete; log a warning if this takes more than 20 s.
 
-        With ``comms``, messages of other communicators may stay open, because their counterparts may follow later.
+        The handles keep the errors of their operations. With ``comms``, posted operations on other communicators may
+        stay incomplete, because other ranks may call the matching operations later.
         """
         if self.is_stuck:
             return
@@ -156,7 +159,7 @@ def _wait_audibly(handle: Handle[Any]) -> None:
 
 
 class _EndMark(Work[None]):
-    """An operation at the end of the queue. A wait for it is shown as a wait for ``entry``, the last real operation."""
+    """A mark at the end of the queue; reports show a wait for it as a wait for ``entry``, the last real operation."""
 
     label = "the operations in the communication thread"
 
@@ -171,14 +174,14 @@ _stuck: list[threading.Thread] = []  # threads that ``close`` did not wait for
 
 
 def are_over() -> bool:
-    """Return whether no thread is in an operation any more. Give each stuck thread one last second to end."""
+    """Wait up to one second for each stuck thread to end; return whether all stuck threads have ended."""
     for thread in _stuck:
         thread.join(_STUCK_SECONDS)
     return not any(thread.is_alive() for thread in _stuck)
 
 
 current_thread: CommunicationThread | None = None
-"""The communication thread of the session. Only a session assigns it, and ``exits`` in a forked child."""
+"""The communication thread of the session. Only a session assigns this variable; in a forked child, ``exits`` does."""
 
 
 def current() -> CommunicationThread:
@@ -188,5 +191,5 @@ def current() -> CommunicationThread:
 
 
 def is_installed() -> bool:
-    """Return whether there is a communication thread."""
+    """Return whether this process has a communication thread."""
     return current_thread is not None

@@ -1,18 +1,20 @@
-"""Communicators: groups of ranks, and the stack of levels that names the current one.
+"""Communicators: groups of ranks, and the stack of levels, one of which is the current level.
 
-A *level* is a partition of the ranks into groups by a key; level 0 is the whole world. On each rank, a level is
-represented by a Communicator. Its ``inner`` is this rank's group (the level itself). Its ``outer`` links this rank with
-its counterparts in the other groups of the same parent.
+A *level* divides the ranks of its parent level into groups by a key; level 0 is the whole world. On each rank, a
+Communicator represents the level. Its ``inner`` is this rank's group (the level itself). Its ``outer`` links this rank
+with the counterparts of this rank in the other groups of the same parent.
 
-- Parent: 5 ranks with the keys A A B B B. The inner groups are {0 1} and {2 3 4}.
-- Cartesian (equal groups, if requested): one outer communicator per inner rank, across all groups.
-- Tree (otherwise): one outer communicator of the roots {0 2}; every other rank is alone in its own.
+For example, 5 ranks with the keys A A B B B are in the inner groups {0 1} and {2 3 4}. A level has one of two forms:
 
-``push`` adds a level below the current one, and does not change which level is current. ``set_communicator`` and ``at``
-change it. The *span* names the two levels that hierarchical collectives combine.
+- Cartesian (groups of equal size, if requested): one outer communicator per inner rank, across all groups.
+- Tree (otherwise): one outer communicator of the groups' first ranks, {0 2} in the example. The outer communicator of
+  every other rank contains only that rank.
 
-The behaviour follows TorchMPI's communicators (its resources.cpp). In addition, groups have the same order in every
-column, a level may have any number of siblings, and keys may have any length.
+``push`` adds a level below the current level, but does not make it current; ``set_communicator`` and ``at`` do that.
+The *span* is the pair of levels that hierarchical collectives combine.
+
+The behaviour follows TorchMPI's communicators (its resources.cpp). In addition, the groups have the same order in every
+outer communicator, a level may have any number of siblings, and keys may have any length.
 
 Every Communicator owns two channels (``channels.py``): ``direct`` for calls made by the user's thread, and
 ``background`` for the communication thread.
@@ -38,17 +40,19 @@ from torchmpi_py.errors import CommunicatorError, NotStarted
 class Communicator:
     """A group of ranks, to pass as ``comm=``.
 
-    ``mpi.split`` and ``mpi.push_communicator`` make communicators, ``mpi.communicator`` returns one. ``mpi.stop()``
-    frees them; ``free`` does so earlier, and so does the end of a ``with`` block.
+    ``mpi.split`` and ``mpi.push_communicator`` create communicators, and ``mpi.communicator`` returns the communicator
+    of a level. ``mpi.stop()`` frees all communicators. To free a communicator from ``mpi.split`` earlier, call ``free``
+    or use the communicator in a ``with`` block.
 
     Attributes:
         rank (int): rank of this process in the group, 0 to ``size - 1``.
         size (int): number of ranks in the group.
         num_nodes (int): number of nodes on which the group has ranks.
-        key (str): name of the group in messages.
-        inner (Communicator): group of this rank on the level; for a communicator from ``split``, itself.
-        outer (Communicator): this rank and its counterparts in the other groups of the level; None without level.
-        is_cartesian (bool): whether all groups of the level are equal in size, and every rank has counterparts.
+        key (str): name of the group, shown in messages.
+        inner (Communicator): this rank's group, which is the communicator itself.
+        outer (Communicator): this rank and its counterparts in the level's other groups; None for a communicator from
+            ``mpi.split``.
+        is_cartesian (bool): whether all groups of the level have the same size, and every rank has counterparts.
 
     Examples:
         >>> with mpi.split(mpi.rank() % 2) as half:
@@ -58,7 +62,7 @@ class Communicator:
 
     def __init__(self, group: MPI.Comm, place: Place, key: str) -> None:
         mine = np.array([*place, *sequences.offer()])
-        # An array of numbers, because the exchange of thousands of Python objects takes a second.
+        # Exchange an array of numbers, because the exchange of thousands of Python objects would take a second.
         table = np.empty((group.size, mine.size), mine.dtype)
         group.Allgather(mine, table)
         places, offers = Places(table[:, : len(place)]), table[:, len(place) :]
@@ -77,43 +81,45 @@ class Communicator:
         self.parent: Communicator | None = None
         self.companions: dict[str, Communicator] = {}  # the communicators that ``beside`` has made, by key
         self.is_free = False
-        self.is_stuck = False  # an operation was given up, in which MPI still uses the communicator: never free it
+        # Whether MPI may still use the communicator for an operation that was given up; if so, never free it.
+        self.is_stuck = False
         self.choices: dict[Any, Any] = {}  # the selector's choices for this communicator
         self.plans: dict[Any, Any] = {}  # the plans of repeated calls (``collectives/kept_plans.py``)
 
     @property
     def is_broken(self) -> bool:
-        """Whether a call failed here that other ranks may have carried out; later calls are then refused."""
+        """Whether a call failed on this rank that other ranks may have completed; if so, later calls are refused."""
         return any(sequence.is_broken for sequence in self.sequences)
 
     def free(self) -> None:
         """Wait for the operations under way, and free the communicator's resources.
 
-        Every rank of the communicator must make this call. After a call that differed between ranks, ``free`` does not
-        wait, and MPI keeps its part of the resources.
+        Every rank of the communicator must make this call. If an earlier call differed between ranks, ``free`` does not
+        wait, and MPI's own resources are not freed.
 
         Raises:
             CommunicatorError: the communicator is a level, which only ``mpi.stop()`` frees, or a thread is using it.
-            NotStarted: this process was forked from a started one.
+            NotStarted: this process was forked from a started process.
         """
         if self.outer is not None:
-            raise CommunicatorError(f"{self!r} is a level; levels live until mpi.stop()")
+            raise CommunicatorError(f"{self!r} is a level, which only mpi.stop() frees; remove this call of free()")
         if not self.is_free:
-            stack()  # raises NotStarted in a forked child
+            stack()  # This raises NotStarted in a forked child.
             if self.is_broken:
                 self._release(is_lost=True)
                 return
             communication_thread.current().drain({self})
             if self.direct.is_in_use:
-                raise CommunicatorError(f"{self!r} cannot be freed: a thread is in a collective there")
+                raise CommunicatorError(f"{self!r} cannot be freed in a collective; call free() after the collective")
             journal.run_together("free", self, self._release)
 
     def _release(self, *, is_lost: bool = False) -> None:
-        """Free all resources. Collective, unless the communicator ``is_lost``, which means that a rank has died."""
+        """Free all resources. All ranks must make this call, unless the communicator ``is_lost`` (a rank has died)."""
         if not self.is_free:
             self.is_free = True
             self.plans.clear()
-            is_lost = is_lost or self.is_broken or self.is_stuck or self.direct.is_in_use  # a thread needs the memory
+            # A thread that is in a collective still needs the memory.
+            is_lost = is_lost or self.is_broken or self.is_stuck or self.direct.is_in_use
             if self.outer is not None:
                 self.outer._release(is_lost=is_lost)
             for channel in (self.background, self.direct):
@@ -125,12 +131,12 @@ class Communicator:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an exception this rank must not call free, which is collective: the other ranks may be elsewhere.
+        # After an exception this rank must not call ``free``, which needs all ranks: the other ranks may not call it.
         if kind is None or self.size == 1:
             self.free()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
-        """Return the communicator itself, so that a deep copy of an object that holds it shares it."""
+        """Return the communicator itself: a deep copy of an object shares the object's communicators."""
         return self
 
     def __repr__(self) -> str:
@@ -142,7 +148,7 @@ class Stack:
     """The levels of a started process, the current level, and the span."""
 
     def __init__(self, world: MPI.Comm, place: Place, want_cartesian: bool, outer: Stack | None = None) -> None:
-        self.outer = outer  # the stack of the whole job, if this one belongs to a group that runs an experiment
+        self.outer = outer  # stack of the whole job, if this stack belongs to a group that runs an experiment
         self.place = place
         self.want_cartesian = want_cartesian
         self.levels = [Communicator(world.Dup(), place, "global")]
@@ -153,12 +159,15 @@ class Stack:
         self.others: list[Communicator] = []
 
     def keep(self, comm: Communicator) -> Communicator:
-        """Free ``comm`` together with the stack, unless it is freed earlier; return ``comm``."""
+        """Register ``comm`` to be freed with the stack, unless the program frees it earlier; return ``comm``."""
         self.others = [*(other for other in self.others if not other.is_free), comm]
         return comm
 
     def push(self, key: str) -> int:
-        """Add a level below the current one; return its index. Collective over the current level."""
+        """Add a level below the current level, and return its index.
+
+        All ranks of the current level must make this call.
+        """
         parent = self.current.direct.mpi
         plan = group_by_key(parent.allgather(key), parent.rank, self.want_cartesian)
         level = Communicator(parent.Split(plan.inner_colour, plan.inner_rank), self.place, key)
@@ -171,24 +180,25 @@ class Stack:
     def level(self, index: int) -> Communicator:
         """Return the level with this index. Raise ValueError if it does not exist."""
         if not isinstance(index, int) or not 0 <= index < len(self.levels):
-            raise ValueError(f"level {index!r} does not exist; there are levels 0 to {len(self.levels) - 1}")
+            raise ValueError(f"level {index!r} does not exist; pass the index of a level, 0 to {len(self.levels) - 1}")
         return self.levels[index]
 
     def free(self, *, is_lost: bool = False) -> None:
-        """Free all communicators, the youngest first. Collective, unless ``is_lost``: then a rank has died."""
+        """Free all communicators, the newest first. All ranks must make this call, unless a rank died (``is_lost``)."""
         for communicator in [*reversed(self.others), *reversed(self.levels)]:
             communicator._release(is_lost=is_lost)
 
 
 current_stack: Stack | None = None
-"""The level stack of the session. Only a session assigns it, and ``exits`` in a forked child."""
+"""The level stack of the session. Only a session assigns this variable; in a forked child, ``exits`` does."""
 
 why_not = "call mpi.start() first"
-"""The advice in NotStarted without a session. Only a session assigns it, and ``exits`` in a forked child."""
+"""The advice in NotStarted while no session is open. Only a session assigns this variable; in a forked child, ``exits``
+does."""
 
 
 def stack() -> Stack:
-    """Return the session's stack. NotStarted, with the remedy, without a session."""
+    """Return the session's stack. Raise NotStarted, with advice, if no session is open."""
     if current_stack is None:
         raise NotStarted(f"torchmpi_py is not started in this process: {why_not}")
     return current_stack
@@ -206,8 +216,8 @@ def is_started() -> bool:
 class NoCommunicator:
     """The object that ``split`` returns on a rank that joins no group.
 
-    It is false in a condition, and raises ValueError when it is passed as ``comm=``. None would not raise, because it
-    means the current level.
+    The object is false in a condition, and passing it as ``comm=`` raises ValueError. ``comm=None`` would not raise,
+    because it means the current level.
     """
 
     def __bool__(self) -> bool:
@@ -223,31 +233,31 @@ class NoCommunicator:
         """Do nothing, because nothing was allocated."""
 
     def __repr__(self) -> str:
-        return "<NoCommunicator: this rank gave mpi.split the color None>"
+        return "<NoCommunicator: this rank passed color=None to mpi.split>"
 
 
 def resolve(comm: Communicator | None) -> Communicator:
     """Return ``comm``, or the current level for None.
 
-    NotStarted, ValueError, TypeError or CommunicatorError if the communicator cannot be used.
+    Raise NotStarted, ValueError, TypeError or CommunicatorError if the communicator cannot be used.
     """
     if comm is None:
         return current_stack.current if current_stack is not None else stack().current
     stack()
     if isinstance(comm, NoCommunicator):
-        raise ValueError(f"comm={comm!r}: this rank is in no group; make the call only on other ranks, with `if comm:`")
+        raise ValueError(f"comm={comm!r}: this rank is in no group; put the call under `if comm:`, to skip it here")
     if not isinstance(comm, Communicator):
-        raise TypeError(f"comm={comm!r} is not a torchmpi_py communicator; make one with mpi.split or mpi.communicator")
+        raise TypeError(f"comm={comm!r} is not a torchmpi_py communicator; pass one from mpi.split or mpi.communicator")
     if comm.is_free:
-        raise CommunicatorError(f"{comm!r} was freed, or lost when a rank died; make a new one with mpi.split")
+        raise CommunicatorError(f"{comm!r} was freed, or lost when a rank died; create a new one with mpi.split")
     return comm
 
 
 def push_communicator(key: str | int) -> int:
-    """Add a level below the current one, with a group for each ``key``.
+    """Add a level below the current level, with a group for each ``key``.
 
-    Every rank of the current level must make this call. The current level stays current; ``mpi.set_communicator`` and
-    ``mpi.at`` select the new one.
+    Every rank of the current level must make this call. The current level stays current; to select the new level, call
+    ``mpi.set_communicator`` or use ``mpi.at``.
 
     Args:
         key (str or int): key of this rank; ranks with the same key are in one group.
@@ -272,7 +282,7 @@ def push_communicator(key: str | int) -> int:
 
 
 def set_communicator(level: int) -> None:
-    """Make a level the current one, to which ``mpi.rank()``, ``mpi.size()`` and calls without ``comm=`` refer.
+    """Make a level current, so that ``mpi.rank()``, ``mpi.size()`` and calls without ``comm=`` refer to it.
 
     Every rank must make this call, because ranks at different levels cannot exchange messages. The ranks do not wait
     for each other.
@@ -292,7 +302,7 @@ def set_communicator(level: int) -> None:
 
 @contextlib.contextmanager
 def at(level: int) -> Iterator[Communicator]:
-    """Make a level the current one inside a ``with`` block, and restore the former one at its end.
+    """Make a level current inside a ``with`` block, and restore the former level at the end of the block.
 
     Every rank must enter the block.
 
@@ -300,7 +310,7 @@ def at(level: int) -> Iterator[Communicator]:
         level (int): index of the level; 0 is the whole world.
 
     Returns:
-        A context manager that gives the level's communicator.
+        A context manager that yields the level's communicator.
 
     Raises:
         ValueError: the level does not exist.
@@ -321,15 +331,15 @@ def at(level: int) -> Iterator[Communicator]:
 
 
 def set_collective_span(begin: int, end: int) -> None:
-    """Name the two levels that hierarchical collectives combine.
+    """Set the two levels that hierarchical collectives combine.
 
-    Every rank must make this call with the same arguments, between the same calls. It waits for the operations that
-    this rank has launched.
+    Every rank must make this call with the same arguments, at the same point of the program. The call waits for the
+    operations that this rank has launched.
 
     Args:
-        begin (int): index of the level on which the collectives work as a whole.
-        end (int): index of a level below ``begin``, whose groups reduce among themselves first; or ``begin``, for no
-            span.
+        begin (int): index of the upper level, across which the collectives work.
+        end (int): index of a level below ``begin``. The ranks of each group of this level reduce among themselves
+            first. Pass ``begin`` again for no span.
 
     Returns:
         None.
@@ -343,8 +353,8 @@ def set_collective_span(begin: int, end: int) -> None:
     while below is not whole and below.parent is not None:
         below = below.parent
     if below is not whole:
-        raise ValueError(f"set_collective_span: level end={end} is not below level begin={begin}")
-    communication_thread.current().drain()  # operations already launched still combine the former levels
+        raise ValueError(f"set_collective_span: end={end} must be begin={begin}, or a level that was pushed below it")
+    communication_thread.current().drain()  # Operations that were launched before still combine the former levels.
     levels.span = (begin, end)
     for level in levels.levels:
         level.choices.clear()
@@ -372,19 +382,20 @@ def communicator(level: int | None = None) -> Communicator:
 
 
 def split(color: int | None, key: int = 0) -> Communicator:
-    """Make a communicator of the ranks that pass the same ``color``.
+    """Create a communicator of the ranks that pass the same ``color``.
 
-    Every rank of the current level must make this call, also ranks that stay out.
+    Every rank of the current level must make this call, including ranks that join no group.
 
     Args:
-        color (int): number >= 0 of this rank's group; None to stay out.
+        color (int): number of this rank's group, 0 or more; None to join no group.
         key (int): position in the group: ranks are ordered by ``key``, then by rank; default 0.
 
     Returns:
-        The communicator, to pass as ``comm=``. With ``color=None``, an object that is false and an error as ``comm=``.
+        The communicator, to pass as ``comm=``. With ``color=None``, an object that is false in a condition and raises
+        ValueError when it is passed as ``comm=``.
 
     Raises:
-        ValueError: a rank passes a different kind of color or key; raised on every rank.
+        ValueError: the color or key of a rank is not valid; raised on every rank.
         NotStarted: ``mpi.start()`` was not called.
 
     Examples:
@@ -395,8 +406,8 @@ def split(color: int | None, key: int = 0) -> Communicator:
     levels = stack()
 
     def make() -> Communicator | NoCommunicator:
-        # MPI takes numbers of 31 bits. So the first rank of a color replaces the color, and the position among the
-        # sorted keys replaces the key.
+        # MPI accepts only numbers of 31 bits. So replace the color by the first rank that passed it, and the key by
+        # the position among the sorted keys.
         comm = levels.current.direct.mpi
         pairs = agree.gather_results(
             comm.allgather, lambda: _checked(color, key), (ValueError,), str, agree.first_as(ValueError)
@@ -416,7 +427,7 @@ def _checked(color: Any, key: Any) -> tuple[int | None, int]:
     """Return the color and key of a rank as whole numbers. Raise ValueError for a color or key that is not valid."""
     whole, place = _whole_number(color), _whole_number(key)
     if color is not None and (isinstance(color, bool) or whole is None or whole < 0):
-        raise ValueError(f"split: color must be a whole number >= 0, or None to stay out, not {color!r}")
+        raise ValueError(f"split: color must be a whole number >= 0, or None to join no group, not {color!r}")
     if place is None:
         raise ValueError(f"split: key must be a whole number, not {key!r}")
     return whole, place
@@ -426,14 +437,14 @@ def _whole_number(value: Any) -> int | None:
     """Return ``value`` as an int; None if it is not a whole number."""
     try:
         return operator.index(value)
-    except (TypeError, RuntimeError):  # torch raises RuntimeError for a tensor of several elements
+    except (TypeError, RuntimeError):  # PyTorch raises RuntimeError for a tensor of several elements.
         return None
 
 
 def beside(comm: Communicator, key: str) -> Communicator:
-    """Return a companion of ``comm``, called ``key``: it has the same ranks, but a separate order of operations.
+    """Return the companion of ``comm`` for ``key``: a communicator of the same ranks with its own order of operations.
 
-    The first call with a key is collective.
+    The first call with a key creates the companion, so all ranks of ``comm`` must make that call.
     """
     if key not in comm.companions:
         levels = stack()
@@ -446,7 +457,7 @@ def communicator_names() -> str:
     """Return a description of all levels, one per line, as this rank sees them.
 
     Returns:
-        The text, for people to read.
+        A text with one line for each level.
 
     Raises:
         NotStarted: ``mpi.start()`` was not called.
@@ -455,7 +466,7 @@ def communicator_names() -> str:
 
 
 def _describe(levels: Stack, index: int, level: Communicator) -> str:
-    """Return a line about a level: this rank's places in it, its form, and whether it is current or in the span."""
+    """Return a line on a level: this rank's place, the form of the level, and whether it is current or in the span."""
     roles = [name for name, here in (("current", level is levels.current), ("span", index in levels.span)) if here]
     outer = f", outer rank {level.outer.rank} of {level.outer.size}" if level.outer is not None else ""
     return (
@@ -471,7 +482,7 @@ def _nodes(count: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Grouping:
-    """Colours and ranks of one rank of the parent for two MPI splits, which follow from the keys of all ranks."""
+    """The colours and ranks that one rank of the parent passes to two MPI splits, for its inner and outer group."""
 
     inner_colour: int
     inner_rank: int
@@ -481,7 +492,7 @@ class Grouping:
 
 
 def group_by_key(keys: Ranks[Hashable], rank: int, want_cartesian: bool) -> Grouping:
-    """Return the grouping of ``rank`` for the ``keys`` of ranks 0, 1, ... of the parent.
+    """Return the grouping of ``rank``, from the ``keys`` of all ranks of the parent in rank order.
 
     The groups are ordered by their lowest rank.
     """

@@ -1,4 +1,4 @@
-"""Support for torch.compile: a compiled function breaks its graph at our calls, which run uncompiled."""
+"""Support for torch.compile: the graph of a compiled function breaks at our calls, which run uncompiled."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 
 def leave_alone(*owners: Any) -> None:
-    """Keep the compiler out of functions, out of the plain methods of classes, and out of what these call.
+    """Exclude functions, the plain methods of classes, and all functions that these call from compilation.
 
-    Tested with torch 2.13. Versions that lack the private names below compile the inner calls.
+    This was tested with torch 2.13. In versions of torch without the private names below, the compiler still compiles
+    the functions that are called inside.
     """
     members = [member for owner in owners for member in (vars(owner).values() if isinstance(owner, type) else [owner])]
     functions = [member for member in members if isinstance(member, FunctionType)]
