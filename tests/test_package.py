@@ -74,4 +74,4 @@ def test_a_program_that_runs_alone_says_how_to_start_more_ranks():
     assert "[rank 0] torchmpi_py INFO: world of 1" in done.stderr
     assert "to use several ranks, run torchmpirun -n 4 program.py" in done.stderr
     done = jobs.python("import torchmpi_py as mpi; mpi.start()", env={"TORCHMPI_LOG": "loud"})
-    assert "ValueError: TORCHMPI_LOG='loud': give one of debug, info, warning, error" in done.stderr
+    assert "ValueError: TORCHMPI_LOG='loud': expected one of debug, info, warning, error" in done.stderr

@@ -186,12 +186,12 @@ def test_tuning_from_the_environment():
         assert config.from_environment({name: "2.5"}).deadline_seconds == 2.5
     for settings, words in (
         ({"TORCHMPI_FUSE_BYTES": "many"}, r"TORCHMPI_FUSE_BYTES='many'.*whole number"),
-        ({"TORCHMPI_DEADLINE_SECONDS": "5", "TORCHMPI_DEADLINE": "6"}, "the same setting"),
-        ({"TORCHMPI_DEADLINE": "soon"}, "'soon': give a number of seconds"),
-        ({"TORCHMPI_DEADLINE": "inf"}, "give a number of seconds, 0 or more"),
-        ({"TORCHMPI_AT_DEADLINE": "stop"}, "'stop': give one of abort, report, raise"),
+        ({"TORCHMPI_DEADLINE_SECONDS": "5", "TORCHMPI_DEADLINE": "6"}, "set the same timeout; set only one"),
+        ({"TORCHMPI_DEADLINE": "soon"}, "'soon': expected a number of seconds"),
+        ({"TORCHMPI_DEADLINE": "inf"}, "expected a number of seconds, 0 or more"),
+        ({"TORCHMPI_AT_DEADLINE": "stop"}, "'stop': expected one of abort, report, raise"),
         ({"TORCHMPI_MESSAGE_BYTES": "-1"}, "message_bytes = -1"),
-        ({"TORCHMPI_NATIVE_ASYNC_BYTES": "4194304"}, "native_async_bytes = 4194304 is more than"),
+        ({"TORCHMPI_NATIVE_ASYNC_BYTES": "4194304"}, "native_async_bytes = 4194304: expected at most message_bytes"),
         ({"TORCHMPI_STAGING_BYTES": "4096"}, "staging_bytes"),  # allreduce would take no chunk at all
         ({"TORCHMPI_CHUNK_BYTES": "1"}, "chunk_bytes"),
     ):

@@ -71,7 +71,7 @@ class Nap:
 def end_sleeps_in_time() -> None:
     """Make the sleeps of this thread end when they are due; by default, Linux adds up to 50 us.
 
-    Call this in a thread for which other threads wait. A busy loop cannot replace the sleeps, even if it yields: on a
+    Call this in a thread for which other threads wait. A busy loop cannot replace the sleeps, even if it yields. On a
     busy machine the scheduler runs such a thread last, but prefers a thread that wakes from a sleep.
     """
     if sys.platform == "linux":
