@@ -168,7 +168,7 @@ def test_two_threads_in_one_communicator_are_refused(mpi, while_in_allreduce):
 
 def test_a_communicator_in_use_is_not_freed(while_in_allreduce):
     comm, attempt = while_in_allreduce
-    assert "cannot be freed during a collective; call free() after the collective" in attempt(comm.free)
+    assert "cannot be freed during a collective; call free() afterwards" in attempt(comm.free)
     assert not comm.is_free
 
 

@@ -110,7 +110,7 @@ class Communicator:
                 return
             communication_thread.current().drain({self})
             if self.direct.is_in_use:
-                raise CommunicatorError(f"{self!r} cannot be freed during a collective; call free() after the collective")
+                raise CommunicatorError(f"{self!r} cannot be freed during a collective; call free() afterwards")
             journal.run_together("free", self, self._release)
 
     def _release(self, *, is_lost: bool = False) -> None:

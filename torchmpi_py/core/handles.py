@@ -1,13 +1,13 @@
-"""Work, which is one operation or several, and the handles with which the program waits for work.
+"""Work (one or several operations), and the handles through which a program waits for the work.
 
-A handle owns its work, and with the work every buffer, until the work is complete. The communication thread, or its
-table of posted requests, refers to the handle, so a program may drop the handle. Two kinds exist:
+A handle owns its work, and thereby every buffer of the work, until the work is complete. The communication thread, or
+its table of posted requests, refers to the handle, so a program may drop the handle. There are two classes:
 
 - ThreadHandle: the communication thread carries out the work, on duplicates of the communicators, in order of launch.
 - RequestHandle: the work was posted to MPI as nonblocking calls. MPI advances the transfer while a thread waits.
 
-Posting saves the switch to another thread, which takes longer than a small message. The communication thread serves
-large messages, because MPI makes no progress on posted calls while Python computes.
+Posting avoids the switch to another thread, which would take longer than a small message. Large messages use the
+communication thread, because MPI makes no progress on posted calls while Python computes.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from torchmpi_py.errors import CollectiveTimeout, CommunicatorError, NotStarted,
 
 logger = logging.getLogger("torchmpi_py")
 R = TypeVar("R")
-_CANCEL_SECONDS = 1.0  # time in which a waiting thread must notice that its receive is cancelled
+_CANCEL_SECONDS = 1.0  # time within which a waiting thread must notice that its receive was cancelled
 _STILL_PENDING = "The operation is still pending: call error.handle.wait(); do not repeat the call."
 
 
 class Work(Generic[R]):
-    """One operation under way, or several with one result.
+    """One operation under way, or several operations with one result.
 
-    The defaults suit work without communication. A subclass provides ``label`` and ``run``.
+    The default methods suit work without communication. A subclass provides ``label`` and ``run``.
     """
 
     __slots__ = ()
@@ -49,11 +49,11 @@ class Work(Generic[R]):
 
     @property
     def label(self) -> object:
-        """Return an object whose ``str`` names the work, also after ``release``; the handle keeps the object."""
+        """An object whose ``str`` describes the work, even after ``release``; the handle keeps this object."""
         raise NotImplementedError
 
     def run(self, in_background: bool = False) -> R:
-        """Carry out the work and return its result; with ``in_background`` the caller is a communication thread."""
+        """Carry out the work and return its result; ``in_background`` is True in a communication thread."""
         raise NotImplementedError
 
     def finish(self) -> R:
@@ -65,24 +65,25 @@ class Work(Generic[R]):
         return error
 
     def late_ranks(self) -> str:
-        """Return a sentence with the ranks that have not called the operation; empty if nothing is known."""
+        """Return a sentence that lists the ranks that have not called the operation; empty if they are not known."""
         return ""
 
     def on_done(self) -> None:
-        """Run the steps chained to the work.
+        """Run the steps that are chained to the work.
 
-        The communication thread calls this once, after waiting threads can see the result.
+        The communication thread makes this call once, when waiting threads can already read the result.
         """
 
     def release(self) -> None:
-        """Drop all references to buffers, because the work is complete or has failed."""
+        """Drop all references to buffers; the handle calls this when the work is complete or has failed."""
 
 
 class Handle(ABC, Generic[R]):
-    """An operation under way, which an asynchronous call has started.
+    """The handle of an operation that an asynchronous call has started.
 
-    ``wait()`` returns the result, ``done()`` asks without blocking. Any number of calls of ``wait`` return the same
-    result or raise the same error. A handle keeps the tensors of its operation alive, so a program may drop the handle.
+    ``wait()`` blocks until the operation is complete, and returns the result. ``done()`` returns whether the operation
+    is complete, without blocking. Repeated calls of ``wait`` return the same result or raise the same error. A handle
+    keeps the tensors of its operation alive, so a program may drop the handle.
 
     Examples:
         >>> handle = mpi.allreduce_async(torch.ones(2))
@@ -90,7 +91,7 @@ class Handle(ABC, Generic[R]):
         (True, True)
     """
 
-    to_array: Callable[[Any], R] | None = None  # converts the result to an array, in the first thread that waits
+    to_array: Callable[[Any], R] | None = None  # function that converts the result to an array
     _array: Any = None
     _error: BaseException | None = None
     _error_was_seen = False
@@ -100,13 +101,13 @@ class Handle(ABC, Generic[R]):
         self._label = work.label
         self._result: R | None = None
         self._traceback: TracebackType | None = None
-        self._in_inference_mode = torch.is_inference_mode_enabled()  # of the thread that launches the operation
+        self._in_inference_mode = torch.is_inference_mode_enabled()  # mode of the launching thread
 
     @abstractmethod
     def _complete(self, timeout_seconds: float | None) -> bool:
         """Wait until the operation is complete, and return whether it is.
 
-        A timeout of None waits without limit; 0 returns at once.
+        With a timeout of None, wait without limit; with 0, return immediately.
         """
 
     def done(self) -> bool:
@@ -116,29 +117,29 @@ class Handle(ABC, Generic[R]):
             True or False.
 
         Raises:
-            NotStarted: this process was forked from the one that started the operation.
+            NotStarted: this process was forked from the process that started the operation.
         """
         return self._complete(0)
 
     def wait(self, timeout_seconds: float | None = None) -> R:
         """Block until the operation is complete, and return its result.
 
-        For GPU tensors the current stream waits, and the host only until the operation is queued; ``synchronize``
-        blocks the host until the GPU has finished.
+        For GPU tensors this call makes the current stream wait, and blocks the host only until the operation is queued.
+        To block the host until the GPU has finished, call ``synchronize``.
 
         Args:
-            timeout_seconds (float): limit of the wait in seconds; default None, no limit, or
+            timeout_seconds (float): limit of the wait in seconds. Default None: no limit, or
                 ``Tuning.deadline_seconds`` with ``Tuning.at_deadline="raise"``.
 
         Returns:
             The result of the collective: a tensor, array, number, or object.
 
         Raises:
-            CollectiveTimeout: the limit passed. The operation is still pending: call ``wait`` again, do not repeat the
-                call.
+            CollectiveTimeout: the limit passed. The operation is still pending: call ``wait`` again, and do not repeat
+                the collective.
             RanksDisagree: the ranks made different calls.
-            CommunicatorError: MPI failed.
-            NotStarted: this process was forked from the one that started the operation.
+            CommunicatorError: MPI reported an error.
+            NotStarted: this process was forked from the process that started the operation.
         """
         if timeout_seconds is None and config.can_raise:
             timeout_seconds = config.current.deadline_seconds
@@ -149,7 +150,7 @@ class Handle(ABC, Generic[R]):
             raise late
         if self._error is not None:
             self._error_was_seen = True
-            raise self._error.with_traceback(self._traceback)  # the same traceback, however often the error is raised
+            raise self._error.with_traceback(self._traceback)  # Otherwise the traceback would grow with every call.
         self._hand_over()
         result: Any = self._result
         if self.to_array is not None:
@@ -157,45 +158,45 @@ class Handle(ABC, Generic[R]):
         return result  # type: ignore[no-any-return]
 
     def _hand_over(self) -> None:
-        """Order this thread's later work on the result after the operation."""
+        """Make this thread's later work on the result wait for the operation."""
 
     def is_settled(self) -> bool:
-        """Return whether the host has finished its part of the operation; a GPU may still be at work."""
+        """Return whether the host has finished its part of the operation; a GPU may still be working on it."""
         return self._complete(0)
 
     def who_is_late(self) -> str:
-        """Return a sentence with the ranks that have not called the operation; a question if they are not known."""
+        """Return a sentence that lists the ranks that have not called the operation, or a question if unknown."""
         work = self._work
         return (work.late_ranks() if work is not None else "") or "Has every rank launched it?"
 
     def expect(self, limit_seconds: float | None = None) -> None:
-        """Count the operation as waited for until it is complete or given up.
+        """Register a wait for the operation, until the operation is complete or ``give_up`` is called.
 
-        Callers use this for waits inside torch's C++ code, which we cannot observe. ``limit_seconds`` is the limit of
-        such a wait, as in ``wait``.
+        Callers use this for waits inside torch's C++ code, which we cannot observe. ``limit_seconds`` is the time limit
+        of such a wait, like the argument of ``wait``.
         """
         work = self._work
         if work is not None and work.entry is not None and not self._error_was_seen:
             if limit_seconds is not None:
                 backoff.limited[self] = work.entry[0], limit_seconds
             backoff.active[self] = work.entry[0]
-            if self._work is None:  # the operation has become complete meanwhile
+            if self._work is None:  # Another thread has completed the operation during this call.
                 self._end_wait()
 
     def give_up(self) -> None:
-        """Stop counting the operation as waited for: reports no longer call it late, and its error is not logged."""
+        """Remove the wait that ``expect`` registered, so that reports skip the operation, and do not log its error."""
         self._error_was_seen = True
         self._end_wait()
 
     def on_its_stream(self) -> AbstractContextManager[object]:
-        """Return a context in which this thread's GPU work goes to the operation's stream, if it has one."""
+        """Return a context in which this thread's GPU work runs on the operation's stream, if there is a stream."""
         return contextlib.nullcontext()
 
     def synchronize(self) -> None:
         """Block the host until the operation is complete, also on a GPU.
 
         Raises:
-            TorchMPIError: the operation failed; the errors of ``wait``.
+            TorchMPIError: the operation failed; see ``wait`` for the errors.
         """
         self.wait()
 
@@ -219,7 +220,7 @@ class Handle(ABC, Generic[R]):
             backoff.active.pop(wait, None)
 
     def _complete_within(self, seconds: float) -> bool:
-        """Call ``_complete`` with a limit from the program; the operation does not count as late before the limit."""
+        """Call ``_complete`` with a limit that the program has set; the operation is not late before this limit."""
         work, wait = self._work, object()
         if work is not None and work.entry is not None:
             backoff.limited[wait] = work.entry[0], seconds
@@ -229,7 +230,7 @@ class Handle(ABC, Generic[R]):
             backoff.limited.pop(wait, None)
 
     def _end_wait(self) -> None:
-        """Remove the operation from the waits that ``expect`` has registered."""
+        """Remove the wait for the operation that ``expect`` has registered."""
         backoff.active.pop(self, None)
         backoff.limited.pop(self, None)
 
@@ -257,7 +258,7 @@ class Handle(ABC, Generic[R]):
 
     def __del__(self) -> None:
         if self._error is not None and not self._error_was_seen:
-            logger.error("%s failed, and no thread waited for it: %r", self._label, self._error)
+            logger.error("%s failed, and the program never called wait() on its handle: %r", self._label, self._error)
 
 
 class ThreadHandle(Handle[R]):
@@ -275,10 +276,10 @@ class ThreadHandle(Handle[R]):
         assert work is not None
         self._end_with(self._run)
         self._is_over = True
-        self._open.release()  # waiting threads continue before the steps chained to the operation run
+        self._open.release()  # Let waiting threads continue before the chained steps run.
         try:
             work.on_done()
-        except Exception:  # the communication thread must go on, because it has other operations to carry out
+        except Exception:  # The communication thread must continue with its other operations.
             logger.exception("a step chained to %s failed", self._label)
 
     def _run(self) -> R:
@@ -290,28 +291,29 @@ class ThreadHandle(Handle[R]):
             self._check_process()
         elif not self._is_over:
             with self._waited_for():
-                # The lock only lets the thread sleep. ``_is_over`` decides, because ``acquire`` may also fail while
-                # another waiting thread holds the lock for a moment after the operation is over.
+                # The lock only makes the thread sleep. The result is ``_is_over``, because ``acquire`` may also fail
+                # when another waiting thread briefly holds the lock after the operation is over.
                 if self._open.acquire(timeout=lock_timeout(timeout_seconds)):
                     self._open.release()
         return self._is_over
 
 
 def _call_of(label: object) -> tuple[str | None, Any]:
-    """Return the collective and the communicator of an operation whose label is its plan; None for other work."""
+    """Return (name of the collective, communicator) of an operation whose label is a plan, else (None, None)."""
     return getattr(label, "name", None), getattr(label, "comm", None)
 
 
 def lock_timeout(seconds: float | None) -> float:
-    """Return ``seconds`` (None: without limit) as the timeout of a lock."""
+    """Return ``seconds`` (None: no limit) as a timeout for ``Lock.acquire``."""
     return -1 if seconds is None else min(max(0.0, seconds), threading.TIMEOUT_MAX)
 
 
 def wait_all(handles: Iterable[Handle[Any]]) -> list[Any]:
     """Wait for every handle, in order, and return their results.
 
-    All handles are waited for, also after an error; then the first error is raised, with a note that says how many more
-    operations failed. Other ranks need not wait together or in this order.
+    After an error the function still waits for the remaining handles, and then raises the first error. A note on this
+    error gives the number of other operations that failed. Other ranks need not wait at the same time, or in the same
+    order.
 
     Args:
         handles (iterable of Handle): handles to wait for.
@@ -320,7 +322,7 @@ def wait_all(handles: Iterable[Handle[Any]]) -> list[Any]:
         The list of results, in the order of ``handles``.
 
     Raises:
-        TorchMPIError: an operation failed; the errors of ``Handle.wait``.
+        TorchMPIError: an operation failed; see ``Handle.wait`` for the errors.
 
     Examples:
         >>> tensors = [torch.ones(2), torch.ones(3)]
@@ -334,12 +336,12 @@ def wait_all(handles: Iterable[Handle[Any]]) -> list[Any]:
             results.append(handle.wait())
         except Exception as error:
             if error is not handle._error and not isinstance(error, CollectiveTimeout):
-                raise  # a signal's handler raised the error, not the operation
+                raise  # A signal handler raised the error, not the operation.
             errors.append(error)
     if errors:
         first = errors[0]
-        if len(errors) > 1 and hasattr(first, "add_note"):  # Python 3.11
-            first.add_note(f"wait_all: {len(errors) - 1} more operations failed")
+        if len(errors) > 1 and hasattr(first, "add_note"):  # Python 3.11 added this method.
+            first.add_note(f"wait_all: number of other operations that failed: {len(errors) - 1}")
         raise first
     return results
 
@@ -373,11 +375,11 @@ class RequestHandle(Handle[R]):
 
     @property
     def comm(self) -> Any:
-        """Return the communicator of the operation; None if it is not known."""
+        """The communicator of the operation; None if it is not known."""
         return _call_of(self._label)[1]
 
     def stay_in(self, table: dict[int, RequestHandle[Any]]) -> None:
-        """Enter ``table`` until the operation is complete, so that MPI's buffers outlive the program's reference."""
+        """Stay in ``table`` until the operation is complete, so that a program may drop the handle before."""
         self._table = table
         table[id(self)] = self
 
@@ -391,10 +393,10 @@ class RequestHandle(Handle[R]):
     def _advance_until(self, timeout_seconds: float | None) -> bool:
         """Advance the transfer, one thread at a time; return whether it is complete within ``timeout_seconds``."""
         deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
-        # Only the main thread may block in MPI: another thread could still be inside when the main thread ends MPI.
+        # Only the main thread may block in MPI. Any other thread could still be in MPI when the main thread ends it.
         blocks = timeout_seconds is None and threading.current_thread() is threading.main_thread()
         if not self._lock.acquire(timeout=lock_timeout(timeout_seconds)):
-            return False  # another thread advances the transfer
+            return False  # Another thread is advancing the transfer.
         try:
             while self._work is not None:
                 self._advance(self._work, wait=blocks)
@@ -405,7 +407,7 @@ class RequestHandle(Handle[R]):
                 elif time.monotonic() >= deadline:
                     return False
                 else:
-                    time.sleep(0)  # no longer pause, because MPI may advance large messages only inside these calls
+                    time.sleep(0)  # Do not sleep: MPI may advance large messages only inside these calls.
             return True
         finally:
             self._lock.release()
@@ -418,8 +420,8 @@ class RequestHandle(Handle[R]):
                     self._requests[-1].Wait()
                 elif not self._requests[-1].Test():
                     return
-            # After MPI's error the other requests stay under way, because MPI may still write into their buffers. An
-            # exception of a signal's handler passes through here, and this request stays under way too.
+            # After an error from MPI, the loop still waits for the other requests, because MPI may write into their
+            # buffers. An exception from a signal handler is not caught here, so this request stays under way too.
             except (MPI.Exception, TorchMPIError) as error:
                 self._failure = self._failure or work.explain(error)
             self._requests.pop()
@@ -436,11 +438,11 @@ class RequestHandle(Handle[R]):
         return self._work.finish()
 
     def settle(self) -> None:
-        """Block until the operation is complete, and raise nothing. Reports do not count this wait."""
+        """Block until the operation is complete, without raising its error; reports do not show this wait."""
         self._advance_until(None)
 
     def cancel(self) -> None:
-        """Cancel receives that have no message yet: threads that wait for them raise CommunicatorError.
+        """Cancel receives for which no message has arrived; threads that wait for them raise CommunicatorError.
 
         Receives for which the main thread waits are not cancelled.
         """

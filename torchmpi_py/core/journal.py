@@ -1,18 +1,18 @@
-"""The journal: it records each operation on the node's board, compares it with the neighbour's, and times it.
+"""The journal records each operation on the node's board, with its times, and compares it with the neighbour's.
 
 The idea: each rank writes a record and a fingerprint of every call to memory that its node shares
 (``status_board.py``), and reads the fingerprint of one neighbour (``sequences.py``). So a mismatch raises an error in
-the call, and any rank can report what a stopped or dead rank did. The alternative is an exchange of messages before
-each collective, as in PyTorch's ``TORCH_DISTRIBUTED_DEBUG=DETAIL``. It also covers ranks of other nodes, but it makes
-each call wait for the slowest rank twice, and a rank that hangs cannot answer. Across nodes ``watch/cross_check.py``
-compares the records instead, outside of calls.
+the call, and any rank can report the last operations of a stopped or dead rank. The alternative is an exchange of
+messages before each collective, as in PyTorch's ``TORCH_DISTRIBUTED_DEBUG=DETAIL``. Such an exchange also covers ranks
+of other nodes, but it makes each call wait for the slowest rank twice, and a rank that hangs cannot answer. For ranks
+of different nodes ``watch/cross_check.py`` compares the records, outside of calls.
 
-Every call pays for the journal. So ``record`` and ``end`` hold their steps inline, and the texts and the checksum of a
-call are cached by its place in the program. ``python benchmarks/watching.py`` measures the overhead.
+The journal adds to the time of every call. So ``record`` and ``end`` call few functions, and a call's texts and
+checksum are cached by the call's place in the program. ``python benchmarks/watching.py`` measures the overhead.
 
-An operation is *under way* while a call carries it out: it has begun, it has not ended, and its communicator is not
-freed. It is also under way while a thread waits for it (``backoff.active``). A future counts as a wait from its request
-on. ``watch/watchdog.py`` looks at the oldest operation under way.
+An operation is *under way* while a call carries it out: the operation has begun, it has not ended, and its communicator
+is not freed. An operation is also under way while a thread waits for it (``backoff.active``). A program that has
+requested a future counts as waiting for the operation. ``watch/watchdog.py`` checks the oldest operation under way.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ from torchmpi_py.errors import RanksDisagree, TorchMPIError
 
 R = TypeVar("R")
 _HALF = status_board.NUM_RECORDS // 2 - 1
-_LATELY_NS = 1_000_000_000  # the time between two looks of the watchdog
+_LATELY_NS = 1_000_000_000  # longer than the interval between two checks of the watchdog
 _NEXT = 1 << CHECKSUM_BITS  # Fingerprints whose XOR is less than this have equal generations and sequence numbers.
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_BENCH = os.path.join(_PACKAGE, "bench", "")  # The bench calls collectives as a user's program does.
+_BENCH = os.path.join(_PACKAGE, "bench", "")  # Reports show calls from here, as from a program.
 MOST_CALLS_KEPT = 4096
-_SIZE_INDEX = 2  # Index of the number of bytes in ``Recorded.fingerprint``, if all ranks need the same size.
-_AGREED = (TorchMPIError, ValueError, TypeError)  # Other errors come from MPI, from one rank, or from a signal handler.
-_NO_CALL = (None, ..., None, 0, 0)  # unequal to every call
+_SIZE_INDEX = 2  # index of the number of bytes in ``Recorded.fingerprint``, if all ranks must pass the same size
+# The ranks raise these errors together. Other errors come from MPI, from one rank, or from a signal handler.
+_AGREED = (TorchMPIError, ValueError, TypeError)
+_NO_CALL = (None, ..., None, 0, 0)  # differs from the cached values of every call
 
 Entry = tuple[int, int, int, int, int, CallSequence | None]
-"""A recorded operation: the record's number, the words where the record begins and ends, the word of the neighbour's
-fingerprint, this rank's fingerprint, and the sequence if there is one. It is a plain tuple, because every call creates
+"""A recorded operation: number of the record, index of its first word, index of its end time, index of the neighbour's
+fingerprint, this rank's fingerprint, and sequence or None. An entry is a plain tuple, because every call creates
 one."""
 
 evicted_open: dict[int, Record] = {}
-"""Operations under way in one thread whose records other threads may have overwritten, by number."""
+"""Operations under way whose records may have been overwritten by operations of other threads, by number."""
 
 
 class RecordedGroup(Protocol):
@@ -62,7 +63,7 @@ class RecordedGroup(Protocol):
 
     @property
     def sequences(self) -> Sequence[CallSequence]:
-        """Return the sequence of operations of each thread role."""
+        """The sequence of operations of each thread role."""
 
 
 class Method(Protocol):
@@ -73,11 +74,11 @@ class Method(Protocol):
 
     @property
     def exchanges_headers(self) -> bool:
-        """Whether the ranks compare their calls by headers of their own, before any data moves."""
+        """Whether the ranks exchange headers, by which the flavour compares their calls before any data moves."""
 
 
 class Recorded(Protocol):
-    """The interface through which the journal and the reports read an operation: a ``Plan``, or ``Plain``."""
+    """The interface of ``Plan`` and ``Plain`` through which the journal and the reports read an operation."""
 
     @property
     def name(self) -> str:
@@ -102,7 +103,7 @@ class Recorded(Protocol):
 
     @property
     def fingerprint(self) -> tuple[Any, ...] | None:
-        """The values that must be equal on all ranks; None for an operation that has no counterparts to compare."""
+        """The values that must be equal on all ranks; None for an operation that is not compared between ranks."""
 
 
 class Plain:
@@ -119,27 +120,29 @@ class Plain:
 def record(operation: Recorded, thread_role: int, form: int = 0, frame: FrameType | None = None) -> Entry:
     """Record an operation that begins now or is launched now; return its entry.
 
-    ``frame`` is the frame to show as the call, by default the caller of the collective. ``form`` is IS_LAUNCH for a
-    launched operation, with IS_ASYNCHRONOUS if its counterparts on other ranks must be asynchronous too.
+    ``frame`` is the frame that reports show as the place of the call; the default is the caller of the collective.
+    ``form`` is IS_LAUNCH for a launched operation, combined with IS_ASYNCHRONOUS if its counterparts on other ranks
+    must be asynchronous too.
 
-    Raise RanksDisagree if the neighbour calls another operation, unless the flavour's headers find such a difference.
+    Raise RanksDisagree if the neighbour calls another operation, unless the flavour compares the calls by headers.
     """
     board = status_board.current
     assert board is not None, "operations are recorded between start and stop"
-    # 1. The call: texts, slot and checksum, cached from the last call at this place in the program.
+    # 1. Get the texts, slot and checksum of the call, cached from the last call at this place in the program.
     # The default skips our own frames: record(), run or launch, the collective.
     frame = frame or _getframe(2).f_back or _getframe(2)
     code, parts, sequence = frame.f_code, operation.fingerprint, operation.comm.sequences[thread_role]
     known_code, known_parts, known_sequence, names, checksum = board.calls.get(id(code) + frame.f_lasti, _NO_CALL)
     if known_parts != parts or known_sequence is not sequence or known_code is not code:
         names, checksum = _look_up(board, operation, sequence, frame)
-    # 2. The record. Twice per round through all records, save the open ones before they are overwritten.
+    # 2. Write the record. Twice per round through all records, save the open records before they are overwritten.
     number, (begin_byte, word, end_word) = board.next_record()
     now = monotonic_ns()
     if not number & _HALF:
         _save_open(board)
     if parts is None:
-        # Nothing to compare: return a word of the blank slot as the neighbour's. It is 0, as this fingerprint is.
+        # This operation is not compared, so its fingerprint is 0. In place of the neighbour's word, return a word of
+        # the blank slot, which is 0 too.
         pack(board.mapping, begin_byte, number, 0, now, operation.num_bytes, names | form)
         return number, word, end_word, sequence.blank, 0, None
     if sequence.is_broken:
@@ -154,27 +157,30 @@ def record(operation: Recorded, thread_role: int, form: int = 0, frame: FrameTyp
         fail((number, word, end_word, 0, 0, None))
         raise
     entry = number, word, end_word, neighbours, fingerprint, sequence
-    # 3. The fingerprint, written after its record so that a reader of the fingerprint finds the record. Then compare.
+    # 3. Write the fingerprint after the record, so that a reader of the fingerprint finds the record. Then compare.
     words = board.words
     words[mine] = fingerprint
     theirs = words[neighbours]
-    # The word of a neighbour that is behind or ahead has a different sequence number, which is not a difference.
+    # If the neighbour is behind or ahead, its word has another sequence number, so the two calls are not comparable.
     if theirs != fingerprint and theirs ^ fingerprint < _NEXT and not operation.flavour.exchanges_headers:
         fail(entry)
-        sequence.is_broken = True  # The neighbour is in its operation of this number, and this rank never enters it.
+        sequence.is_broken = True  # The neighbour may wait in its operation for this rank, which never joins.
         raise RanksDisagree(_difference(number))._of_call(operation.name, operation.comm)
     return entry
 
 
 def record_plain(name: str, comm: RecordedGroup, thread_role: int = DIRECT) -> Entry:
-    """Record an operation that is not a collective but that all ranks call in the same way. ``end`` or ``fail`` it."""
+    """Record an operation that is not a collective, but that all ranks call in the same order; return its entry.
+
+    The caller must pass the entry to ``end`` or ``fail``.
+    """
     return record(Plain(name, comm, (name,)), thread_role)
 
 
 def record_own(name: str, comm: RecordedGroup) -> Entry:
-    """Record a launch by this rank alone, such as a request to a parameter server.
+    """Record a launch by this rank alone, such as a request to a parameter server; return its entry.
 
-    The caller must ``end`` or ``fail`` the record.
+    The caller must pass the entry to ``end`` or ``fail``.
     """
     return record(Plain(name, comm, None), DIRECT, IS_LAUNCH)
 
@@ -182,27 +188,26 @@ def record_own(name: str, comm: RecordedGroup) -> Entry:
 def run_together(
     name: str, comm: RecordedGroup, step: Callable[[], R], *, is_patient: bool = False, frame: FrameType | None = None
 ) -> R:
-    """Run ``step``, recorded as an operation that all ranks call, and in which they wait for each other.
+    """Run ``step`` and return its result; record it as an operation in which all ranks of ``comm`` wait for each other.
 
-    Hang detection applies no timeout to an operation that ``is_patient``. ``frame`` has the meaning that it has in
-    ``record``.
+    Hang detection applies no timeout to an operation that ``is_patient``. See ``record`` for ``frame``.
     """
     return _until_over(record(Plain(name, comm, (name,)), DIRECT, IS_LAUNCH * is_patient, frame), step)
 
 
 def run_alone(name: str, comm: RecordedGroup, step: Callable[[], R], *, frame: FrameType | None = None) -> R:
-    """Run ``step``, recorded as a wait of this rank for other ranks of ``comm``, which need not make the same call."""
+    """Run ``step`` and return its result; record it as a wait for ranks of ``comm`` that need not make this call."""
     return _until_over(record(Plain(name, comm, None), DIRECT, frame=frame), step)
 
 
 def run_while_others_work(name: str, comm: RecordedGroup, step: Callable[[], R]) -> R:
     """Run ``step`` like ``run_together``, at a point where ranks that train asynchronously wait for each other.
 
-    The fastest rank may wait there for hours. So the timeout counts only while every missing rank of this node is
-    silent; a rank that trains makes calls. The timeout never counts where ranks of other nodes may be missing,
-    because this rank cannot see their calls.
+    The fastest rank may wait for hours. So the timeout counts only while no missing rank of this node makes calls, as
+    ranks that train do. The timeout does not count at all if ranks of other nodes may be missing, because this rank
+    cannot see their calls.
     """
-    # A launch is never late. The entry in ``unhurried`` decides whether this operation counts as late.
+    # A launch never counts as late, so the entry in ``unhurried`` alone decides whether this operation does.
     entry = record(Plain(name, comm, (name,)), DIRECT, IS_LAUNCH)
     begin(entry)
     backoff.unhurried[wait := object()] = entry[0], comm.size
@@ -225,17 +230,17 @@ def _until_over(entry: Entry, step: Callable[[], R]) -> R:
 
 
 def begin(entry: Entry) -> None:
-    """Record that a launched operation is carried out from now on."""
+    """Record that a launched operation begins to run now."""
     board = status_board.current
     if board is not None and board.words[entry[1]] == entry[0]:  # The record may have been overwritten.
         board.words[entry[1] + status_board.BEGUN] = monotonic_ns()
 
 
 def end(entry: Entry) -> None:
-    """Record the end of an operation. Raise RanksDisagree if the neighbour's operation of this number differs."""
+    """Record the end of an operation. Raise RanksDisagree if the neighbour's operation with this number differs."""
     number, word, end_word, neighbours, fingerprint, _ = entry
     words = status_board.current.words  # type: ignore[union-attr]
-    # Leave the end unwritten if the record of a long operation has been overwritten.
+    # Do not write the end time if another record has overwritten the record of this operation.
     if not evicted_open or evicted_open.pop(number, None) is None or words[word] == number:
         words[end_word] = monotonic_ns()
     theirs = words[neighbours]  # Compare again, because the neighbour may not have called before the first comparison.
@@ -245,17 +250,17 @@ def end(entry: Entry) -> None:
 
 
 def break_off(entry: Entry) -> None:
-    """Refuse all later operations of the sequence, because some ranks may not have carried out this one."""
+    """Refuse all later operations of the sequence, because some ranks may not have carried out this operation."""
     if entry[5] is not None and not entry[5].is_alone:
         entry[5].is_broken, entry[5].broken_from = True, min(entry[5].broken_from, entry[4])
 
 
 def end_launched(entry: Entry) -> None:
-    """End a launched operation: its record may be overwritten by now, and ``stop`` may have removed the board."""
+    """End a launched operation, even if its record was overwritten or ``stop`` has removed the board."""
     board = status_board.current
     if board is not None:
         if board.words[entry[1]] != entry[0]:
-            # The word for the end now belongs to another operation's record, but the comparison still has to follow.
+            # The word for the end time now belongs to another record, but ``end`` still has to compare the calls.
             entry = entry[0], entry[1], board.scrap_word, *entry[3:]
         end(entry)
 
@@ -266,7 +271,7 @@ def fail(entry: Entry) -> None:
     if (board := status_board.current) is None:
         return
     evicted_open.pop(number, None)
-    # Skip a record that belongs to another operation, and an operation that ``end`` has ended with a difference.
+    # Skip a record that another operation has overwritten, and an operation for which ``end`` wrote a time and raised.
     if board.words[word] == number and board.words[end_word] < board.words[word + status_board.LAUNCHED]:
         board.words[word + status_board.NAMES] |= status_board.HAS_FAILED
         board.words[end_word] = monotonic_ns()
@@ -280,17 +285,17 @@ def _difference(number: int) -> str:
 
 
 def find_record(board: Board, number: int) -> Record | None:
-    """Return a record of this rank; None if it was overwritten, unless its operation is under way."""
+    """Return this rank's record with a number; None if it was overwritten and its operation is not under way."""
     return board.record(number) or evicted_open.get(number)
 
 
 def under_way(board: Board) -> set[int]:
-    """Return the numbers of the operations that this process carries out or waits for."""
+    """Return the record numbers of the operations that this process carries out or waits for."""
     return called(board).union(tuple(backoff.active.values()))
 
 
 def called(board: Board) -> set[int]:
-    """Return the numbers of the operations that the program's threads carry out."""
+    """Return the record numbers of the operations that the program's threads carry out."""
     numbers = {each.number for each in map(board.record, _open(board)) if each and not sequences.is_freed(board, each)}
     numbers.update(number for number, each in tuple(evicted_open.items()) if not sequences.is_passed(board, each))
     late = (number for number, size in tuple(backoff.unhurried.values()) if not _may_arrive(board, number, size))
@@ -298,7 +303,11 @@ def called(board: Board) -> set[int]:
 
 
 def _may_arrive(board: Board, number: int, size: int) -> bool:
-    """Return whether a missing rank is at work or out of sight, and no missing rank is already in ``stop``."""
+    """Return whether the missing ranks may still call the operation with this number.
+
+    They may if one of them has made a call lately, or if ranks of other nodes may be missing. They cannot if one of
+    them is in ``stop``.
+    """
     mine = find_record(board, number)
     if mine is None:
         return True
@@ -316,8 +325,8 @@ def _has_called_lately(board: Board, index: int) -> bool:
 
 
 def _open(board: Board) -> set[int]:
-    """Return the numbers of the records that have not ended and that were not launched for another thread."""
-    # Look at all records with numpy at once, because this runs within a call.
+    """Return the numbers of the records of operations that have not ended and that no other thread carries out."""
+    # Select from all records by one numpy expression, because this code runs within a collective call.
     columns = board.columns
     is_open = (columns[status_board.ENDED] < columns[status_board.LAUNCHED]) & (
         columns[status_board.NAMES] & IS_LAUNCH == 0
@@ -326,10 +335,11 @@ def _open(board: Board) -> set[int]:
 
 
 def _save_open(board: Board) -> None:
-    """Copy the records of open operations before other records overwrite them, except those that are passed.
+    """Copy the records of open operations before they are overwritten, except those that a later operation has passed.
 
-    Operations without a sequence number, such as messages, are not copied. If an exception had left one without an
-    end, no later call would show that it is over. So a hang in a message is invisible once its record is overwritten.
+    Operations without a sequence number, such as messages, are not copied: if an exception left such an operation
+    without an end, no later call would show that it is over. So a hang in a message is invisible after its record was
+    overwritten.
     """
     records = [*filter(None, map(board.record, _open(board))), *evicted_open.values()]
     evicted_open.clear()
@@ -339,11 +349,11 @@ def _save_open(board: Board) -> None:
 
 
 def _look_up(board: Board, operation: Recorded, sequence: CallSequence, frame: Any) -> tuple[int, int]:
-    """Return (NAMES of a call's record, its checksum); cache both for frames of the program, not of the package."""
+    """Return (the word NAMES of a call's record, the call's checksum); cache both if the program made the call."""
     code, parts = frame.f_code, operation.fingerprint
     text, checksum = _text(board, _without_counterparts(operation) if parts is None else parts)
     site = _site(board, frame)
-    # Cache a call only if the frame itself is the site, because one line of the package serves many lines of programs.
+    # Cache only calls from the program itself, because one line of the package serves many lines of programs.
     names = (sequence.index + 1) << 2 * STRING_BITS | text << STRING_BITS | site
     if board.sites.get((id(code), frame.f_lasti), (0,))[0] == site and parts is not None:
         if len(board.calls) > MOST_CALLS_KEPT:
@@ -353,7 +363,7 @@ def _look_up(board: Board, operation: Recorded, sequence: CallSequence, frame: A
 
 
 def _without_counterparts(operation: Recorded) -> tuple[Any, ...]:
-    """Return the parts of the text for an operation without a fingerprint; a message has its source or destination."""
+    """Return the parts of an operation's text if it has no fingerprint, including a message's source or destination."""
     if isinstance(operation, Plain):
         return (operation.name,)
     parts = operation.name, operation.flavour.name, 0, operation.dtype or "object"
@@ -362,7 +372,7 @@ def _without_counterparts(operation: Recorded) -> tuple[Any, ...]:
 
 
 def _text(board: Board, parts: tuple[Any, ...]) -> tuple[int, int]:
-    """Return (string, checksum) of an operation. The string omits the size, because the record holds the size."""
+    """Return (number of an operation's text on the board, checksum). The text omits the size, which the record has."""
     if (cached := board.texts.get(parts)) is not None:
         return cached
     if len(board.texts) > MOST_CALLS_KEPT:
@@ -376,9 +386,10 @@ def _text(board: Board, parts: tuple[Any, ...]) -> tuple[int, int]:
 
 
 def _site(board: Board, frame: Any) -> int:
-    """Return the string of file and line of the nearest caller outside the package, or else of the outermost caller."""
+    """Return the number of the text that shows the nearest caller outside the package, or else the outermost caller."""
     while (site := (board.sites.get((id(frame.f_code), frame.f_lasti)) or _name_frame(board, frame))[0]) < 0:
-        # A thread of torch's has no caller outside. The result is not cached, because elsewhere the same line has one.
+        # In a thread of torch's, no caller is outside the package. Do not cache the result, because the same line may
+        # have such a caller in another thread.
         if frame.f_back is None:
             return board.keep_string(f"{frame.f_code.co_filename}:{frame.f_lineno}", frame.f_code.co_filename)
         frame = frame.f_back
@@ -386,7 +397,10 @@ def _site(board: Board, frame: Any) -> int:
 
 
 def _name_frame(board: Board, frame: Any) -> tuple[int, CodeType]:
-    """Return a frame's string (-1 for the package's own frames) and its code, kept because ids of freed code recur."""
+    """Return the number of a frame's text (-1 for frames of the package) and the frame's code.
+
+    The cache keeps the code alive, because Python uses the id of freed code again.
+    """
     if len(board.sites) > MOST_CALLS_KEPT:
         board.sites.clear()
         board.calls.clear()

@@ -1,7 +1,7 @@
-"""``mpi4py.MPI`` for the rooms above, imported late because the import initializes MPI; and the owner process of MPI.
+"""A lazy ``mpi4py.MPI``, and the process that owns MPI.
 
-``from torchmpi_py.core.mpi_api import MPI`` does not import mpi4py yet. MPI is initialized when the first attribute of
-``MPI`` is read, which happens in ``start``.
+The import of ``mpi4py.MPI`` loads the MPI library, and initializes MPI by default. So ``from torchmpi_py.core.mpi_api
+import MPI`` does not import mpi4py yet. The import happens when the first attribute of ``MPI`` is read, in ``start``.
 
 The process that starts the first session is the *owner* of MPI. A forked child (of a data loader, for example) inherits
 its parent's state, but neither the rank nor MPI. So the child must not call MPI, wait for the parent's operations, or
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 else:
 
     class _LazyModule:
-        """A stand-in for ``mpi4py.MPI`` that looks up each attribute once and keeps it."""
+        """A substitute for ``mpi4py.MPI`` that looks up each attribute once and keeps it."""
 
         def __getattr__(self, name: str) -> Any:
-            # A tool that lists names does not use MPI, so it must not initialize MPI.
+            # A tool that inspects modules reads such names, but must not initialize MPI.
             if name.startswith("__") and "mpi4py.MPI" not in sys.modules:
                 raise AttributeError(name)
             from mpi4py import MPI
@@ -51,5 +51,5 @@ def _disown() -> None:
 
 
 def is_forked() -> bool:
-    """Return whether this process is a fork of the owner."""
+    """Return whether this process was forked from the owner."""
     return _is_forked
