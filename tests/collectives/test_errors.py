@@ -82,8 +82,8 @@ def test_unknown_and_undefined_ops(mpi):
 
 def test_an_out_that_does_not_fit(mpi):
     x, size = torch.ones(mpi.size(), 2), mpi.size()
-    raises_everywhere(mpi, ValueError, rf"out has shape \(3,\).*\({size}, 2\)", mpi.allreduce, x, out=torch.ones(3))
-    raises_everywhere(mpi, ValueError, "out is torch.float64", mpi.allreduce, x, out=x.double())
+    raises_everywhere(mpi, ValueError, rf"out must have the result's shape \({size}, 2\), but it has \(3,\)", mpi.allreduce, x, out=torch.ones(3))
+    raises_everywhere(mpi, ValueError, "but it is torch.float64", mpi.allreduce, x, out=x.double())
     raises_everywhere(mpi, TypeError, "out must be a torch.Tensor, not list", mpi.reduce, x, out=[1.0])
     raises_everywhere(mpi, ValueError, r"the result has shape \(1, 2\)", mpi.reduce_scatter, x, out=x.new_empty(4))
     raises_everywhere(mpi, ValueError, r"the result has shape \(1, 2\)", mpi.scatter, x, out=x.new_empty(2, 2))
@@ -264,15 +264,15 @@ def nested(**options):
 
 
 WITHOUT_MEMORY = {
-    "a Wrapper without memory of its own .*; pass the plain tensor": lambda: torch.Tensor._make_wrapper_subclass(
+    "a Wrapper without its own memory .*; pass the plain tensor": lambda: torch.Tensor._make_wrapper_subclass(
         Wrapper, (4,)
     ),
-    "a FakeTensor without memory": lambda: FakeTensorMode().from_tensor(torch.ones(4)),
+    "a FakeTensor without its own memory": lambda: FakeTensorMode().from_tensor(torch.ones(4)),
     r"a MaskedTensor; pass .*\.get_data": lambda: torch.masked.masked_tensor(torch.ones(2), torch.ones(2).bool()),
     r"a nested tensor; pass the result of \.to_padded_tensor": nested,
     r"a nested tensor; .*\.to_padded_tensor": lambda: nested(layout=torch.jagged),
     r"a quantized tensor; .*\.dequantize": lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8),
-    "on the meta device, without val": lambda: torch.nn.Parameter(torch.ones(4, device="meta")),
+    "on the meta device, so it has no val": lambda: torch.nn.Parameter(torch.ones(4, device="meta")),
 }
 
 

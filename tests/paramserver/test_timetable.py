@@ -38,7 +38,7 @@ def test_every_integration_has_its_fetch(prefetch, delay):
     ("options", "words"),
     [
         ({"prefetch": 11}, "prefetch=11 is more than update_frequency=10"),
-        ({"update_frequency": 0}, "update_frequency=0: give a whole number"),
+        ({"update_frequency": 0}, "update_frequency=0: expected a whole number"),
         ({"send_frequency": 2.5}, r"send_frequency=2\.5"),
         ({"init_delay": -1}, "init_delay=-1"),
         ({"prefetch": True}, "prefetch=True"),

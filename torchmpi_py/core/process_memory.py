@@ -1,4 +1,4 @@
-"""Copies between the memories of two processes by the kernel (Linux: ``process_vm_readv``)."""
+"""Copies from the memory of another process, by the kernel (``process_vm_readv`` of Linux)."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ if hasattr(_libc, "process_vm_readv"):
 def read(pid: int, source: int, destination: int, num_bytes: int) -> None:
     """Copy from an address in another process to an address in this process.
 
-    Raise OSError if the kernel refuses (ESRCH: the process has ended), AttributeError if the kernel lacks the call.
+    Raise OSError if the kernel refuses (ESRCH: the process has ended), and AttributeError if the C library lacks the
+    function.
     """
-    while num_bytes:  # The kernel copies about 2 GiB per call.
+    while num_bytes:  # The kernel copies at most about 2 GiB per call.
         here, there = _Piece(destination, num_bytes), _Piece(source, num_bytes)
         count = _libc.process_vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
         if count <= 0:

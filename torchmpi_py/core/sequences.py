@@ -1,21 +1,22 @@
-"""Sequences: the operations of a communicator in one thread, in their order, and their comparison between ranks.
+"""Sequences: the ordered operations of a communicator in one thread, and their comparison between ranks.
 
-The n-th operation must be the same on all ranks: the same collective, with sizes, dtype, op and root that fit. The
-idea: each rank writes the fingerprint of its n-th operation to the board, and compares it with that of one neighbour,
-the next rank of its node. If any two ranks of the node differ, some rank differs from its neighbour, so the cost does
-not grow with the number of ranks. The alternative, in which one rank compares all, would burden that rank and leave
-the others without an error. The price is that an error may name only the ranks that have already called.
+The n-th operation must be the same on all ranks: the same collective, with matching sizes, dtype, op and root. The
+idea: each rank writes the fingerprint of its n-th operation to the board, and compares this fingerprint with the
+fingerprint of one neighbour, the next rank of its node. If any two ranks of the node differ, then some rank differs
+from its neighbour. So this finds every difference, at a cost that does not grow with the number of ranks. The
+alternative, in which one rank compares all fingerprints, would slow that rank down and leave the other ranks without an
+error. The disadvantage is that an error may list only the ranks that have already called.
 
 A rank compares twice: when the operation begins, and again before it returns. The first comparison is early enough to
-stop the call before any data moves, but it finds a difference only if the neighbour called first. By the second
-comparison the neighbour has called too, if ranks wait for each other in the operation. ``journal.py`` carries out these
-steps; a ``CallSequence`` holds the places of the fingerprints.
+stop the call before any data moves, but it finds a difference only if the neighbour called first. At the second
+comparison the neighbour has called too, provided that the ranks wait for each other in the operation. ``journal.py``
+carries out these steps; a ``CallSequence`` stores the positions of the fingerprints.
 
 The ranks of a communicator agree on the generation of their slots, so that equal operations have equal fingerprints.
-A rank without a neighbour compares with itself. A rank without a slot (all slots are in use) writes to a slot that no
-rank reads, and compares with an empty slot.
+A rank without a neighbour compares its fingerprint with itself. A rank without a slot (all slots are in use) writes to
+a slot that no rank reads, and compares with an empty slot.
 
-The second half of the file finds, in the records beside the fingerprints, which ranks differ and how.
+The second half of this file finds out, from the records on the board, which ranks differ and how.
 """
 
 from __future__ import annotations
@@ -42,14 +43,17 @@ _NO_SLOT = BoardSlot(-1, 0)
 
 
 def offer() -> list[int]:
-    """Return this rank's data for a new communicator: its rank in the world, and a slot for each thread role."""
+    """Return this rank's data for a new communicator: the world rank, and a slot for each thread role."""
     if (board := status_board.current) is None:
         return [0, *_NO_SLOT, *_NO_SLOT]
     return [board.get(WORLD_RANK), *(board.acquire_slot() or _NO_SLOT), *(board.acquire_slot() or _NO_SLOT)]
 
 
 class CallSequence:
-    """This rank's operation counter for one communicator and one thread role; ``offers``: one row per rank."""
+    """This rank's count of operations for one communicator and one thread role.
+
+    ``offers`` contains the result of ``offer`` on each rank, one row per rank.
+    """
 
     def __init__(self, rank: int, places: Places, offers: Any, thread_role: int, key: str) -> None:
         numbers, generations = offers.T[1 + 2 * thread_role : 3 + 2 * thread_role]
@@ -79,7 +83,8 @@ class CallSequence:
         slots = dict(zip(places.locals[here].tolist(), numbers[here].tolist(), strict=True))
         board.slots_of[self.slot.number] = slots
 
-        # 3. The neighbour is the next rank of this node that has a slot too. Without a neighbour it is this rank.
+        # 3. Find the neighbour: the next rank of this node that also has a slot. If there is no such rank, this rank
+        # compares its fingerprints with themselves.
         first = neighbours_first = board.first_fingerprint(board.index, self.slot.number)
         for other in [*here[here > rank].tolist(), *here[here < rank].tolist()]:
             if (index := int(places.locals[other])) in board.indices:
@@ -89,18 +94,18 @@ class CallSequence:
         self._count_from(first, neighbours_first)
 
     def _count_from(self, first: int, neighbours_first: int) -> None:
-        # Every rank writes its n-th operation to word n of its slot, modulo the slot's size.
+        # Every rank writes the fingerprint of its n-th operation to word n of its slot, modulo the slot's size.
         words = [(first + number, neighbours_first + number) for number in range(FINGERPRINTS_PER_SLOT)]
         step = 1 << CHECKSUM_BITS
-        # A sequence number that overflows changes the generation, which happens on all ranks at the same operation.
+        # If the sequence number overflows, the generation changes, on all ranks at the same operation.
         fingerprints = itertools.count((self.generation << status_board.SEQUENCE_NUMBER_BITS) * step + step, step)
         self.next_fingerprint: Callable[[], tuple[int, tuple[int, int]]] = zip(
             fingerprints, itertools.cycle(words[1:] + words[:1]), strict=False
         ).__next__
-        """Return the next operation's fingerprint without checksum, and the words of this rank and the neighbour."""
+        """Return the next operation's fingerprint without checksum, and the indices of both ranks' words."""
 
     def free(self) -> None:
-        """Release the slot."""
+        """Release this rank's slot on the board."""
         if self._board is not None and self.slot is not None:
             self._board.slots_of.pop(self.slot.number, None)
             self._board.release_slot(self.slot)
@@ -108,7 +113,7 @@ class CallSequence:
 
 
 def refused(name: str, comm: object) -> CommunicatorError:
-    """Return the error of a call on a communicator whose sequence is broken."""
+    """Return the error to raise in a call on a communicator whose sequence is broken."""
     return CommunicatorError(
         f"{name}: an earlier call on {comm!r} failed on this rank, but other ranks may have completed it, so later "
         "calls can no longer be matched. End the job and fix the first error"
@@ -117,15 +122,15 @@ def refused(name: str, comm: object) -> CommunicatorError:
 
 @functools.cache
 def _warn_of_missing_slots() -> None:
-    """Warn once per process."""
+    """Warn, once per process, that calls on further communicators are not compared."""
     logger.warning(
-        "more than %d communicators: calls on further ones are not compared between ranks; free() unused communicators",
+        "more than %d communicators are in use, so calls on new ones are not compared; free() those you do not need",
         status_board.NUM_SLOTS // 2,
     )
 
 
 class Side(NamedTuple):
-    """Another rank of the node at the same sequence number: its operation, and whether it equals this rank's."""
+    """The operation of another rank of the node with the same sequence number as this rank's operation."""
 
     local: int
     is_same: bool
@@ -133,7 +138,10 @@ class Side(NamedTuple):
 
 
 def sides(board: Board, mine: Record, *, only_different: bool = False) -> Iterator[Side]:
-    """Yield the other ranks that have reached this operation's sequence number, or only those that differ."""
+    """Yield a ``Side`` for each other rank that has reached the sequence number of this rank's operation.
+
+    With ``only_different``, skip ranks whose operation equals this rank's operation.
+    """
     others = board.slots_of.get(mine.slot, {}) if mine.sequence_number else {}
     for index in sorted(others, key=lambda index: board.get(WORLD_RANK, index)):
         if index == board.index or index not in board.indices:
@@ -142,44 +150,45 @@ def sides(board: Board, mine: Record, *, only_different: bool = False) -> Iterat
         theirs = board.words[first + mine.sequence_number % FINGERPRINTS_PER_SLOT]
         # With a different generation or sequence number, the rank is behind or a round ahead, or its slot was reused.
         has_come, is_same = theirs >> CHECKSUM_BITS == mine.fingerprint >> CHECKSUM_BITS, theirs == mine.fingerprint
-        if has_come and not (is_same and only_different):  # Reading a record is slow, and mostly no rank differs.
+        if has_come and not (is_same and only_different):  # Reading a record is slow, and usually no rank differs.
             yield Side(index, is_same, board.counterpart(mine.slot, mine.fingerprint, index))
 
 
 def behind(board: Board, mine: Record) -> list[int]:
     """Return the local ranks of this node that have not reached the sequence number of this rank's operation."""
     slots = board.slots_of.get(mine.slot, {}) if mine.sequence_number else {}
-    # This needs no answer from the other ranks: the words of a stopped or dead rank stay readable.
+    # The other ranks need not answer, because the words of a stopped or dead rank stay readable.
     place, seen = mine.fingerprint >> CHECKSUM_BITS, board.indices
     return [index for index, slot in slots.items() if index in seen and last_place(board, index, slot) < place]
 
 
 def last_place(board: Board, index: int, slot: int) -> int:
     """Return the generation and sequence number, as one number, of the last operation in a rank's slot."""
-    # Fingerprints grow with the sequence number, so the largest is the last; an empty slot holds 0.
+    # Fingerprints grow with the sequence number, so the largest fingerprint is the last. An empty slot contains zeros.
     first = board.first_fingerprint(index, slot)
     return max(board.words[first : first + FINGERPRINTS_PER_SLOT]) >> CHECKSUM_BITS
 
 
 def last_places(board: Board, slots: Iterable[int]) -> dict[tuple[int, str], int]:
-    """Return the ``last_place`` of this rank's slots, by the generation and the ranks of each slot's communicator."""
+    """Return the ``last_place`` of each slot of this rank, by (generation, ranks) of the slot's communicator."""
     groups = {slot: board.group(board.index, slot) for slot in slots}
     return {(group.generation, group.ranks): last_place(board, board.index, slot) for slot, group in groups.items()}
 
 
 def is_numbered(mine: Record) -> bool:
-    """Return whether an operation has a place in a sequence; messages and operations without a slot have none."""
+    """Return whether an operation has a place in a sequence; messages and operations without a slot do not."""
     return bool(mine.sequence_number) and mine.slot >= 0
 
 
 def is_freed(board: Board, mine: Record) -> bool:
     """Return whether the communicator of this rank's operation was freed.
 
-    If so the operation is over, even without a recorded end: an exception from a signal handler may have skipped it.
+    If so, the operation is over even if its end was not recorded, because of an exception from a signal handler.
     """
     if not is_numbered(mine):
         return False
-    # Another communicator may have the slot by now; then the slot is empty until that communicator's first operation.
+    # Another communicator may use the slot now. Compare the generations, because the slot is empty until the first
+    # operation of that communicator.
     mines = mine.fingerprint >> CHECKSUM_BITS + status_board.SEQUENCE_NUMBER_BITS
     ahead = (board.generation_of(board.index, mine.slot) - mines) % status_board.NUM_GENERATIONS
     return mine.slot not in board.slots_of or 0 < ahead < status_board.NUM_GENERATIONS // 2
@@ -188,14 +197,14 @@ def is_freed(board: Board, mine: Record) -> bool:
 def is_passed(board: Board, mine: Record) -> bool:
     """Return whether a later operation of the sequence was recorded, or the communicator was freed.
 
-    The operation may still hang if one call records several operations at once, or if several threads call.
+    Even so, the operation may hang if one call records several operations, or if several threads make calls.
     """
     is_later = is_numbered(mine) and last_place(board, board.index, mine.slot) > mine.fingerprint >> CHECKSUM_BITS
     return is_later or is_freed(board, mine)
 
 
 def difference(board: Board, mine: Record) -> str:
-    """Describe how other ranks differ from this rank's operation; empty if no rank differs or none has called yet."""
+    """Return a description of the ranks whose operation differs from this rank's operation; empty if there are none."""
     different = list(sides(board, mine, only_different=True))
     if not different:
         return ""
@@ -204,17 +213,17 @@ def difference(board: Board, mine: Record) -> str:
 
 
 def describe_sides(board: Board, mine: Record, others: list[Side]) -> str:
-    """Describe this rank's call and the calls of other ranks."""
+    """Return a description of this rank's call and of the calls of up to four other ranks."""
     theirs = [f"rank {board.get(WORLD_RANK, side.local)} {_describe(side.record)}" for side in others[:_MOST_NAMED]]
     return "; ".join([f"this rank {_describe(mine)}", *theirs])
 
 
 def _describe(record: Record | None) -> str:
-    return "does something else" if record is None else f"calls {record.call}"
+    return "makes a different call" if record is None else f"calls {record.call}"
 
 
 def ranks_as_text(ranks: Ranks[int], *, strides: bool = False) -> str:
-    """Return ranks as ``0-3,5``, with ranges; with ``strides`` also every second or n-th rank as ``0-8/2``."""
+    """Return ranks as text, such as ``0-3,5``; with ``strides``, write ranks at equal distances as ``0-8/2``."""
     runs: list[list[int]] = []
     for rank in ranks:
         last = runs[-1] if runs else []
@@ -222,7 +231,7 @@ def ranks_as_text(ranks: Ranks[int], *, strides: bool = False) -> str:
         if continues or (strides and len(last) == 1 and rank > last[0]):
             last.append(rank)
         elif strides and len(last) == 2 and last[1] - last[0] > 1:
-            # Two ranks alone do not make a stride: the second rank may begin a run with the new rank.
+            # Two ranks are not yet a stride, because the second of them may begin a run with the new rank.
             runs[-1:] = [last[:1], [last[1], rank] if rank > last[1] else [last[1]]]
             runs += [] if rank > last[1] else [[rank]]
         else:
@@ -247,5 +256,5 @@ def ranks_from_text(text: str) -> list[int]:
 
 
 def is_cut(text: str) -> bool:
-    """Return whether the text of the ranks was cut; such ranks are many, and mostly on several nodes."""
+    """Return whether a text of ranks was cut, which happens to many ranks, usually on several nodes."""
     return text.endswith(status_board.LEFT_OUT)

@@ -1,19 +1,20 @@
-"""The status board: what each rank of a node does and has done, in memory that all of them can read at any time.
+"""The status board: the current and past operations of each rank of a node, in memory that all these ranks can read.
 
-The idea: each rank writes only its own part, and other ranks can read the part even if its writer is stopped or dead.
-The alternative, messages between threads of the ranks, needs an answer from the rank that hangs. A part holds:
+The idea: each rank writes its own part, and other ranks can read the part even if its writer is stopped or dead. Into
+another rank's part, a rank writes only requests. The alternative, messages between threads of the ranks, needs an
+answer from the rank that hangs. A part contains:
 
-- header: numbers of the rank, such as its process and its rank in the world
-- fingerprints: a *slot* for each communicator and thread, with the fingerprints of its last operations
-- generations: for each slot, the number of the communicator that has it now, counted over all its communicators
-- records: the last operations of the rank with their times, which are the flight recorder
+- header: numbers that describe the rank, such as its process ID and its world rank
+- fingerprints: a *slot* for each communicator and thread, with the fingerprints of the last operations
+- generations: for each slot, a number that identifies its communicator, larger than for earlier communicators
+- records: the last operations of the rank with their times (the flight recorder)
 - groups: for each slot, the key and the ranks of its communicator
 - strings: the texts of the calls, and their places in the program
 - text: stacks of the rank's threads, written when another rank requests them
 
-A fingerprint is one 64-bit word, so that it is written at once. It contains the slot's generation, the operation's
-sequence number in the communicator, and a checksum of the values that must be equal on all ranks. So ranks compare
-calls without a message.
+A fingerprint is one 64-bit word, so that a single store writes it. It contains the slot's generation, the operation's
+sequence number in the communicator, and a checksum of the values that must be equal on all ranks. So ranks can compare
+their calls without a message.
 """
 
 from __future__ import annotations
@@ -42,33 +43,33 @@ logger = logging.getLogger("torchmpi_py")
 NUM_RECORDS = 1024
 NUM_SLOTS = 512
 FINGERPRINTS_PER_SLOT = 64
-NUM_STRINGS, NUM_SHORT_STRINGS = 1024, 128  # The second number counts the strings that are reserved for short texts.
+NUM_STRINGS, NUM_SHORT_STRINGS = 1024, 128  # number of all strings, and of the strings reserved for short texts
 STRING_BYTES = 128
 TEXT_BYTES = 16 << 10
 GROUP_BYTES = 256
 LEFT_OUT = "..."  # the end of a list of ranks that was cut
 BLANK_SLOT, SCRAP_SLOT = NUM_SLOTS, NUM_SLOTS + 1
-"""Two more slots: one that stays empty, and one for fingerprints that no rank reads."""
+"""Two additional slots: one that stays empty, and one for fingerprints that no rank reads."""
 
 # Bits of a fingerprint: checksum, sequence number, generation
 CHECKSUM_BITS = SEQUENCE_NUMBER_BITS = 24
 GENERATION_SHIFT, NUM_GENERATIONS = CHECKSUM_BITS + SEQUENCE_NUMBER_BITS, 1 << 15
 
 RECORD = struct.Struct("7Q")
-"""Number, fingerprint, time of launch, bytes, names, time of begin, time of end."""
+"""Number, fingerprint, launch time, bytes, names, begin time, end time."""
 pack = struct.Struct("5Q").pack_into
-"""Write a record without the times of its begin and end."""
+"""Write a record except its begin and end times."""
 RECORD_BYTES = RECORD.size
 LAUNCHED, NAMES, BEGUN, ENDED = 2, 4, 5, 6
-"""Words of a record. A new record does not overwrite its last two words, so times before the launch are invalid. A
-blocking operation begins at its launch."""
-STRING_BITS = 16  # NAMES: three numbers of this width (site, text, slot + 1), then three flags
+"""Indices of words in a record. ``pack`` does not overwrite the begin and end times of the former record, so times
+before the launch are invalid. A blocking operation begins at its launch."""
+STRING_BITS = 16  # NAMES consists of three numbers of this width (site, text, slot + 1) and three flags.
 IS_LAUNCH = 1 << 3 * STRING_BITS
 HAS_FAILED = IS_LAUNCH << 1
 ASYNCHRONOUS_SHIFT = 3 * STRING_BITS + 2
 IS_ASYNCHRONOUS = 1 << ASYNCHRONOUS_SHIFT
 
-# A rank's part: the positions up to the generations are in words, the later ones in bytes.
+# Positions in a rank's part, in words up to GENERATIONS_BEGIN, and in bytes from RECORDS_BEGIN on
 HEADER_WORDS = 64
 GENERATIONS_BEGIN = HEADER_WORDS + (NUM_SLOTS + 2) * FINGERPRINTS_PER_SLOT
 RECORDS_BEGIN = (GENERATIONS_BEGIN + NUM_SLOTS) * 8
@@ -81,15 +82,20 @@ PART_BYTES = -(-(TEXT_BEGIN + TEXT_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
 PROCESS, WORLD_RANK, TEXT_WANTED, TEXT_LENGTH, TEXT_GIVEN, HAS_LEFT, NAMESPACE, STARTED, EPOCH = range(9)
 """EPOCH: the epoch time minus the time of records, whose clock is monotonic."""
 CLAIMED_LATE, CLAIMED_DEATH, CLAIMED_DIFFERENCE, CLAIMED_ASKED, LATE_NUMBER = range(9, 14)
-WAITS_IN, WAITS_ALONE = 14, 15  # from the watchdog's last look (``watch/wait_cycles.py``)
-"""CLAIMED_*: when this rank last claimed a report, by reason (``watch/watchdog.py``). LATE_NUMBER: the late record."""
+WAITS_IN, WAITS_ALONE = 14, 15  # from the watchdog's last check (``watch/wait_cycles.py``)
+"""CLAIMED_*: the time at which this rank last claimed a report, by reason (``watch/watchdog.py``). LATE_NUMBER: the
+number of the late operation's record."""
 STOPPING, STOPPED, ENDING, DRAINING = 1, 2, 3, 4
-"""Values of HAS_LEFT. STOPPING: the rank waits for the others in ``mpi.stop()``. STOPPED: it no longer needs them.
-ENDING: it is about to end the job. DRAINING: it is in ``mpi.stop()``, but may still run operations launched before."""
+"""Values of HAS_LEFT. STOPPING: the rank waits for the other ranks in ``mpi.stop()``. STOPPED: the rank no longer needs
+the other ranks. ENDING: the rank is about to end the job. DRAINING: the rank is in ``mpi.stop()``, but may still run
+operations that were launched before."""
 
 
 class Record(NamedTuple):
-    """An operation of a rank. Times are ns since the epoch, 0 before the event. ``ended`` < 0 means a failure."""
+    """An operation of a rank.
+
+    Times are in ns since the epoch, and 0 before the event. If ``ended`` is negative, the operation failed.
+    """
 
     number: int
     fingerprint: int
@@ -101,12 +107,12 @@ class Record(NamedTuple):
     num_bytes: int
     text: str  # the collective and its arguments, without the size
     site: str
-    is_launch: bool  # whether another thread or MPI carries it out
+    is_launch: bool  # whether another thread or MPI carries out the operation
     is_asynchronous: bool = False  # whether it is the asynchronous version, which never matches the blocking one
 
     @property
     def is_queued(self) -> bool:
-        """Whether the operation was launched but has not begun, as far as known; MPI does not show when it begins."""
+        """Whether the operation was launched but is not known to have begun; MPI does not report when it begins."""
         return self.is_launch and not self.begun and not self.ended
 
     @property
@@ -126,10 +132,10 @@ class Record(NamedTuple):
 
 
 class BoardSlot(NamedTuple):
-    """A slot of a rank. The generation shows a late reader that another communicator has the slot by now."""
+    """A slot of a rank. The generation shows a reader whether another communicator has taken over the slot."""
 
     number: int
-    generation: int  # starts at 1; the ranks of a communicator agree on the largest of theirs
+    generation: int  # starts at 1; the ranks of a communicator agree on the largest of their generations
 
 
 class Group(NamedTuple):
@@ -141,7 +147,7 @@ class Group(NamedTuple):
 
 
 class ReadableBoard:
-    """A board as any process reads it, even after the job. ``begins`` holds each part's first byte, by local rank."""
+    """A board that any process can read, even after the job. ``begins`` maps a local rank to its part's first byte."""
 
     def __init__(self, mapping: mmap.mmap, begins: dict[int, int], index: int) -> None:
         self.mapping, self._begins, self.index = mapping, begins, index
@@ -158,17 +164,17 @@ class ReadableBoard:
         return np.frombuffer(self.words[first : first + length], dtype=np.uint64).reshape(NUM_RECORDS, -1).T
 
     def get(self, word: int, index: int | None = None) -> int:
-        """Return a word of a rank's header, by default of this rank's."""
+        """Return a word of a rank's header; the default is this rank."""
         return self.words[self._begins[self.index if index is None else index] // 8 + word]
 
     def group(self, index: int, slot: int) -> Group:
-        """Return the communicator that has this slot of a rank, or had it last."""
+        """Return the communicator that uses this slot of a rank, or that used it last."""
         begin = self._begins[index] + GROUPS_BEGIN + slot * GROUP_BYTES
         key, _, ranks = self._text(begin, GROUP_BYTES).rpartition("|")
         return Group(self.generation_of(index, slot), key, ranks)
 
     def generation_of(self, index: int, slot: int) -> int:
-        """Return the generation of the communicator that has this slot of a rank, or had it last."""
+        """Return the generation of the communicator that uses this slot of a rank, or that used it last."""
         return self.words[self._begins[index] // 8 + GENERATIONS_BEGIN + slot]
 
     def first_fingerprint(self, index: int, slot: int) -> int:
@@ -178,27 +184,28 @@ class ReadableBoard:
     def records(self, index: int) -> list[Record]:
         """Return the last operations of a rank, the newest first."""
         begin = self._begins[index] + RECORDS_BEGIN
-        # Copy once, because the writer goes on. A record written during the copy may be half old and half new.
+        # Copy all records first, because the writer continues. A record that is written during the copy may be partly
+        # old and partly new.
         data = self.mapping[begin : begin + NUM_RECORDS * RECORD_BYTES]
         return [self._record(index, values) for values in sorted(RECORD.iter_unpack(data), reverse=True) if values[0]]
 
     def latest(self, index: int) -> Record | None:
-        """Return the last operation of a rank without decoding the other records; None if there was none."""
+        """Return the last operation of a rank without decoding the other records; None if the rank has no records."""
         place = int(self.columns_of(index)[0].argmax())
         values = RECORD.unpack_from(self.mapping, self._begins[index] + RECORDS_BEGIN + place * RECORD_BYTES)
         return self._record(index, values) if values[0] else None
 
     def find_slot(self, index: int, generation: int, ranks: str) -> int | None:
-        """Return the slot in which a rank has the communicator of these ranks; None if no slot has it now."""
+        """Return the slot that a rank uses for a communicator, identified by its generation and ranks, else None."""
         slots = (slot for slot in range(NUM_SLOTS) if self.generation_of(index, slot) == generation)
         return next((slot for slot in slots if self.group(index, slot).ranks == ranks), None)
 
     def now(self, index: int) -> int:
-        """Return the current time on the scale of a rank's records."""
+        """Return the current time in ns, on the clock of a rank's records."""
         return time.monotonic_ns() + self.get(EPOCH, index)
 
     def read_text(self, index: int) -> str:
-        """Return the stacks that a rank has published."""
+        """Return the text in which a rank has published the stacks of its threads."""
         begin = self._begins[index] + TEXT_BEGIN
         return self.mapping[begin : begin + self.get(TEXT_LENGTH, index)].decode(errors="replace")
 
@@ -207,7 +214,7 @@ class ReadableBoard:
         slot = (names >> 2 * STRING_BITS & 0xFFFF) - 1
         sequence_number = fingerprint >> CHECKSUM_BITS & (1 << SEQUENCE_NUMBER_BITS) - 1
         is_launch, epoch = bool(names & IS_LAUNCH), self.get(EPOCH, index)
-        # Times before the launch are left over from the overwritten record.
+        # Times before the launch belong to the overwritten record.
         begun = launched if not is_launch else begun if begun >= launched else 0
         ended = (ended + epoch) * (-1 if names & HAS_FAILED else 1) if ended >= launched else 0
         begun, launched = begun and begun + epoch, launched + epoch
@@ -221,15 +228,15 @@ class ReadableBoard:
         return self._text(self._begins[index] + STRINGS_BEGIN + number * STRING_BYTES, STRING_BYTES) or "?"
 
     def _text(self, begin: int, length: int) -> str:
-        """Return the text up to the first NUL, because the rest of an older text may follow the NUL."""
+        """Return a text up to its first NUL; the end of an older, longer text may follow the NUL."""
         return self.mapping[begin : begin + length].partition(b"\0")[0].decode(errors="replace")
 
 
 class Board(ReadableBoard):
-    """The board of this rank's node. Creating it is collective over the ranks of the node.
+    """The board of this rank's node. All ranks of the node must create it together.
 
-    If the ranks cannot share memory, each rank has a board of its own with only its own part. ``path`` names a file
-    that keeps the board for readers after the job. The path on the node's first rank counts.
+    If the ranks cannot share memory, each rank has a separate board, which contains only that rank's part. ``path`` is
+    the file in which the board can be read after the job. Only the path of the node's first rank counts.
     """
 
     def __init__(self, node: MPI.Comm, places: Sequence[Place], world_rank: int, path: str = "") -> None:
@@ -240,36 +247,36 @@ class Board(ReadableBoard):
         def map_board(path: str, identity: shared_files.Identity) -> mmap.mmap:
             return shared_files.map_file(path, size, identity)
 
-        # 1. Map one file for all ranks of the node, or memory of this rank alone.
+        # 1. Map one file that all ranks of the node share. If that fails, map memory for this rank alone.
         try:
             mapping, _ = shared_files.share(node, 0, size, map_board, ways)
         except Unavailable as error:
             if node.rank == 0 and node.size > 1:
                 logger.warning(
-                    "the ranks of this node cannot share memory (%s): their calls are not compared, a death is not "
-                    "noticed, and reports show only the reporting rank",
+                    "the ranks of this node cannot share memory (%s). So their calls are not compared, the death of a "
+                    "rank is not noticed, and each report shows only the rank that writes it",
                     error,
                 )
             mapping, indices = mmap.mmap(-1, PART_BYTES), [index]
         super().__init__(mapping, {index: part * PART_BYTES for part, index in enumerate(indices)}, index)
         self._begin = self._begins[index]
         self.scrap_word = self._begin // 8 + HEADER_WORDS - 1
-        """A word that takes the end of an operation whose record was overwritten."""
+        """The index of a word to which the end time of an operation is written if its record was overwritten."""
 
         # 2. Create this rank's own tables, in its private memory.
         self._free_slots = list(range(NUM_SLOTS - 1, -1, -1))
         self._generation = 0
         self._strings: dict[str, int] = {}
-        self.slots_of: dict[int, dict[int, int]] = {}  # own slot -> slots of the same sequence by local rank
+        self.slots_of: dict[int, dict[int, int]] = {}  # this rank's slot: {local rank: slot}
         self._first_record = (self._begin + RECORDS_BEGIN) // 8
         self.columns = self.columns_of(self.index)
         self.next_record: Callable[[], tuple[int, tuple[int, int, int]]] = self._count_records()
-        """Return the number of the next record, and its place: in bytes, in words, and the word of its end."""
+        """Return the number of the next record, and (its first byte, its first word, the word of its end time)."""
         self.texts: dict[tuple[Any, ...], tuple[int, int]] = {}  # the journal's cache of strings and checksums
         self.sites: dict[tuple[int, int], tuple[int, CodeType]] = {}
         self.calls: dict[int, tuple[CodeType, Any, object, int, int]] = {}
 
-        # 3. After the barrier every rank can read the headers of the others.
+        # 3. Write this rank's header. After the barrier every rank can read all headers.
         self._write_header(world_rank)
         backoff.fenced(node.Barrier)()
 
@@ -282,29 +289,30 @@ class Board(ReadableBoard):
     def _write_header(self, world_rank: int) -> None:
         self.put(WORLD_RANK, world_rank)
         self.put(PROCESS, os.getpid())
-        # In another PID namespace (a container) the same number means another process.
+        # In another PID namespace (a container) another process may have the same number.
         with contextlib.suppress(OSError):
             self.put(NAMESPACE, os.stat("/proc/self/ns/pid").st_ino)
         self.put(EPOCH, time.time_ns() - time.monotonic_ns())
         self.put(STARTED, (find_process(os.getpid()) or UNKNOWN_PROCESS).started)
 
     def put(self, word: int, value: int, index: int | None = None) -> None:
-        """Write a word of the header of this rank, or of another rank as a request to that rank."""
+        """Write a word of this rank's header, or of another rank's header as a request to that rank."""
         self.words[self._begins[self.index if index is None else index] // 8 + word] = value
 
     def acquire_slot(self) -> BoardSlot | None:
-        """Return an empty slot of this rank; None if all are in use."""
+        """Return an empty slot of this rank; None if all slots are in use."""
         if not self._free_slots:
             return None
         self._generation += 1
         number = self._free_slots.pop()
-        # Clear the slot before the other ranks learn of it, because it holds another communicator's fingerprints.
+        # Clear the slot before the other ranks know its number, because it may contain fingerprints of another
+        # communicator.
         begin = self.first_fingerprint(self.index, number) * 8
         self.mapping[begin : begin + FINGERPRINTS_PER_SLOT * 8] = bytes(FINGERPRINTS_PER_SLOT * 8)
         return BoardSlot(number, self._generation)
 
     def publish_slot(self, slot: BoardSlot, generation: int, key: str, ranks: str) -> None:
-        """Write the generation on which the ranks have agreed, and the slot's communicator."""
+        """Write the generation on which the ranks have agreed, and the key and ranks of the slot's communicator."""
         # The next slot of this rank then gets a generation that no rank of this communicator has used.
         self._generation = max(self._generation, generation)
         self.words[self._begin // 8 + GENERATIONS_BEGIN + slot.number] = generation
@@ -312,19 +320,19 @@ class Board(ReadableBoard):
         self.mapping[begin : begin + GROUP_BYTES] = _group_as_bytes(key, ranks)
 
     def release_slot(self, slot: BoardSlot) -> None:
-        """Make the slot free for another communicator."""
+        """Make a slot of this rank available for another communicator."""
         self._free_slots.append(slot.number)
 
     def keep_string(self, text: str, short: str = "") -> int:
-        """Return the number by which this rank's records refer to a text; the end of a long text is kept.
+        """Store a text, or the end of a long text, and return the number by which this rank's records refer to it.
 
-        Return the number of ``short`` when no space is left for long texts, and 0 when none is left for any text.
+        Return the number of ``short`` if no space is left for long texts, and 0 if no space is left for any text.
         """
         number = self._strings.get(text)
         if number is None:
             if len(self._strings) + 1 >= NUM_STRINGS - (NUM_SHORT_STRINGS if short else 0):
                 return self.keep_string(short) if short else 0
-            # The end of a text says more than its start: the file's name, the line, the function.
+            # Cut the start of a long text, because its end contains the file's name, the line and the function.
             self._strings[text] = number = len(self._strings) + 1
             data = text.encode(errors="backslashreplace")[-STRING_BYTES:].ljust(STRING_BYTES, b"\0")
             begin = self._begin + STRINGS_BEGIN + number * STRING_BYTES
@@ -332,13 +340,16 @@ class Board(ReadableBoard):
         return number
 
     def record(self, number: int) -> Record | None:
-        """Return a record of this rank; None if it was overwritten."""
+        """Return the record of this rank with a number; None if the record was overwritten."""
         begin = (self._first_record + number % NUM_RECORDS * (RECORD_BYTES // 8)) * 8
         values = RECORD.unpack_from(self.mapping, begin)
         return self._record(self.index, values) if values[0] == number else None
 
     def counterpart(self, slot: int, fingerprint: int, index: int) -> Record | None:
-        """Return another rank's record of the operation in this rank's slot with this fingerprint, checksum aside."""
+        """Return another rank's record of the operation that has this fingerprint in this rank's ``slot``.
+
+        The checksums may differ. Return None if the other rank has no such record.
+        """
         theirs, place = self.slots_of.get(slot, {}).get(index), fingerprint >> CHECKSUM_BITS
         return next(
             (r for r in self.records(index) if r.slot == theirs and r.fingerprint >> CHECKSUM_BITS == place), None
@@ -353,11 +364,11 @@ class Board(ReadableBoard):
 
 
 current: Board | None = None
-"""The board of the session. Only a session assigns it, so read it as ``status_board.current``."""
+"""The board of the session. Only a session assigns this variable; read it as ``status_board.current``."""
 
 
 def _group_as_bytes(key: str, ranks: str) -> bytes:
-    """Return key and ranks as bytes. Dots replace what does not fit; the end of the key is cut first."""
+    """Return key and ranks as GROUP_BYTES bytes. If they are too long, cut the end of the key first, and add dots."""
     if len(ranks) > GROUP_BYTES - 8:
         ranks = ranks[: GROUP_BYTES - 12].rpartition(",")[0] + f",{LEFT_OUT}"
     name, room = key.encode(errors="backslashreplace"), GROUP_BYTES - 1 - len(ranks)
@@ -366,7 +377,7 @@ def _group_as_bytes(key: str, ranks: str) -> bytes:
 
 
 class Process(NamedTuple):
-    """A process: ``state`` is the system's letter; ``started`` distinguishes processes that reuse a number."""
+    """A process: the letter of its state, and its start time, which differs if a process ID is used again."""
 
     state: str
     started: int
@@ -381,7 +392,10 @@ UNKNOWN_PROCESS = Process("?", 0)
 
 
 def find_process(number: int) -> Process | None:
-    """Return the process with this number; None if there is none, UNKNOWN_PROCESS if the system has no /proc."""
+    """Return the process with this process ID, or None if it does not exist.
+
+    Return UNKNOWN_PROCESS if /proc is missing or cannot be read.
+    """
     try:
         fields = pathlib.Path(f"/proc/{number}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return Process(fields[0], int(fields[19]))

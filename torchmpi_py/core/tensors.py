@@ -1,8 +1,9 @@
 """Checks of the tensors of a collective, and copies of strided tensors to flat memory and back.
 
-A flavour only ever gets contiguous tensors without pending conjugation or negation. Any other tensor is copied in
-before the operation and, if the operation writes it, copied out afterwards. All checks use properties that are equal on
-every rank (type, dtype, layout, shape). So a mistake raises the same error on every rank, before any data moves.
+A flavour receives only contiguous tensors without pending conjugation or negation. Any other tensor is copied to flat
+memory before the operation and, if the operation writes it, copied back afterwards. All checks use properties that are
+equal on every rank (type, dtype, layout, shape). So a mistake raises the same error on every rank, before any data
+moves.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from torchmpi_py.core.collective import COLLECTIVES, Writes
 Finish = Callable[[], None]
 
 NO_TRANSFORM = (
-    "transforms of torch.func (grad, vmap, jvp, ...) and forward-mode derivatives cannot pass through it; use "
-    "torch.autograd.grad with a function of nn.functional, and create_graph=True for higher derivatives"
+    "transforms of torch.func (grad, vmap, jvp, ...) and forward-mode derivatives are not supported; call "
+    "torch.autograd.grad with functions of torchmpi_py.nn.functional, and create_graph=True for higher derivatives"
 )
 OPS = ("sum", "avg", "prod", "min", "max", "band", "bor", "bxor", "land", "lor")
 _FLOAT_OPS = ("sum", "avg", "prod", "min", "max")
@@ -34,23 +35,24 @@ _STRIDED = torch.strided
 
 
 def ops_of(dtype: torch.dtype) -> tuple[str, ...]:
-    """Return the reductions that are defined for a dtype. On bool, sum and max mean "or", prod and min mean "and"."""
+    """Return the reductions that are defined for a dtype. For bool, sum and max mean "or", prod and min mean "and"."""
     if dtype.is_complex:
         return _COMPLEX_OPS
     if dtype.is_floating_point:
-        return () if str(dtype) == "torch.float4_e2m1fn_x2" else _FLOAT_OPS  # float4_e2m1fn_x2 packs two numbers a byte
+        # An element of float4_e2m1fn_x2 contains two numbers in one byte.
+        return () if str(dtype) == "torch.float4_e2m1fn_x2" else _FLOAT_OPS
     return _INTEGER_OPS if dtype in WHOLE_NUMBERS or dtype == torch.bool else ()
 
 
 def check_known_op(verb: str, op: str) -> None:
-    """Raise a ValueError with the list of known ops unless ``op`` is one of them."""
+    """Raise a ValueError that lists the known ops if ``op`` is unknown."""
     if op not in OPS:
         raise ValueError(f"{verb}: op {op!r} is unknown; known ops: {', '.join(OPS)}")
 
 
 @functools.cache
 def check_op(verb: str, op: str, dtype: torch.dtype) -> None:
-    """Raise a ValueError with the list of allowed ops unless ``op`` is defined for ``dtype``."""
+    """Raise a ValueError that lists the allowed ops if ``op`` is not defined for ``dtype``."""
     check_known_op(verb, op)
     if not ops_of(dtype):
         raise ValueError(f"{verb}: {dtype} cannot be reduced; unpack its values into a tensor of float32 or int32")
@@ -59,10 +61,10 @@ def check_op(verb: str, op: str, dtype: torch.dtype) -> None:
 
 
 def check_rank(verb: str, what: str, value: int, size: int) -> int:
-    """Return ``value`` as a rank of a communicator of ``size`` ranks; raise TypeError or ValueError if it is not."""
+    """Return ``value`` as an int; raise TypeError or ValueError if it is not a rank of a group of ``size`` ranks."""
     try:
         rank = operator.index(value)
-    except (TypeError, ValueError):  # An array or a tensor has __index__, but most of them raise in it.
+    except (TypeError, ValueError):  # Arrays and tensors have __index__, but it raises for most of them.
         rank = None
     if rank is None or isinstance(value, bool):
         hint = f"; the tensor comes first, then {what}" if isinstance(value, Tensor) else ""
@@ -76,12 +78,12 @@ def check_count(what: str, value: int, least: int, unit: str = "") -> int:
     """Return ``value``; raise ValueError unless it is an int of at least ``least``. ``unit`` is a plural noun."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         number = f"a whole number of {unit}" if unit else "a whole number"
-        raise ValueError(f"{what}={value!r}: give {number}, at least {least}")
+        raise ValueError(f"{what}={value!r}: expected {number}, at least {least}")
     return value
 
 
 def check_tensor(verb: str, name: str, x: object) -> Tensor:
-    """Return ``x`` as a dense tensor in memory; raise a TypeError with the remedy for any other type."""
+    """Return ``x``; raise a TypeError with the remedy unless it is a dense tensor in memory."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{verb}: {name} must be a torch.Tensor, not {type(x).__name__}; use torch.as_tensor({name})")
     if x.layout is not _STRIDED or x.is_quantized or x.is_nested or (type(x) is not Tensor and not _is_in_memory(x)):
@@ -101,26 +103,26 @@ def _check_untransformed(verb: str, x: Tensor) -> None:
 def check_parts(verb: str, what: str, parts: Sequence[Tensor]) -> None:
     """Call ``check_tensor`` for each tensor of a list; the caller checks sizes, dtype and device."""
     for number, part in enumerate(parts):
-        # Lists are long, so most tensors skip the full check here.
+        # A list may be long, so ordinary tensors skip the full check.
         if type(part) is not Tensor or part.layout is not _STRIDED or part.is_nested:
             check_tensor(verb, f"number {number} of the {what}", part)
 
 
 def _is_in_memory(x: Tensor) -> bool:
-    """Return whether a tensor of a subclass has values of its own, and is not a wrapper of other tensors."""
+    """Return whether a tensor of a subclass has its own memory, and is not a wrapper of other tensors."""
     try:
         return x.data_ptr() != 0 or (x.numel() == 0 and not hasattr(x, "to_local"))
-    except RuntimeError:  # Such a tensor has no pointer to its values.
+    except RuntimeError:  # ``data_ptr`` raises for a tensor without memory.
         return False
 
 
 def _kind_and_remedy(x: Tensor) -> str:
-    """Return the type of a tensor without values in plain memory, and what to pass instead."""
+    """Return a description of a tensor without plain, dense memory, and advice on the tensor to pass instead."""
     kind = type(x).__name__
     if hasattr(x, "to_local"):
         return f"a {kind}, of which this rank holds only a part; pass the result of .to_local()"
     if hasattr(x, "get_data"):
-        return f"a {kind}; pass the results of .get_data() and .get_mask(), each in a call of its own"
+        return f"a {kind}; pass the results of .get_data() and .get_mask() in separate calls"
     if x.is_nested:
         return "a nested tensor; pass the result of .to_padded_tensor(0.0), or each tensor of .unbind()"
     if x.is_quantized:
@@ -128,10 +130,10 @@ def _kind_and_remedy(x: Tensor) -> str:
     if x.layout is not _STRIDED:
         return f"a {x.layout} tensor; pass a dense tensor, such as the result of .to_dense()"
     if x.is_meta:
-        return "on the meta device, without values; pass a tensor on the CPU or a CUDA device"
+        return "on the meta device, so it has no values; pass a tensor on the CPU or a CUDA device"
     return (
-        f"a {kind} without memory of its own (a wrapper around another tensor, a FakeTensor, or inside torch.func "
-        "or torch.export); pass the plain tensor"
+        f"a {kind} without its own memory (it wraps another tensor, is a FakeTensor, or is inside torch.func or "
+        "torch.export); pass the plain tensor"
     )
 
 
@@ -145,28 +147,28 @@ def check_divisible(verb: str, x: Tensor, size: int) -> None:
 
 
 def check_out(verb: str, out: object, x: Tensor, shape: Sequence[int] | None) -> Tensor:
-    """Return ``out`` as a tensor for the result: same dtype and device as ``x``, and exactly ``shape``."""
+    """Return ``out``; raise an error unless it is a tensor with the dtype and device of ``x``, and with ``shape``."""
     out = check_tensor(verb, "out", out)
     if out.dtype != x.dtype or out.device != x.device:
-        raise ValueError(f"{verb}: out is {out.dtype} on {out.device}, but x is {x.dtype} on {x.device}")
+        raise ValueError(f"{verb}: out must be like x, {x.dtype} on {x.device}, but it is {out.dtype} on {out.device}")
     if shape is not None and out.shape != torch.Size(shape):
-        raise ValueError(f"{verb}: out has shape {tuple(out.shape)}, but the result has shape {tuple(shape)}")
+        raise ValueError(f"{verb}: out must have the result's shape {tuple(shape)}, but it has {tuple(out.shape)}")
     return out
 
 
 def is_flat(x: Tensor) -> bool:
-    """Return whether the memory of ``x`` is its values in order: contiguous, no pending conjugation or negation."""
+    """Return whether ``x`` is flat: contiguous, without pending conjugation or negation."""
     return x.is_contiguous() and not x.is_neg() and not x.is_conj()
 
 
 def flat(x: Tensor) -> Tensor:
-    """Return ``x`` without its history, in flat memory: the same memory if ``x`` is flat, otherwise a copy."""
+    """Return ``x``, detached and in flat memory: in the same memory if ``x`` is flat, otherwise as a copy."""
     x = x.detach()
     return x if is_flat(x) else x.resolve_conj().resolve_neg().contiguous()
 
 
 def flat_copy(x: Tensor) -> Tensor:
-    """Return ``flat(x)`` in new memory, which the program does not change."""
+    """Return a flat copy of ``x`` in new memory, so that the program may change ``x``."""
     return flat(x).clone() if is_flat(x) else flat(x)
 
 
@@ -191,19 +193,19 @@ def _shares_elements(x: Tensor) -> bool:
     if is_nested or x.numel() == 0:
         return False
     places = torch.zeros((), dtype=torch.int64)
-    for stride, extent in dims:  # Overlapping strides, as as_strided can create: compare the place of each element.
+    for stride, extent in dims:  # Strides from ``as_strided`` may overlap, so compare the places of all elements.
         places = places.unsqueeze(-1) + stride * torch.arange(extent)
     return len(torch.unique(places)) < places.numel()
 
 
 def output_buffer(verb: str, target: Tensor, *, holds_input: bool) -> tuple[Tensor, Finish | None]:
-    """Return flat memory to write in place of ``target``, and a function that copies it to ``target``, or None.
+    """Return flat memory to write instead of ``target``, and a function that copies the memory to ``target``.
 
-    With ``holds_input`` the flat memory starts with the values of ``target``. The function is None if there is nothing
-    to copy.
+    With ``holds_input`` the flat memory starts with the values of ``target``. If it is the memory of ``target``, there
+    is nothing to copy, and None replaces the function.
     """
     if not target.is_inference():
-        increment_version(target)  # Autograd does not observe what MPI writes.
+        increment_version(target)  # Autograd cannot observe that MPI writes to the tensor.
     elif not torch.is_inference_mode_enabled():
         target = _writable(target)
     if target.is_contiguous() and not target.is_neg() and not target.is_conj():  # ``is_flat``, inlined for speed
@@ -219,7 +221,7 @@ def output_buffer(verb: str, target: Tensor, *, holds_input: bool) -> tuple[Tens
 
 
 def _writable(x: Tensor) -> Tensor:
-    """Return the memory of a tensor from inference mode as a tensor that can be written outside of that mode."""
+    """Return a tensor that shares the memory of an inference tensor, and can be written outside of inference mode."""
     place = x.untyped_storage(), x.storage_offset(), x.shape, x.stride()
     plain = torch.empty(0, dtype=x.dtype, device=x.device).set_(*place)
     plain = plain.conj() if x.is_conj() else plain
@@ -229,7 +231,7 @@ def _writable(x: Tensor) -> Tensor:
 class _Overwritten(torch.autograd.Function):
     """A node of autograd's graph that replaces the history of a tensor that a collective overwrites.
 
-    Its backward raises an error. Without this node gradients would pass as if the collective had changed nothing.
+    Its backward raises an error. Without this node, gradients would flow as if the collective had changed nothing.
     """
 
     @staticmethod
@@ -241,7 +243,7 @@ class _Overwritten(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> NoReturn:
         raise RuntimeError(
-            f"backward() through a tensor that {ctx.verb} has overwritten, which has no gradient: use "
+            f"backward() reached a tensor that {ctx.verb} has overwritten, so there is no gradient; use "
             f"torchmpi_py.nn.functional.{'sendreceive' if ctx.verb == 'recv' else ctx.verb}, or pass x.detach()"
         )
 
@@ -253,10 +255,10 @@ def writes_into_x(verb: str, out: object) -> bool:
 
 
 def cut_off(verb: str, x: Tensor, out: object) -> None:
-    """Make ``backward`` through the tensor that a collective is about to write raise an error.
+    """Let ``backward`` raise an error if it reaches the tensor that a collective is about to overwrite.
 
-    This affects only tensors in autograd's graph. It happens on every rank, even if the collective writes on its root
-    alone. Raise ValueError if torch forbids in-place writes to the tensor.
+    This affects only tensors in autograd's graph. Every rank does so, even if the collective writes only on its root.
+    Raise ValueError if torch forbids in-place writes to the tensor.
     """
     target = x if writes_into_x(verb, out) else out
     if not isinstance(target, Tensor) or not target.requires_grad or not torch.is_grad_enabled():
@@ -271,7 +273,10 @@ def cut_off(verb: str, x: Tensor, out: object) -> None:
 
 
 def copy_if_overlapping(x: Tensor, buffer: Tensor, place: Tensor | None = None) -> Tensor:
-    """Return ``x``, or a copy if it overlaps ``buffer``, which MPI forbids, and is not the memory of ``place``."""
+    """Return ``x``, or a copy of ``x`` if it overlaps ``buffer``, because MPI forbids this.
+
+    If ``x`` is exactly the memory of ``place``, return ``x``.
+    """
     begin, start = x.data_ptr(), buffer.data_ptr()
     overlap = begin < start + buffer.nbytes and start < begin + x.nbytes
     is_in_place = place is not None and begin == place.data_ptr() and x.nbytes == place.nbytes
@@ -279,6 +284,6 @@ def copy_if_overlapping(x: Tensor, buffer: Tensor, place: Tensor | None = None) 
 
 
 def copy_to(destination: Tensor, source: Tensor) -> None:
-    """Copy ``source`` to ``destination`` unless both are the same memory."""
+    """Copy ``source`` to ``destination`` unless both have the same memory."""
     if destination.data_ptr() != source.data_ptr():
         destination.copy_(source)

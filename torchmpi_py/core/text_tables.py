@@ -1,4 +1,4 @@
-"""Tables as text."""
+"""Tables in Markdown."""
 
 from collections.abc import Sequence
 

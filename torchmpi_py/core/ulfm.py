@@ -1,9 +1,9 @@
-"""ULFM (user-level failure mitigation): the functions of MPI for the survivors when a rank dies.
+"""ULFM (user-level failure mitigation): the functions of MPI with which the survivors continue after a rank has died.
 
 Open MPI 5 has ULFM (``torchmpirun --elastic``, ``mpirun --with-ft ulfm``). Calls that need a dead rank raise an error.
 *Revoking* a communicator makes all calls on it raise, on all ranks, so that no rank waits for a rank that has given up.
-*Agreeing* and *shrinking* still work after that: the survivors decide together what to do, and get a communicator
-without the dead ranks.
+*Agreeing* and *shrinking* still work on a revoked communicator. The survivors agree on the next step, and shrinking
+returns a communicator without the dead ranks.
 
 Source: Bland, Bouteiller, Herault, Bosilca, Dongarra: Post-failure recovery of MPI communication capability (2013).
 """
@@ -25,8 +25,8 @@ _KNOWN_WITHIN_SECONDS = 1.0
 _KNOWN_WITHIN_SECONDS_OF_MPI = 10.0  # time within which a death must be known after an error from MPI
 
 num_acknowledged = 0
-"""Dead ranks that the session already knows and goes on without. An error means a death only if another rank has died.
-Only a session assigns this number."""
+"""The number of dead ranks without which the session already continues. An error means a new death only if more ranks
+have died. Only a session assigns this number."""
 
 _owners: weakref.WeakSet[CommunicatorOwner] = weakref.WeakSet()
 
@@ -35,7 +35,7 @@ class CommunicatorOwner(Protocol):
     """An object that owns MPI communicators."""
 
     def comms(self) -> list[MPI.Comm]:
-        """Return the communicators."""
+        """Return the MPI communicators that the object owns."""
 
 
 def is_elastic(environ: Mapping[str, str] = os.environ) -> bool:
@@ -46,8 +46,8 @@ def is_elastic(environ: Mapping[str, str] = os.environ) -> bool:
 def is_death(error: BaseException | None) -> bool:
     """Return whether an error, or its cause, means that a rank has died or that another rank has noticed a death.
 
-    When a rank dies, Open MPI's collectives may also fail with any other error, or return wrong values that lead to
-    any error later. So MPI's list of failed ranks decides in these cases.
+    When a rank dies, Open MPI's collectives may also fail with any other error, or return wrong values that cause some
+    error later. So for other errors, MPI's list of failed ranks decides.
     """
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or not is_elastic():
@@ -75,7 +75,7 @@ def _is_known(world: MPI.Comm, within_seconds: float) -> bool:
 
 
 def _let_mpi_work(world: MPI.Comm) -> None:
-    """Let Open MPI process messages, because it learns of a death only then. The probe may fail after a death."""
+    """Let Open MPI process messages, because only then can it detect a death. The probe may fail after a death."""
     with contextlib.suppress(Exception):
         world.Iprobe()
 
@@ -94,7 +94,10 @@ def has_lost_ranks() -> bool:
 
 
 def agree(comm: MPI.Comm, is_well: bool) -> bool:
-    """Return whether all ranks of a communicator live and are well; equal on all surviving ranks. Collective."""
+    """Return whether all ranks of a communicator are alive and pass ``is_well=True``.
+
+    All surviving ranks must make this call, and get the same result.
+    """
     try:
         return bool(comm.Agree(int(is_well)))
     except Exception as error:
@@ -104,24 +107,27 @@ def agree(comm: MPI.Comm, is_well: bool) -> bool:
 
 
 def revoke(comm: MPI.Comm) -> None:
-    """Make every call on a communicator raise, on all of its ranks. Not collective."""
+    """Make every call on a communicator raise, on all of its ranks. One rank alone may make this call."""
     if comm and not comm.Is_revoked():
         comm.Revoke()
 
 
 def register(owner: CommunicatorOwner) -> None:
-    """Let ``revoke_all`` reach the communicators of ``owner`` as long as ``owner`` exists."""
+    """Let ``revoke_all`` also revoke the communicators of ``owner``, as long as ``owner`` exists."""
     _owners.add(owner)
 
 
 def revoke_all() -> None:
-    """Make every pending call raise after a death, on this rank and on others. Not collective."""
+    """Revoke all communicators after a death, so that every pending call raises, on this rank and on other ranks.
+
+    One rank alone may make this call.
+    """
     for comm in _comms():
         revoke(comm)
 
 
 def forget_all() -> None:
-    """Forget all registered owners, because their world is given up; other references to them may remain."""
+    """Forget all registered owners, because their world was given up; the program may still refer to them."""
     _owners.clear()
 
 
@@ -146,18 +152,18 @@ def _free_after_translation(group: MPI.Group, everyone: MPI.Group) -> tuple[int,
 
 
 def names_of_dead(before: MPI.Comm, after: MPI.Comm) -> str:
-    """Return the missing ranks, numbered as at the launch."""
+    """Return, as text, the ranks that are in ``before`` but not in ``after``, numbered as at the launch."""
     everyone = sys.modules["mpi4py.MPI"].COMM_WORLD
     known = set(missing(everyone, before))
     return ", ".join(str(rank) for rank in missing(everyone, after) if rank not in known)
 
 
 def died(what: str, comm: MPI.Comm, cause: Exception) -> RankDied:
-    """Return the error of an operation that a death has ended."""
+    """Return the error to raise for an operation that failed because a rank died."""
     everyone = comm.Get_group()
     ranks = _free_after_translation(comm.Get_failed(), everyone)
     everyone.Free()
-    who = f"rank {', '.join(map(str, ranks))}" if ranks else "a rank"
-    error = RankDied(f"{what}: {who} died; wrap the calls in `with mpi.elastic():` to go on with the other ranks")
+    who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else "a rank"
+    error = RankDied(f"{what}: {who} died; to continue with the other ranks, put the calls into `with mpi.elastic():`")
     error.__cause__ = cause
     return error
