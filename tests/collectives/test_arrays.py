@@ -177,5 +177,5 @@ def test_x_and_out_of_two_kinds(mpi, cupy):
     ):
         with pytest.raises(TypeError, match=words):
             mpi.allreduce(x, out=out)
-    with pytest.raises(ValueError, match="out must have the result's shape"):
+    with pytest.raises(ValueError, match="out has shape"):
         mpi.allreduce(np.ones(3, "float32"), out=np.ones(4, "float32"))

@@ -82,7 +82,7 @@ def test_unknown_and_undefined_ops(mpi):
 
 def test_an_out_that_does_not_fit(mpi):
     x, size = torch.ones(mpi.size(), 2), mpi.size()
-    raises_everywhere(mpi, ValueError, rf"out must have the result's shape \({size}, 2\), but it has \(3,\)", mpi.allreduce, x, out=torch.ones(3))
+    raises_everywhere(mpi, ValueError, rf"out has shape \(3,\).*\({size}, 2\)", mpi.allreduce, x, out=torch.ones(3))
     raises_everywhere(mpi, ValueError, "but it is torch.float64", mpi.allreduce, x, out=x.double())
     raises_everywhere(mpi, TypeError, "out must be a torch.Tensor, not list", mpi.reduce, x, out=[1.0])
     raises_everywhere(mpi, ValueError, r"the result has shape \(1, 2\)", mpi.reduce_scatter, x, out=x.new_empty(4))

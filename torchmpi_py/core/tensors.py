@@ -152,7 +152,7 @@ def check_out(verb: str, out: object, x: Tensor, shape: Sequence[int] | None) ->
     if out.dtype != x.dtype or out.device != x.device:
         raise ValueError(f"{verb}: out must be like x, {x.dtype} on {x.device}, but it is {out.dtype} on {out.device}")
     if shape is not None and out.shape != torch.Size(shape):
-        raise ValueError(f"{verb}: out must have the result's shape {tuple(shape)}, but it has {tuple(out.shape)}")
+        raise ValueError(f"{verb}: out has shape {tuple(out.shape)}, but the result has shape {tuple(shape)}")
     return out
 
 
