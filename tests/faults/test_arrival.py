@@ -133,7 +133,7 @@ def test_of_other_hosts_nothing_is_claimed_and_other_users_do_not_count(monkeypa
     with started(monkeypatch, 2, 4, 2).watched():
         report = started(monkeypatch, 2, 4, 2).report()
         assert "1 of 2 ranks are missing on host" in report
-        assert "nothing of the ranks on other hosts" in report
+        assert "the ranks on other hosts are not known here" in report
         with started(monkeypatch, 3, 4, 2).watched():
             assert "No rank is missing on host" in started(monkeypatch, 2, 4, 2).report()
     with started(monkeypatch, 0, 2, 2).watched():

@@ -1,1 +1,1 @@
-"""Start and stop, the place of this rank, exit, and recovery from the death of a rank."""
+"""Start and stop, the placement of the rank on its node, exit, and recovery from the death of a rank."""

@@ -1,12 +1,13 @@
-"""The first wait of a rank, for all ranks to start: after the timeout a report names the missing ranks.
+"""A rank's first wait, until all ranks have started; after the timeout, a report lists the missing ranks.
 
-MPI waits for all ranks when it starts. If mpi4py has started MPI before, the first exchange of ``start`` waits instead.
-At this time the ranks share nothing yet. The idea: each rank binds a Unix socket to an abstract address of its own.
-The other ranks of the host connect to that address to find out whether the rank waits. The alternative, a file per
-rank, needs a folder that all ranks agree on, and remains after a crash. The report knows nothing of ranks on other
-hosts, except that not all of them wait.
+MPI waits for all ranks when it is initialized. If mpi4py has initialized MPI before, the first exchange of ``start``
+waits instead. At this time the ranks share no memory yet. The idea: each rank binds a Unix socket to its own abstract
+address. The other ranks of the host connect to that address to find out whether the rank waits. The alternative, a file
+per rank, needs a folder that all ranks agree on, and the files remain after a crash. The report cannot show which ranks
+of other hosts wait.
 
-MPI is started through ctypes, because this lets Python's other threads run during the wait. mpi4py's start does not.
+MPI is initialized through ctypes, because this lets Python's other threads run during the wait. mpi4py would block
+them.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ from torchmpi_py.watch import abort, watchdog
 
 _CONNECT_SECONDS = 60.0
 LEAST_SECONDS = 20.0
-"""The least timeout of a start, because the timeout of operations may be shorter than the import of torch."""
+"""The shortest timeout of ``start``, because the timeout of operations may be shorter than the import of torch."""
 
 _LOOK_SECONDS = 0.5
-_OTHERS_END_SECONDS = 5.0  # the time in which the reporting rank has to end the job
+_OTHERS_END_SECONDS = 5.0  # time within which the reporting rank has to end the job
 _REPORTED = "reported"  # the address of the reporting rank
 _CALLS = "mpi.start() or init_process_group()"
 
 
 def limit_of(tuning: Tuning) -> float:
-    """Return the seconds that a start waits for all ranks: the timeout of operations, at least 20; 0 means no limit."""
+    """Return the limit, in seconds, for the wait in ``start``: the timeout of operations, at least 20; 0 for none."""
     return max(tuning.deadline_seconds, LEAST_SECONDS) if tuning.deadline_seconds else 0.0
 
 
 class Wait:
     """A wait for all ranks of the job, in the function ``called``, of at most ``seconds`` (0: no limit).
 
-    A limit below 60 s does not count while all ranks wait on this host, because MPI may still be connecting them. With
-    ``at_deadline="report"`` the wait continues after the report; otherwise the job ends.
+    A limit below 60 s is raised to 60 s while all ranks of the job wait on this host, because MPI may still be
+    connecting them. With ``at_deadline="report"`` the wait continues after the report; otherwise the job ends.
     """
 
     def __init__(self, called: str, seconds: float, at_deadline: str) -> None:
@@ -58,7 +59,7 @@ class Wait:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch the block in which this rank waits for all others."""
+        """Watch a ``with`` block in which this rank waits for all other ranks."""
         if not self._is_watched:
             yield
             return
@@ -73,7 +74,7 @@ class Wait:
     def _watch(self, sockets: contextlib.ExitStack) -> None:
         """Report a wait that takes too long, and end the job.
 
-        This method runs in a thread. ``sockets`` close after the wait.
+        This method runs in a thread. The sockets in ``sockets`` close after the wait.
         """
         ages, is_reported = watchdog.Ages(time.monotonic()), False
         while (age := ages.seconds.get(0, 0.0)) < self._seconds or (age < _CONNECT_SECONDS and self._all_are_here()):
@@ -81,47 +82,48 @@ class Wait:
                 return
             ages.look([0], time.monotonic())
             is_reported = is_reported or _is_bound(_address(_REPORTED))
-        # One rank of the host reports: the first that binds the address. The others let that rank end the job, unless
-        # the job still runs some seconds later: then another program of this user may have bound the address.
+        # One rank of the host reports: the first rank that binds the address. The other ranks wait for that rank to end
+        # the job. If the job still runs some seconds later, another program of this user may have bound the address, so
+        # this rank reports too.
         is_reported = is_reported or not _bind(_address(_REPORTED), sockets)
         if is_reported and (not self._ends or self._over.wait(_OTHERS_END_SECONDS)):
             return
         report = self.report()
         watchdog.print_to_stderr(f"torchmpi_py: {report}")
-        if self._ends and not self._over.wait(2 * _LOOK_SECONDS):  # Meanwhile the others see the address.
+        if self._ends and not self._over.wait(2 * _LOOK_SECONDS):  # Now the other ranks see the address.
             self._end_job(report.split(". Every rank")[0])
 
     def _all_are_here(self) -> bool:
-        """Return whether all ranks of the job wait on this host. Then MPI is connecting them; a busy host is slow."""
+        """Return whether all ranks of the job wait on this host. If so, MPI is connecting them, perhaps slowly."""
         ranks = range(self._size or 0) if variables.job_name(os.environ) else ()
         return bool(ranks) and all(_is_bound(_address(str(rank))) for rank in ranks)
 
     def report(self) -> str:
-        """Describe the ranks that wait and the ranks that are missing, as far as this host shows."""
+        """Return a text that lists the waiting and the missing ranks, as far as they are known on this host."""
         here = [rank for rank in range(self._size or 0) if _is_bound(_address(str(rank)))] or [self._rank]
         who = f"{_ranks(here)} of {self._size or '?'} wait{'s' * (len(here) == 1)} in {self.called}"
-        end = "the job ends" if self._ends else "the wait goes on"
+        end = "the job ends" if self._ends else "the wait continues"
         seconds = max(self._seconds, _CONNECT_SECONDS) if self._all_are_here() else self._seconds
         return f"{who}, for {seconds:g} s now. {self._missing(here)}. Every rank has to call {_CALLS}; {end}"
 
     def _missing(self, here: list[int]) -> str:
-        """Return the sentence on the missing ranks; ``here`` are the waiting ranks of this host."""
+        """Return a sentence about the missing ranks; ``here`` lists the waiting ranks of this host."""
         size, on_host = self._size, variables.local_size_in(os.environ)
         if size is None or not variables.job_name(os.environ):
-            return "This host cannot tell which ranks are missing"
+            return "It is not known which ranks are missing"
         if len(here) == size:
-            return "No rank is missing, but MPI does not connect them"
+            return "No rank is missing, but MPI has not connected the ranks"
         if on_host == size:
             running = exit_marks.ranks_running(Path(os.environ.get("TORCHMPIRUN_JOB_DIR", os.devnull)))
             missing = [rank for rank in range(size) if rank not in here]
             return f"Missing: {', '.join(f'rank {rank}{_state(rank, running)}' for rank in missing)}"
-        others = f"host {socket.gethostname()}; this host knows nothing of the ranks on other hosts"
+        others = f"host {socket.gethostname()}; the ranks on other hosts are not known here"
         if on_host is None or len(here) == on_host:
-            return f"No rank is missing on {others}" if on_host else f"These ranks are on {others}"
+            return f"No rank is missing on {others}" if on_host else f"These ranks wait on {others}"
         return f"{on_host - len(here)} of {on_host} ranks are missing on {others}"
 
     def _end_job(self, report: str) -> None:
-        # This ends the job if MPI has started. Otherwise the launcher ends the other ranks when this one exits.
+        # This ends the job if MPI has started. Otherwise the launcher ends the other ranks when this rank exits.
         abort.abort(abort.EXIT_CODE, report)
         with contextlib.suppress(Exception):
             folder = os.environ.get("TORCHMPIRUN_JOB_DIR", "")
@@ -134,9 +136,9 @@ class Wait:
 
 
 def initialise_mpi() -> None:
-    """Start MPI with mpi4py's settings, as its import would, but let Python's other threads run.
+    """Initialize MPI with mpi4py's settings, as an import of mpi4py.MPI would, but let Python's other threads run.
 
-    Collective over all ranks of the job.
+    All ranks of the job must make this call.
     """
     import mpi4py
 
@@ -156,7 +158,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _state(rank: int, running: dict[int, int]) -> str:
-    """Return torchmpirun's knowledge of a missing rank; ``running``: process numbers of ranks that have not ended."""
+    """Return the state of a missing rank, in parentheses; ``running`` has the process IDs of ranks that still run."""
     if not running:
         return ""
     if rank not in running:
@@ -165,12 +167,12 @@ def _state(rank: int, running: dict[int, int]) -> str:
 
 
 def _address(who: str) -> str:
-    job = zlib.crc32(os.fsencode(variables.job_name(os.environ)))  # The name itself may be too long for an address.
+    job = zlib.crc32(os.fsencode(variables.job_name(os.environ)))  # The full name may be too long for an address.
     return f"\0torchmpi_py-{os.getuid()}-{job:08x}-{who}"
 
 
 def _bind(address: str, sockets: contextlib.ExitStack) -> bool:
-    """Bind an address until ``sockets`` close; return False if another process has it."""
+    """Bind an address until ``sockets`` is closed; return False if another process has bound the address."""
     listener = sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     try:
         listener.bind(address)

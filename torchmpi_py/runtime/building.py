@@ -1,9 +1,9 @@
-"""The watch over what ranks build together after all have arrived: in ``start``, and in a recovery from a death.
+"""Hang detection while the ranks build a session together: in ``start``, and in a recovery from a death.
 
-The watchdog is itself a part of what is built, and it watches only operations. A rank may hang outside of any
-operation: before the watchdog runs, or in a user's function that ``start`` calls. So after the timeout (at least two
-minutes) a report shows where the ranks are, and the job ends as for a late operation. Until the watchdog runs, a thread
-of this module gives this rank's stacks to the reporting rank.
+The watchdog is itself a part of the session, and it watches only operations. A rank may hang outside of any operation:
+before the watchdog runs, or in a user's function that ``start`` calls. So after the timeout (at least two minutes) this
+module reports where the ranks are, and the job ends as for a late operation. Until the watchdog runs, a thread of this
+module provides this rank's stacks to the reporting rank.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.core.status_board import CLAIMED_LATE
 from torchmpi_py.watch import abort, job_reports, reports, stacks, watchdog
 
-_LEAST_SECONDS = 120.0  # long enough for functions of the user's, and for trials of GPUs, which may wait a minute
+_LEAST_SECONDS = 120.0  # long enough for the user's functions, and for trials of GPUs, which may take a minute
 _GIVE_SECONDS = 0.1
 
 
 @contextlib.contextmanager
 def watched(what: str, tuning: Tuning) -> Iterator[None]:
-    """Watch the block in which the ranks build ``what`` together."""
+    """Watch a ``with`` block in which the ranks build a session together; reports call the block ``what``."""
     if tuning.deadline_seconds == 0 or MPI.COMM_WORLD.size == 1:
         yield
         return
@@ -44,9 +44,9 @@ class _Construction:
         self._has_reported = False
 
     def run(self) -> None:
-        """Report after the timeout, and end the job."""
+        """Report the ranks' positions if the block exceeds the timeout, and end the job."""
         ages = watchdog.Ages(time.monotonic())
-        # A collective inside the block began later, so give it time to raise an error of its own.
+        # A collective inside the block began later than the block, so give it time to raise its own error.
         while ages.seconds.get(0, 0.0) < self._seconds + job_reports.RAISE_SECONDS:
             if self._is_over_within(_GIVE_SECONDS):
                 return
@@ -59,7 +59,7 @@ class _Construction:
                 self._end(patience_seconds)
 
     def _report(self) -> float:
-        """Report where the ranks are; return the seconds in which other ranks may still report."""
+        """Report where the ranks are; return the number of seconds to wait for reports of other ranks."""
         board = status_board.current
         self._has_reported = board is None or watchdog.claim(board, CLAIMED_LATE)
         if not self._has_reported:
@@ -71,14 +71,17 @@ class _Construction:
         return watchdog.tell_late(board, report, ends=self._ends)
 
     def _end(self, patience_seconds: float) -> None:
-        """End the job after some seconds, unless all parts are built meanwhile."""
+        """End the job after some seconds, unless the block ends before."""
         if not self._is_over_within(patience_seconds):
             abort.abort(abort.EXIT_CODE, self._why)
         elif self._has_reported:
             watchdog.withdraw()
 
     def _is_over_within(self, seconds: float) -> bool:
-        """Return whether the block ends within this time; give this rank's stacks to ranks that request them."""
+        """Wait for the end of the block; return whether the block has ended within ``seconds``.
+
+        During the wait, provide this rank's stacks to ranks that request them.
+        """
         until = time.monotonic() + seconds
         while not self.over.wait(max(0.0, min(_GIVE_SECONDS, until - time.monotonic()))):
             if (board := status_board.current) is not None:

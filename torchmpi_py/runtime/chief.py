@@ -1,4 +1,4 @@
-"""Tell which rank writes what must be written once. The name ``is_chief`` is TensorFlow's."""
+"""The rank that writes logs and files for all ranks. The name ``is_chief`` is from TensorFlow."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def is_in_experiment() -> bool:
 def is_chief() -> bool:
     """Return whether this rank is the one that writes logs, summaries and files: rank 0 of the current level.
 
-    In an experiment (``mpi.experiments``) that is rank 0 of the group. Outside of experiments, under ``torchmpirun
-    --groups``, only rank 0 of the first group counts. No other rank needs to call this.
+    In an experiment (``mpi.experiments``) this is rank 0 of the group. Outside of experiments, under ``torchmpirun
+    --groups``, only rank 0 of the first group counts. Other ranks need not make this call.
 
     Returns:
         True or False.
@@ -40,7 +40,7 @@ def is_chief() -> bool:
 def summary_writer(log_dir: str | None = None, **options: Any) -> Any:
     """Return TensorBoard's writer on rank 0, and on other ranks an object whose methods do nothing.
 
-    No other rank needs to call this.
+    Other ranks need not make this call.
 
     Args:
         log_dir (str): folder of the summaries; default None, TensorBoard's default.
@@ -59,7 +59,7 @@ def summary_writer(log_dir: str | None = None, **options: Any) -> Any:
 
 
 class _SilentWriter:
-    """A stand-in for a summary writer on ranks that write nothing."""
+    """A substitute for a summary writer on ranks that write nothing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""The end of a started process: stop at a normal exit, and abort of the whole job on an uncaught exception.
+"""The exit of a started process: a normal exit calls ``stop``, and an uncaught exception aborts the whole job.
 
 A forked child is disowned: it must not use its parent's rank, and must not shut down its parent's MPI.
 """
@@ -28,7 +28,7 @@ logger = logging.getLogger("torchmpi_py")
 def register(stop: Callable[[], None]) -> None:
     """Register the handlers of this process, once.
 
-    They call ``stop`` at exit, abort the job on an uncaught exception, and make forked children unable to call MPI.
+    The handlers call ``stop`` at exit, abort the job on an uncaught exception, and keep forked children from using MPI.
     """
     if not mpi_api.claim_process():
         return
@@ -39,11 +39,11 @@ def register(stop: Callable[[], None]) -> None:
 
 
 def wait_for_all(world: Communicator) -> None:
-    """Wait for all ranks. Collective.
+    """Wait until all ranks make this call.
 
-    The barrier uses the background communicator, which is idle by now, so it cannot match a barrier of a program. The
-    journal records it like any operation. So this raises RanksDisagree if a neighbour has made one call more or fewer,
-    or if ranks of other nodes have made different calls.
+    The barrier uses the background communicator, which is idle at this point, so it cannot match a barrier of the
+    program. The journal records the barrier like any operation. So this function raises RanksDisagree if a neighbour
+    has made one call more or fewer, or if ranks of other nodes have made different calls.
     """
     entries = [journal.record_plain("mpi.stop()", world, thread_role) for thread_role in (BACKGROUND, DIRECT)]
     watchdog.announce_stop(is_drained=True)
@@ -59,7 +59,7 @@ def wait_for_all(world: Communicator) -> None:
 
 
 def show_stage(call: str) -> None:
-    """Show torchmpirun that this rank waits for others in ``call``, where no watchdog looks; empty if it does not."""
+    """Report to torchmpirun that this rank waits for other ranks in ``call``, without a watchdog; "" ends the wait."""
     tuning = config.current
     exit_marks.record_stage(exit_marks.Stage(call, tuning.deadline_seconds, tuning.at_deadline != "report"))
 
@@ -71,7 +71,7 @@ def _at_exit(stop: Callable[[], None]) -> None:
             stop()
         except BaseException:
             failure = sys.exc_info()
-        if failure is not None:  # Outside of the except block, because abort reports exceptions that are being handled.
+        if failure is not None:  # Here, not in the except block: abort reports handled exceptions.
             try:
                 sys.excepthook(*failure)
             finally:
@@ -92,12 +92,12 @@ def _disown() -> None:
     communication_thread.current_thread = None
     communicators.current_stack = None
     communicators.why_not = (
-        "it was forked from a started rank, and only that rank may call; in data loaders, return tensors instead"
+        "it was forked from a started rank, and only that rank may use it; in data loaders, return tensors instead"
     )
 
 
 def _aborting(former: Callable[..., Any]) -> Callable[..., None]:
-    """Return an excepthook that ends the whole job after its report; otherwise other ranks would wait for ever."""
+    """Return an excepthook that calls ``former`` and then ends the whole job, because other ranks may be waiting."""
 
     def hook(*failure: Any) -> None:
         try:
@@ -107,7 +107,8 @@ def _aborting(former: Callable[..., Any]) -> Callable[..., None]:
         finally:
             with contextlib.suppress(Exception):
                 if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
-                    # A hook around this one (torch.distributed has one) collects the text and shows it afterwards.
+                    # An outer hook, such as torch.distributed's, has collected the text, but cannot show it after the
+                    # abort.
                     sys.__stderr__.write(sys.stderr.getvalue())
             abort.abort(1)
 

@@ -1,9 +1,9 @@
-"""The place of this rank: on the node, its GPU, its share of the cores. Nothing in this module talks to other nodes.
+"""The placement of a rank: its place on the node, its GPU, and its share of the cores.
 
-Each launcher sets the local rank in a variable of its own. This variable chooses the GPU before MPI starts. After that
-the variable counts only if the ranks of the node hold 0, 1, 2, ... between them. It may differ from that, because Open
-MPI may count in another way than the shared-memory communicator, or because the variable is left over from an outer
-job.
+Each launcher sets the local rank in its own environment variable. Before MPI starts, this variable determines the GPU.
+Afterwards the variable counts only if the values on the ranks of the node are 0, 1, 2, and so on. The values may be
+different, because Open MPI may count in another order than the shared-memory communicator, or because the variable is
+left over from an outer job. This module does not communicate with other nodes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ABORT_DELAYS = ("opal_abort_delay", "mpi_abort_delay")  # two names for one set
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """Rank and size on the node, the number of cores per rank and on the node, and the number that picks the GPU."""
+    """Rank and size on the node, the numbers of cores per rank and of the node, and the number that selects the GPU."""
 
     rank: int
     size: int
@@ -35,19 +35,19 @@ class Local:
 
 
 def prepare_environment() -> None:
-    """Set the variables that an MPI reads when it starts; the user's settings win. torchmpirun sets the same ones.
+    """Set the environment variables that MPI reads when it starts, unless the user has set them.
 
-    Ranks that fill the cores, or that wait for other hosts, yield while they wait: on two cores Open MPI then reduces
-    1 MiB over TCP in 3 ms instead of 211. Under srun and on several hosts, a rank that loses its connection to a dead
-    rank waits for mpirun's report on the death before it aborts the job. Otherwise the job would end with the exit
-    code of that abort.
+    torchmpirun sets the same variables. If the ranks use all cores, or wait for other hosts, they yield while they
+    wait: on two cores, Open MPI then reduces 1 MiB over TCP in 3 ms instead of 211 ms. Under srun and on several hosts,
+    a rank that loses its connection to a dead rank delays its abort, so that the launcher reports the death first.
+    Otherwise the job would end with the exit code of that abort.
     """
     surroundings.set_home()
     for name, value in variables.OPEN_MPI.items():
         os.environ.setdefault(name, value)
     transports.leave_tcp_out()
     if not transports.is_chosen("btl"):
-        os.environ[transports.COMPONENTS] = "^ofi"  # It serves one-sided messages, and costs a second when MPI starts.
+        os.environ[transports.COMPONENTS] = "^ofi"  # It is only for one-sided messages, and takes a second to start.
     size, local_size = variables.size_in(os.environ) or 1, variables.local_size_in(os.environ) or 1
     cores = variables.number(os.environ.get(variables.CORES, "")) or topology.num_usable_cores()
     if local_size < size or local_size >= cores:
@@ -63,28 +63,28 @@ def check_world(size: int) -> None:
     if size == 1 and launched > 1:
         vendor, version = MPI.get_vendor()
         for name in cleanup.shared_memory([os.getpid()]):
-            # Open MPI leaves this file of a world of one behind, and so does srun.
+            # Neither Open MPI nor srun removes this file of a world of one.
             if "/sm_segment." in name:
                 os.unlink(name)
         raise TorchMPIError(
             f"the launcher started {launched} ranks, but for MPI each is alone: mpi4py has loaded {vendor} "
             f"{'.'.join(map(str, version))}, and the launcher belongs to another MPI. Start with torchmpirun, unset "
-            "MPI4PY_LIBMPI and MPI4PY_MPIABI, install one MPI only, or let srun choose it (--mpi); to run each rank "
+            "MPI4PY_LIBMPI and MPI4PY_MPIABI, install only one MPI, or let srun choose it (--mpi); to run each rank "
             "alone on purpose, unset "
             f"{' and '.join(name for name in variables.SIZE if name in os.environ)}"
         )
 
 
 def locate(node: MPI.Comm) -> Local:
-    """Return this rank's place among the ranks of its node. Collective over the node."""
+    """Return this rank's place among the ranks of its node. All ranks of the node must make this call."""
     mine = (variables.local_rank_in(os.environ), [core.number for core in topology.cores()])
     claims, cores = zip(*node.allgather(mine), strict=True)
     claimed = [rank for rank in claims if rank is not None]
     rank = mine[0] if sorted(claimed) == list(range(node.size)) else None
     available = len(set().union(*cores))
     share = max(1, min(len(mine[1]), available // node.size))
-    # Parts of one host can look like nodes (a container per rank). Their local ranks are distinct, so each local rank
-    # is used as the number of a GPU.
+    # If each rank is in its own container, each looks like a separate node. The local ranks from the launcher still
+    # differ, so they determine the GPUs.
     gpu_rank = mine[0] if mine[0] is not None and len(set(claimed)) == node.size else node.rank
     return Local(node.rank if rank is None else rank, node.size, share, available, gpu_rank)
 
@@ -96,10 +96,11 @@ def limit_threads(local: Local) -> None:
 
 
 def cuda_device() -> torch.device:
-    """Pin this process to a GPU, round robin by local rank, before anything touches CUDA, MPI included.
+    """Pin this process to a GPU, round robin by local rank, and return the device.
 
-    If no launcher sets the local rank, the device has no index, and the process is not pinned until MPI supplies the
-    local rank (``corrected_device``). CUDA_VISIBLE_DEVICES limits and numbers the GPUs.
+    This call must come before any use of CUDA, including the start of MPI. If no launcher has set the local rank, the
+    device has no index, and the process is not pinned until MPI supplies the local rank (``corrected_device``).
+    CUDA_VISIBLE_DEVICES limits and numbers the GPUs.
     """
     count = _num_gpus()
     local_rank = variables.local_rank_in(os.environ)
@@ -107,7 +108,10 @@ def cuda_device() -> torch.device:
 
 
 def corrected_device(device: torch.device, local: Local) -> torch.device:
-    """Return the device of a rank that MPI has located, pinned if it is a GPU; ``device`` is the first choice."""
+    """Return the device of this rank for its place ``local``, and pin the process if the device is a GPU.
+
+    ``device`` is the choice that was made before MPI started.
+    """
     if device.type != "cuda":
         return device
     index = local.gpu_rank % _num_gpus()
@@ -131,13 +135,13 @@ def _num_gpus() -> int:
         raise ValueError(
             f"start(with_cuda=True): torch {torch.__version__} ({built}) sees no CUDA device "
             f"(CUDA_VISIBLE_DEVICES{' is not set' if visible is None else f'={visible!r}'}); "
-            "with_cuda=False runs on the CPU"
+            "to run on the CPU, pass with_cuda=False"
         )
     return count
 
 
 def describe(device: torch.device, size: int, num_nodes: int) -> str:
-    """Return the line that rank 0 logs about the job."""
+    """Return a line about the job, which rank 0 logs."""
     vendor, version = MPI.get_vendor()
     alone = "" if size > 1 else "; to use several ranks, run torchmpirun -n 4 program.py"
     return (

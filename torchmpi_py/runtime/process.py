@@ -1,8 +1,8 @@
-"""The public functions of a started process: start and stop, its rank and its node, the barrier.
+"""The public functions of a started process: start and stop, the rank and its node, and the barrier.
 
-``start`` initializes MPI (the import of the package does not), opens the session, and marks the environment. The mark
-gives child processes an error instead of their parent's rank. ``stop`` closes the session. MPI itself runs until the
-interpreter exits, so a process can start again.
+``start`` initializes MPI (the import of the package does not), opens the session, and marks the environment. Because of
+the mark, child processes raise an error in ``start`` instead of using their parent's rank. ``stop`` closes the session.
+MPI itself runs until the interpreter exits, so a process can start again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torchmpi_py.watch import reports
 
 logger = logging.getLogger("torchmpi_py")
 
-STARTED_PID = config.STARTED_PID  # The variable shows a child process that it is a child. torchmpirun removes it.
+STARTED_PID = config.STARTED_PID  # A child process inherits this variable. torchmpirun removes it.
 
 
 def start(
@@ -38,7 +38,7 @@ def start(
     collective_communicator: Callable[[], int | None] | None = None,
     tuning: config.Tuning | None = None,
 ) -> None:
-    """Start this process as a rank of the job it was launched in, or as the only rank of a job of its own.
+    """Start this process as a rank of the job in which it was launched, or without a launcher as the only rank.
 
     Every rank of the job must make this call, which initializes MPI and waits for the other ranks. A process can start
     again after ``mpi.stop()``.
@@ -46,25 +46,26 @@ def start(
     Args:
         with_cuda (bool): whether to give this rank a GPU, round robin by local rank; default False.
         with_ipc_groups (bool): whether ranks whose GPUs reach each other map each other's GPU memory (flavour cudaipc).
-            The default level then has a group for each set of these ranks instead of each node. Default True.
-        custom_communicator_init (callable): function without arguments that pushes levels of your own. It returns
-            the index of the deepest one, which becomes current. Default None.
+            The default level then has a group for each set of such ranks, instead of a group for each node. Default
+            True.
+        custom_communicator_init (callable): function without arguments that pushes your own levels. It returns the
+            index of the deepest level, which becomes current. Default None.
         with_cartesian_communicator (bool): whether every rank of a level is linked with its counterparts in the other
-            groups, where groups are equal in size. Default False: only the first rank of each group is linked.
+            groups, if the groups are equal in size. Default False: only the first rank of each group is linked.
         collective_communicator (callable): function without arguments that pushes the levels for hierarchical
             collectives. It returns the index of the level that ends the span, or None for no span below the current
-            level. Default None, a level with a group for each node.
+            level. Default None: a level with a group for each node ends the span.
         tuning (Tuning): sizes and timeouts, the same on every rank; default None, from the environment (TORCHMPI_*).
 
     Returns:
         None.
 
     Raises:
-        NotStarted: this process is a child of a started one.
-        TorchMPIError: this process is started already, or no MPI library can be loaded.
+        NotStarted: this process is a child of a started process.
+        TorchMPIError: this process is already started, or no MPI library can be loaded.
         ValueError: ``with_cuda`` is True and there is no GPU, or a variable TORCHMPI_* has a wrong value.
-        RanksDisagree: the ranks have different tunings.
-        TypeError: a function for levels does not return an index.
+        RanksDisagree: the ranks have different tunings or different versions of this package.
+        TypeError: one of the functions for levels does not return an index.
 
     Examples:
         >>> if not mpi.is_started():
@@ -84,8 +85,8 @@ def start(
 def start_for_group(tuning: config.Tuning, timeout_seconds: float) -> None:
     """Start for ``init_process_group``, with a GPU if there is one. Every rank must make this call.
 
-    The job ends if not all ranks have made the call after ``timeout_seconds`` (0: no limit), or after the limit of
-    ``start`` if that is shorter.
+    The job ends if not all ranks have made the call within ``timeout_seconds`` (0: no limit), or within the limit of
+    ``start`` if the latter is shorter.
     """
     _check_startable()
     device = placement.cuda_device() if torch.cuda.is_available() else torch.device("cpu")
@@ -110,32 +111,31 @@ def _start(options: sessions.StartOptions, wait: arrival.Wait) -> None:
 
 
 def stop() -> None:
-    """Wait for outstanding operations, and free communicators, shared memory and threads.
+    """Wait for outstanding operations, free communicators and shared memory, and end the package's threads.
 
-    Every rank of the job must make this call. A normal exit of the interpreter makes it too. A second call does
-    nothing.
+    Every rank of the job must make this call. At a normal exit the interpreter makes the call automatically. A second
+    call does nothing.
 
     Returns:
         None.
 
     Raises:
-        TorchMPIError: the call is inside an experiment (``mpi.experiments``), whose ranks continue with the next one.
+        TorchMPIError: the call is inside an experiment (``mpi.experiments``), whose ranks run other experiments later.
     """
     if not communicators.is_started():
         return
     if communicators.stack().outer is not None:
-        raise TorchMPIError("mpi.stop() was called in an experiment, whose ranks run the next one: remove the call")
+        raise TorchMPIError("mpi.stop() was called in an experiment, whose ranks run further ones; remove the call")
     survivors.close_session()
     os.environ.pop(STARTED_PID, None)
 
 
 @contextlib.contextmanager
 def session(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """Start in a ``with`` block, and stop at its end.
+    """Call ``mpi.start`` at the beginning of a ``with`` block, and ``mpi.stop`` at its end.
 
-    Every rank of the job must enter the block. An error in the block passes through and ends the job unless it is
-    caught:
-    other ranks may be waiting for this one, so this rank cannot stop alone.
+    Every rank of the job must enter the block. An error in the block passes through, and ends the job unless the
+    program catches the error. This rank cannot stop alone, because other ranks may be waiting for it.
 
     Args:
         args (Any): the arguments of ``mpi.start``.
@@ -145,7 +145,7 @@ def session(*args: Any, **kwargs: Any) -> Iterator[None]:
         A context manager.
 
     Raises:
-        TorchMPIError: this process is started already; the other errors are those of ``mpi.start``.
+        TorchMPIError: this process is already started; see ``mpi.start`` for the other errors.
     """
     start(*args, **kwargs)
     try:
@@ -292,7 +292,7 @@ def _initialise_mpi() -> MPI.Comm:
 
     mpi4py.rc.thread_level = "multiple"
     mpi4py.rc.finalize = False  # exits.py finalizes, because mpi4py's exit handler would also run in forked children.
-    mpi4py.rc.initialize = False  # arrival.initialise_mpi initializes.
+    mpi4py.rc.initialize = False  # arrival.initialise_mpi initializes MPI.
 
     _load_mpi()
     if MPI.Is_finalized():
@@ -305,7 +305,7 @@ def _initialise_mpi() -> MPI.Comm:
 
 
 def _load_mpi() -> None:
-    """Load the MPI library; raise TorchMPIError with the remedy if there is none."""
+    """Load the MPI library. Raise TorchMPIError, with the remedy, if no library can be loaded."""
     try:
         MPI.Get_library_version()
     except (ImportError, RuntimeError) as error:
@@ -314,7 +314,7 @@ def _load_mpi() -> None:
 
 
 def _log_from(rank: int, level: str | None) -> None:
-    """Show the package's log from ``level`` on, unless the program has configured logging."""
+    """Log the package's messages from ``level`` on, to standard error unless the program has configured logging."""
     if level is None:
         return
     logger.setLevel(level)
@@ -331,8 +331,8 @@ def _check_startable() -> None:
     if parent is not None and parent != str(os.getpid()):
         raise NotStarted(
             f"this process ({os.getpid()}) is a child of a started rank (process {parent}) and cannot be a rank. "
-            "Call torchmpi_py in the parent only, or launch a job of its own with torchmpirun (or without "
-            f"{STARTED_PID} in its environment)"
+            "Call torchmpi_py only in the parent, or launch this program as a separate job with torchmpirun (or "
+            f"without {STARTED_PID} in its environment)"
         )
     if mpi_api.is_forked():
-        raise NotStarted("this process was forked from one that had started MPI, so it cannot be a rank itself")
+        raise NotStarted("this process was forked after MPI had started, so it cannot be a rank; start a new process")
