@@ -1,4 +1,4 @@
-"""The session: the state that ``start`` builds on top of MPI, and that ``stop`` or a death takes down again.
+"""The session: the state that ``start`` builds on top of MPI, until ``stop`` or the death of a rank removes it.
 
 The parts of a session, in the order of their construction:
 
@@ -10,12 +10,12 @@ The parts of a session, in the order of their construction:
 - GPU table: ``gpus.current``
 - level stack: ``communicators.current_stack``
 - nodes: ``node_links.current``, if there are several nodes
-- watchdog: owned by the session; from here on it also watches what the ranks build together
+- watchdog: owned by the session; it also watches the construction of the parts that follow
 - levels of the user: the levels below level 0
 - trace: ``tracing.current``
 
-Lower rooms read these module variables, and only a session assigns them. A session can be built on any communicator:
-the world, or the ranks that remain after others have died (``survivors.py``).
+Lower layers read these module variables, and only a session assigns them. A session can be built on any communicator:
+the world, or the survivors after other ranks have died (``survivors.py``).
 """
 
 from __future__ import annotations
@@ -62,31 +62,31 @@ class StartOptions(NamedTuple):
 
 
 class Session:
-    """The parts of one session. After a death, ``close`` and then ``build`` with a smaller world renew it."""
+    """The parts of one session. After a death, call ``close``, and then ``build`` with a smaller world."""
 
     def __init__(self, options: StartOptions) -> None:
         self.options = options
         self.device = options.device
         self.local: placement.Local | None = None
-        self.described_ns = 0  # the time at which its kept boards were described
+        self.described_ns = 0  # time at which ``kept_boards`` described this session
         self._node: Communicator | None = None
         self._watchdog: Watchdog | None = None
 
     def build(self, world: MPI.Comm) -> None:
-        """Build all parts on ``world``. Collective over ``world``.
+        """Build all parts on ``world``. All ranks of ``world`` must make this call.
 
-        After an error the parts that were built remain, and ``close`` takes them down.
+        After an error the parts that were built remain, and ``close`` removes them.
         """
         ulfm.num_acknowledged = MPI.COMM_WORLD.size - world.size
         self._build_parts(world)
         whole = communicators.stack().levels[0]
         assert status_board.current is not None, "_build_parts has built it"
-        # Between nodes the watchdogs exchange messages over connections of their own, not over MPI.
+        # Between nodes the watchdogs exchange messages over separate connections, not over MPI.
         address = rendezvous.own_address(whole.num_nodes)
         node_links.current, listener = node_links.introduce(whole.direct, address)
         self._watchdog = Watchdog(status_board.current, config.current, node_links.current, listener)
         self._watchdog.least_seconds = arrival.LEAST_SECONDS
-        # From here on the ranks call collectives and functions of the user's.
+        # From here on, the ranks call collectives and the user's functions.
         _complete_variables(whole)
         if gpus.table() is not None:
             gpu_probe.run(whole.direct, self.device)
@@ -103,7 +103,7 @@ class Session:
         return self.local
 
     def _build_parts(self, world: MPI.Comm) -> None:
-        """Build the parts that collectives need, up to level 0 of the stack. Collective."""
+        """Build the parts that collectives need, up to level 0 of the stack. All ranks must make this call."""
         inline = MPI.Query_thread() < MPI.THREAD_MULTIPLE
         _use_tuning(self.options.tuning, inline=inline, logs=world.rank == 0)
         communication_thread.current_thread = CommunicationThread(inline=inline)
@@ -114,7 +114,7 @@ class Session:
         symmetric.unavailable_because = symmetric.try_out(node, self._node.direct.places, part_bytes())
         is_first_time = self.local is None
         self.local = placement.locate(node)
-        if is_first_time:  # After a death a rank keeps its GPU, whatever its new place is.
+        if is_first_time:  # After a death a rank keeps its GPU, even if its place is different.
             self.device = placement.corrected_device(self.options.device, self.local)
         placement.limit_threads(self.local)
         selector.use_cores(self.local.node_cores)
@@ -122,21 +122,22 @@ class Session:
         communicators.current_stack, communicators.why_not = Stack(world, place, self.options.cartesian), ""
 
     def close(self, why_not: str, *, is_lost: bool = False) -> None:
-        """Take all parts down, so that later calls raise NotStarted with ``why_not``. Collective.
+        """Remove all parts, so that later calls raise NotStarted with ``why_not``.
 
-        ``is_lost`` says that ranks have died. Then this call is not collective, and pending calls fail on all ranks.
+        All ranks must make this call, unless ``is_lost`` is True, which means that ranks have died. In that case each
+        rank makes the call alone, and pending calls fail on all ranks.
         """
-        # 1. In a lost world no operation can complete, so none counts as late, and waiting calls raise.
+        # 1. In a lost world no operation can complete. So stop hang detection, and make pending calls raise.
         if is_lost:
             self._stop_watchdog()
             ulfm.revoke_all()
-        # 2. Free the parts that all ranks free together. The watchdog still runs, in case a rank does not arrive.
+        # 2. Free the parts that all ranks free together. The watchdog still runs, in case a rank does not join in.
         if is_lost or communicators.current_stack is None:
             self._free_parts(is_lost=is_lost)
         else:
             world = communicators.current_stack.levels[0]
             journal.run_alone("mpi.stop()", world, lambda: self._free_parts(is_lost=False))
-        if is_lost:  # The program may still hold tensors and communicators of the lost world.
+        if is_lost:  # The program may still refer to tensors and communicators of the lost world.
             symmetric.live.clear()
             ulfm.forget_all()
         self._stop_watchdog()
@@ -153,7 +154,7 @@ class Session:
         communicators.current_stack, communicators.why_not = None, why_not
 
     def _free_parts(self, *, is_lost: bool) -> None:
-        """Free the communication thread, whose operations use the communicators, and then the communicators."""
+        """End the communication thread, whose operations use the communicators, and then free the communicators."""
         if communication_thread.current_thread is not None:
             communication_thread.current_thread.close()
         if communicators.current_stack is not None:
@@ -173,11 +174,12 @@ class Session:
 _current: Session | None = None  # the last session of this process, open or closed
 
 remaining_world: MPI.Comm | None = None
-"""The living ranks after others have died; None before. MPI.COMM_WORLD contains dead ranks, in later sessions too."""
+"""The communicator of the survivors, or None if no rank has died. MPI.COMM_WORLD contains dead ranks, even in later
+sessions."""
 
 
 def open_session(world: MPI.Comm, options: StartOptions) -> None:
-    """Build the session of this process. Collective over ``world``."""
+    """Build the session of this process on ``world``. All ranks of ``world`` must make this call."""
     global _current
     _current = Session(options)
     try:
@@ -197,9 +199,9 @@ def current() -> Session:
 
 @contextlib.contextmanager
 def narrowed(group: MPI.Comm) -> Iterator[Stack]:
-    """Make ``group`` the world within a block: level 0 of a new stack. Collective over ``group``.
+    """Make ``group`` the world inside a ``with`` block: level 0 of a new stack, which the block receives.
 
-    The caller frees the stack.
+    All ranks of ``group`` must enter the block. The caller must free the stack.
     """
     outer = communicators.stack()
     communicators.current_stack = Stack(group, outer.place, outer.want_cartesian, outer)
@@ -211,16 +213,17 @@ def narrowed(group: MPI.Comm) -> Iterator[Stack]:
 
 
 def check_same(world: MPI.Comm, tuning: config.Tuning) -> None:
-    """Raise RanksDisagree if the ranks have different versions of this package or different tunings. Collective.
+    """Raise RanksDisagree if the ranks have different versions of this package or different tunings.
 
-    Rank 0 warns if torch or the MPI differ. The ranks gather four texts that every version of this package can read.
-    They are about 130 bytes per rank, because the text of a tuning holds only its differences from the defaults.
+    All ranks must make this call. Rank 0 logs a warning if the versions of torch or MPI differ. The ranks gather four
+    texts that every version of this package can read. The texts take about 130 bytes per rank, because the text of a
+    tuning contains only the differences from the defaults.
     """
     default = vars(config.Tuning())
     changes = ", ".join(f"{name}={value!r}" for name, value in vars(tuning).items() if value != default[name])
     mine = f"torchmpi_py {torchmpi_py.__version__}", f"Tuning({changes})", kept_boards.versions(), socket.gethostname()
     packages, tunings, versions, hosts = zip(*world.allgather(mine), strict=True)
-    for values, remedy in ((packages, "install the same version"), (tunings, "set the same TORCHMPI_*")):
+    for values, remedy in ((packages, "install the same version"), (tunings, "use the same Tuning and TORCHMPI_*")):
         if (rank := agree.first_different(values)) is not None:
             pair = f"rank 0 has {values[0]} on {hosts[0]}, and rank {rank} has {values[rank]} on {hosts[rank]}"
             raise RanksDisagree(f"start: {pair}; {remedy} on all hosts")
@@ -230,22 +233,22 @@ def check_same(world: MPI.Comm, tuning: config.Tuning) -> None:
 
 
 def _use_tuning(tuning: config.Tuning, *, inline: bool, logs: bool) -> None:
-    """Make ``tuning`` current as far as this MPI supports it. ``logs``: log warnings."""
+    """Make ``tuning`` current, as far as this MPI supports it; ``logs`` is True on the rank that logs warnings."""
     if inline and logs:
-        logger.warning("this MPI does not provide MPI_THREAD_MULTIPLE: asynchronous operations run at their launch")
+        logger.warning("this MPI does not provide MPI_THREAD_MULTIPLE, so asynchronous operations block at launch")
     config.use(tuning)
     if inline and config.can_raise:
         config.use(dataclasses.replace(tuning, at_deadline="abort"))
         if logs:
             logger.warning(
-                "this MPI does not provide MPI_THREAD_MULTIPLE: a late operation cannot raise, so it ends the job"
+                "this MPI does not provide MPI_THREAD_MULTIPLE, so a late operation cannot raise, but ends the job"
             )
 
 
 def _complete_variables(whole: Communicator) -> None:
     """Set the variables of torchrun that launchers omit on several nodes: rank 0's address and this node's index.
 
-    Collective.
+    All ranks must make this call.
     """
     if whole.num_nodes > 1:
         address = whole.direct.mpi.bcast(rendezvous.own_address(whole.num_nodes) if whole.rank == 0 else "")
@@ -254,7 +257,10 @@ def _complete_variables(whole: Communicator) -> None:
 
 
 def _push_levels(custom: Callable[[], int] | None, collective: Callable[[], int | None] | None) -> None:
-    """Push the user's levels, then those for hierarchical collectives, and set the span between them. Collective."""
+    """Push the user's levels, then the levels for hierarchical collectives, and set the span between these levels.
+
+    All ranks must make this call.
+    """
     stack = communicators.stack()
     entry = 0 if custom is None else custom()
     communicators.set_communicator(_checked_level("custom_communicator_init", entry))

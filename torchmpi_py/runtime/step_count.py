@@ -1,13 +1,14 @@
 """The optimizer steps and samples of a rank, counted for ``torchmpirun --layouts`` (`launch.layouts`).
 
-If TORCHMPIRUN_LAYOUT names a folder, ``import torch`` installs two of torch's global hooks, so a program can be
-measured without a change. The hook of optimizers records the time after each step. It counts only the first optimizer
-while that exists, because a wrapper's step contains another optimizer's step, and a program may have several.
+If TORCHMPIRUN_LAYOUT is the path of a folder, ``import torch`` installs two of torch's global hooks, so that programs
+can be measured without changes. The optimizer hook records the time after each step. It counts only steps of the first
+optimizer, as long as that optimizer exists. A wrapper's step contains another optimizer's step, and a program may have
+several optimizers.
 
-The hook of modules finds the number of samples in a step. It is the first dimension of the first tensor of the
-outermost module, summed over the module's calls in the step (accumulation of gradients). The outermost module is the
-first one in training mode that is called with a tensor and has trainable parameters. The hook runs only in three steps
-of the warm-up, so a measured step costs just one more call of a Python function.
+The module hook counts the samples of a step. This number is the first dimension of the first tensor that the outermost
+module receives, summed over the module's calls in the step (gradient accumulation). The outermost module is the first
+module in training mode that has trainable parameters and is called with a tensor. The hook runs only in three steps of
+the warm-up, so a measured step contains just one additional call of a Python function.
 """
 
 import atexit
@@ -26,16 +27,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchmpi_py.launch import variables
 
-# Steps with the hook of modules. A compiled model is compiled again without the hook, before the warm-up ends.
+# Number of steps with the module hook. A compiled model is compiled again without the hook, before the warm-up ends.
 _WATCHED_STEPS = 3
-_WARM_STEPS, _WARM_SHARE = 5, 0.2  # The warm-up lasts this many steps and this share of the measured time.
-_NUM_PARTS = 4  # The measured time has this many parts, whose rates show the spread.
+_WARM_STEPS, _WARM_SHARE = 5, 0.2  # The warm-up lasts at least this long, in steps and as a share of the measured time.
+_NUM_PARTS = 4  # The measured time is divided into this many parts, whose rates show the spread.
 
 
 class StepCount:
-    """Counter that runs until the time is over or the program ends; it writes ``rank-R.json`` into the folder.
+    """A counter of steps that runs until the time is over or the program ends, and then writes ``rank-R.json``.
 
-    The environment names the folder and the time.
+    Environment variables contain the folder of this file, and the time.
     """
 
     def __init__(self) -> None:
@@ -62,7 +63,7 @@ class StepCount:
 
     def _after_step(self, optimizer: Any, *_: object) -> None:
         if self._is_over or self._optimizer() not in (None, optimizer):
-            self._num_others += 1  # After the end no code reads it.
+            self._num_others += 1  # After the end, this number is not used.
             return
         self._optimizer, now = weakref.ref(optimizer), time.perf_counter()
         self._times.append(now)
@@ -70,7 +71,7 @@ class StepCount:
             if now - self._times[self._first] >= self._seconds and len(self._times) > self._first + _NUM_PARTS:
                 self.record(is_whole=True)
             return
-        if len(self._times) > 1:  # Before the first step a program may have tried its model.
+        if len(self._times) > 1:  # Ignore calls before the first step, because a program may try its model.
             self._batch = max(self._batch, self._samples)  # The last batch of an epoch may be smaller.
         self._samples, self._model = 0, None
         if len(self._times) == _WATCHED_STEPS:
@@ -79,9 +80,9 @@ class StepCount:
             self._first = len(self._times) - 1
 
     def record(self, *, is_whole: bool) -> None:
-        """Write the file unless it exists; without rates if there were too few steps.
+        """Write the file, unless it was written before; omit the rates if there were too few steps.
 
-        ``is_whole`` says whether the measured time is over; otherwise the program has ended early.
+        ``is_whole`` is True if the measured time is over, and False if the program has ended early.
         """
         if self._is_over or os.getpid() != self._process_id:  # A forked child is not the rank.
             return

@@ -5,8 +5,8 @@ memory, and builds the parts of ``start`` again on a communicator of the survivo
 a rank died has failed on some ranks, so its results are invalid. An operation that completed on one rank is valid,
 because every rank had contributed.
 
-All ranks leave a block together, even a rank that noticed no death before the end of the block. There they agree on
-whether all are well (``ulfm.agree``).
+All ranks leave a block together, even a rank that noticed no death before the end of the block. At the end, the ranks
+agree on whether all ranks are well (``ulfm.agree``).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torchmpi_py.watch import kept_boards, tracing, watchdog
 logger = logging.getLogger("torchmpi_py")
 
 _LOST = "a rank died, so the session was closed to be built again without that rank"
-_MOST_VAIN_RECOVERIES = 3  # Consecutive recoveries although no rank died; seen with Open MPI between nodes.
+_MOST_VAIN_RECOVERIES = 3  # limit of consecutive recoveries without a death; Open MPI can cause some between nodes
 
 
 class _Denied(RankDied):
-    """An agreement of the ranks that a rank died or failed; they recover without another agreement."""
+    """The error after the ranks agreed that a rank died or failed. They recover without a second agreement."""
 
 
 class Attempt:
@@ -46,10 +46,10 @@ class Attempt:
         self.deaths: tuple[int, ...] = ()
 
     def confirm(self) -> None:
-        """Raise RankDied on all ranks if one has died, before results of other ranks are used for good.
+        """Raise RankDied on all ranks if a rank has died, so that no rank continues with incomplete results.
 
         Every rank must make this call. When a rank dies, an operation can end on another rank with incomplete results
-        (seen with Open MPI between nodes). Call this between the reduction of gradients and ``optimizer.step()``.
+        (seen with Open MPI between nodes). Make this call between the reduction of gradients and ``optimizer.step()``.
         """
         confirm()
 
@@ -57,20 +57,20 @@ class Attempt:
 def confirm() -> None:
     """Confirm as ``Attempt.confirm`` does; do nothing in a job that is not elastic."""
     if ulfm.is_elastic() and not _agree(True):
-        raise _Denied("a rank died; wrap the calls in `with mpi.elastic():` to go on with the other ranks")
+        raise _Denied("a rank died; to continue with the other ranks, put the calls into `with mpi.elastic():`")
 
 
 def _agree(is_well: bool) -> bool:
-    """Return whether all ranks of the world are alive and well. Collective."""
+    """Return whether all ranks of the world are alive and well. All ranks must make this call."""
     world = communicators.stack().levels[0]
     return journal.run_alone("mpi.elastic", world, lambda: ulfm.agree(world.direct.mpi, is_well))
 
 
 class _Blocks:
-    """The elastic blocks of this process; they may begin before ``start`` and outlive a session."""
+    """The state of this process's elastic blocks, which may begin before ``start`` and end after a session."""
 
     depth = 0
-    num_vain_recoveries = 0  # consecutive recoveries although no rank died
+    num_vain_recoveries = 0  # number of consecutive recoveries without a death
 
 
 _blocks = _Blocks()
@@ -80,23 +80,24 @@ _blocks = _Blocks()
 def elastic() -> Iterator[Attempt]:
     """Let the job continue if a rank dies in a ``with`` block.
 
-    Every rank of the world must enter the block, confirm, and leave it. If a rank dies, the others leave the block, at
-    once or at their next call that needs another rank. Then the world is built again without the dead ranks: rank and
-    size change, and communicators from ``mpi.split`` and parameter servers are gone. Symmetric tensors remain as
-    ordinary ones. The program continues after the block, where ``mpi.catch_up`` gives all ranks the same state. Other
-    errors pass through the block. If blocks are nested, only the outermost recovers.
+    Every rank of the world must enter the block, make the same calls of ``attempt.confirm()``, and leave the block. If
+    a rank dies, the other ranks leave the block immediately, or at their next call that needs another rank. Then the
+    world is built again without the dead ranks: rank and size change, and communicators from ``mpi.split`` and
+    parameter servers can no longer be used. Symmetric tensors become ordinary tensors. The program continues after the
+    block, where ``mpi.catch_up`` gives all ranks the same state. Other errors pass through the block. If blocks are
+    nested, only the outermost block recovers.
 
-    A block costs an agreement of all ranks at its end, and one for each ``attempt.confirm()``. In a job that was not
-    started with ``torchmpirun --elastic`` (or ``mpirun --with-ft ulfm``) a block does nothing, and a death ends the
+    At the end of a block, and in each ``attempt.confirm()``, all ranks wait for each other to agree. In a job that was
+    not started with ``torchmpirun --elastic`` (or ``mpirun --with-ft ulfm``) a block does nothing, and a death ends the
     job.
 
-    Source: Bland et al., see ``core/ulfm.py``; Horovod's elastic training has the same form around a function.
+    The method is from Bland et al. (see ``core/ulfm.py``). Horovod's elastic training wraps a function in a similar
+    way.
 
     Returns:
-        A context manager that gives an attempt: after the block ``attempt.has_recovered`` is True if a rank died, and
-        ``attempt.deaths`` has the former ranks of the dead. ``attempt.confirm()`` raises RankDied on all ranks if one
-            has
-        died; call it between the reduction of gradients and ``optimizer.step()``.
+        A context manager that yields an attempt. After the block, ``attempt.has_recovered`` is True if a rank died, and
+        ``attempt.deaths`` contains the former ranks of the dead processes. ``attempt.confirm()`` raises RankDied on all
+        ranks if a rank has died; call it between the reduction of gradients and ``optimizer.step()``.
 
     Raises:
         NotStarted: ``mpi.start()`` was not called when the block ended.
@@ -120,22 +121,25 @@ def elastic() -> Iterator[Attempt]:
     except Exception as error:
         if not ulfm.is_death(error):
             raise
-        logger.info("a death ended this rank's attempt: %s", error)
+        logger.info("the death of a rank ended this rank's block of mpi.elastic(): %s", error)
         is_agreed, failure = isinstance(error, _Denied), error
         ulfm.revoke_all()  # This makes the other ranks leave the block too.
     finally:
         _blocks.depth -= 1
-    # All ranks reach this line, by the end of the block or by an error, and agree on whether to recover.
+    # All ranks reach this line, at the end of the block or after an error, and agree on whether to recover.
     if is_agreed or not _agree(failure is None):
         attempt.deaths = recover()
         attempt.has_recovered = True
         _blocks.num_vain_recoveries = 0 if attempt.deaths else _blocks.num_vain_recoveries + 1
         if _blocks.num_vain_recoveries > _MOST_VAIN_RECOVERIES:
-            raise CommunicatorError("MPI fails repeatedly although no rank has died; restart the job") from failure
+            raise CommunicatorError("elastic: MPI failed repeatedly, but no rank died; restart the job") from failure
 
 
 def recover() -> tuple[int, ...]:
-    """Build the session again without the ranks that died; return their ranks. Collective over the survivors."""
+    """Build the session again without the processes that died, and return their former ranks.
+
+    All survivors must make this call.
+    """
     world = former = communicators.stack().levels[0].direct.mpi
     session, is_built = sessions.current(), False
     while not is_built:
@@ -146,14 +150,15 @@ def recover() -> tuple[int, ...]:
     sessions.remaining_world = world
     names = ulfm.names_of_dead(former, world)
     if world.rank == 0 and names:
-        logger.warning("rank %s died (numbered as at the launch); %d ranks go on", names, world.size)
+        logger.warning("rank %s died (numbered as at the launch); %d ranks continue", names, world.size)
     return ulfm.missing(former, world)
 
 
 def _build(session: sessions.Session, world: MPI.Comm) -> bool:
-    """Build the session on the remaining world; return whether it is built on all ranks. Collective over them.
+    """Build the session on the remaining world; return whether it is built on all ranks.
 
-    If another rank dies during the build, all ranks fail or agree to start again with a smaller world.
+    All ranks of ``world`` must make this call. If another rank dies during the call, all ranks fail, or agree to start
+    again with a smaller world.
     """
     try:
         session.build(world)
@@ -168,14 +173,14 @@ def _build(session: sessions.Session, world: MPI.Comm) -> bool:
 
 
 def catch_up(step: Any, *parts: Any) -> Any:
-    """Give all ranks the state of the rank that is most steps ahead.
+    """Give all ranks the state of the rank with the largest step.
 
-    Every rank must make this call, with the same parts in the same order. After a death some ranks may have completed a
-    step that others have not. Ranks with the same step are assumed to have the same state. States travel by pickle. If
-    another rank dies meanwhile, the others start again.
+    Every rank must make this call, with the same parts in the same order. After a death, some ranks may have completed
+    a step that other ranks have not. Ranks with the same step are assumed to have the same state. States are sent by
+    pickle. If another rank dies during the call, the surviving ranks repeat the exchange.
 
     Args:
-        step (int or tuple of int): step of this rank; the largest one wins.
+        step (int or tuple of int): step that this rank has reached.
         parts (Any): objects with ``state_dict`` and ``load_state_dict``, such as a module and its optimizer.
 
     Returns:
@@ -195,15 +200,15 @@ def catch_up(step: Any, *parts: Any) -> Any:
             if step != farthest:
                 for part, state in zip(parts, states, strict=True):
                     part.load_state_dict(state)
-                step = farthest  # This rank now has that step too, even if the rank with the state dies.
+                step = farthest  # This rank now has the newest state, even if the rank that sent it dies.
         if not attempt.has_recovered:
             return farthest
 
 
 def _state_of_farthest(step: Any, parts: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """Return (step, states of the parts) of the rank with the largest step; no states if all are equal. Collective.
+    """Return (step, states of the parts) of the rank with the largest step; no states if all steps are equal.
 
-    Raise RankDied on all ranks if one has died.
+    All ranks must make this call. Raise RankDied on all ranks if a rank has died.
     """
     steps = verbs.allgather_object(step)
     confirm()
@@ -218,8 +223,8 @@ def _state_of_farthest(step: Any, parts: Sequence[Any]) -> tuple[Any, list[Any]]
 
 
 def close_session() -> None:
-    """Wait for all living ranks, and close the session. Collective."""
-    # 1. All ranks reach their ends together. If one dies on the way, the others try again without it.
+    """Wait for all living ranks, and close the session. All ranks must make this call."""
+    # 1. Wait until all ranks have drained their operations. If a rank dies first, the other ranks try again without it.
     while True:
         with elastic() as attempt:
             watchdog.announce_stop(is_drained=False)
@@ -229,7 +234,7 @@ def close_session() -> None:
             kept_boards.describe(communicators.stack().levels[0], sessions.current().described_ns)
         if not attempt.has_recovered:
             break
-    # 2. Each rank takes its session down with the others, or alone if a rank dies now.
+    # 2. Close the session together with the other ranks, or alone if a rank dies now.
     why_not = "mpi.stop() was called; call mpi.start() again"
     session = sessions.current()
     exits.show_stage("mpi.stop()")
