@@ -27,7 +27,8 @@ def run_on_all_ranks(
 
     Every rank must make this call. If the step raises one of ``caught`` on any rank, every rank raises
     ``failed(descriptions)``. The dictionary ``descriptions`` maps each rank that failed, the lowest first, to the
-    result of ``describe`` for the rank's exception. Any other exception is raised only on its own rank.
+    result of ``describe`` for the rank's exception. Any other exception is raised only on the rank where it
+    occurred.
     """
     results: list[T] = []  # The result stays on its rank because it may be memory or a connection.
     gather_results(allgather, lambda: results.append(step()), caught, describe, failed)
@@ -56,7 +57,7 @@ def gather_results(
         if failures:
             raise failed(failures) from cause
     finally:
-        # The traceback refers to this frame, and ``cause`` to the traceback. This cycle would keep the step's memory.
+        # The traceback refers to this frame, which refers to ``cause``. This cycle would keep the step's memory alive.
         del cause
     return [result for result, _ in outcomes]
 
@@ -79,7 +80,7 @@ def alone(mine: T) -> list[T]:
 def first_difference(these: Sequence[T], those: Sequence[T], past_the_end: T) -> tuple[int, T, T]:
     """Return the first index at which two unequal lists differ, and the element of each list at that index.
 
-    Beyond the end of the shorter list, its element is ``past_the_end``.
+    ``past_the_end`` replaces the missing elements of the shorter list.
     """
     pairs = itertools.zip_longest(these, those, fillvalue=past_the_end)
     return next((index, this, that) for index, (this, that) in enumerate(pairs) if this != that)
@@ -94,7 +95,10 @@ def first_as(kind: type[Exception], before: str = "") -> Callable[[Mapping[int, 
 
 
 def kind_and_text(error: Exception) -> tuple[bool, str]:
-    """Return whether an error is a TypeError, and the error's text; pass this as ``describe`` with ``same_error``."""
+    """Return whether an error is a TypeError, and the error's text.
+
+    Pass this function as ``describe``, together with ``same_error`` as ``failed``.
+    """
     return isinstance(error, TypeError), str(error)
 
 

@@ -88,12 +88,12 @@ def complete(request: MPI.Request, nap: Nap, timeout_seconds: float = math.inf) 
 
 
 def barrier(comm: MPI.Comm) -> None:
-    """Run an MPI barrier without busy waiting, which also orders accesses to memory that the ranks share."""
+    """Run an MPI barrier without busy waiting; the barrier also orders accesses to memory that the ranks share."""
     fenced(lambda: complete(comm.Ibarrier(), Nap(0.002)))()
 
 
 def fenced(wait: Callable[[], T]) -> Callable[[], T]:
-    """Return a function that calls ``wait``, a barrier of processes, and also orders their memory accesses."""
+    """Return a function that calls ``wait``, a barrier of processes, and also orders the processes' memory accesses."""
     if KEEPS_ORDER:
         return wait
 

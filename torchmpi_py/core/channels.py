@@ -59,7 +59,7 @@ class Resource(Protocol):
     """An object that a flavour stores in a channel between calls."""
 
     def free(self) -> None:
-        """Free the resource. All ranks of the channel must make this call, for all resources in the same order."""
+        """Free the resource. All ranks of the channel must make this call, and free all resources in the same order."""
 
 
 @runtime_checkable

@@ -245,7 +245,7 @@ def resolve(comm: Communicator | None) -> Communicator:
         return current_stack.current if current_stack is not None else stack().current
     stack()
     if isinstance(comm, NoCommunicator):
-        raise ValueError(f"comm={comm!r}: this rank is in no group; put the call under `if comm:`, to skip it here")
+        raise ValueError(f"comm={comm!r}: this rank is in no group; put the call under `if comm:` to skip this rank")
     if not isinstance(comm, Communicator):
         raise TypeError(f"comm={comm!r} is not a torchmpi_py communicator; pass one from mpi.split or mpi.communicator")
     if comm.is_free:
@@ -466,7 +466,7 @@ def communicator_names() -> str:
 
 
 def _describe(levels: Stack, index: int, level: Communicator) -> str:
-    """Return a line on a level: this rank's place, the form of the level, and whether it is current or in the span."""
+    """Return a line about a level: this rank's place, the level's form, and whether it is current or in the span."""
     roles = [name for name, here in (("current", level is levels.current), ("span", index in levels.span)) if here]
     outer = f", outer rank {level.outer.rank} of {level.outer.size}" if level.outer is not None else ""
     return (

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def leave_alone(*owners: Any) -> None:
-    """Exclude functions, the plain methods of classes, and all functions that these call from compilation.
+    """Exclude functions and the plain methods of classes from compilation, together with all functions that they call.
 
     This was tested with torch 2.13. In versions of torch without the private names below, the compiler still compiles
     the functions that are called inside.

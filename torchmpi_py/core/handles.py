@@ -165,7 +165,7 @@ class Handle(ABC, Generic[R]):
         return self._complete(0)
 
     def who_is_late(self) -> str:
-        """Return a sentence that lists the ranks that have not called the operation, or a question if unknown."""
+        """Return a sentence that lists the ranks that are late, or a question if they are not known."""
         work = self._work
         return (work.late_ranks() if work is not None else "") or "Has every rank launched it?"
 
@@ -184,7 +184,7 @@ class Handle(ABC, Generic[R]):
                 self._end_wait()
 
     def give_up(self) -> None:
-        """Remove the wait that ``expect`` registered, so that reports skip the operation, and do not log its error."""
+        """Remove the wait that ``expect`` registered: reports skip the operation, and its error is not logged."""
         self._error_was_seen = True
         self._end_wait()
 
@@ -209,7 +209,7 @@ class Handle(ABC, Generic[R]):
 
     @contextlib.contextmanager
     def _waited_for(self) -> Iterator[None]:
-        """Mark, inside a ``with`` block, that a thread waits for the operation, so that reports may call it late."""
+        """Mark, inside a ``with`` block, that a thread waits for the operation, so that reports may list it."""
         self._check_process()
         work, wait = self._work, object()
         if work is not None and work.entry is not None:
@@ -379,7 +379,7 @@ class RequestHandle(Handle[R]):
         return _call_of(self._label)[1]
 
     def stay_in(self, table: dict[int, RequestHandle[Any]]) -> None:
-        """Stay in ``table`` until the operation is complete, so that a program may drop the handle before."""
+        """Keep this handle in ``table`` until the operation is complete, so that the program may drop the handle."""
         self._table = table
         table[id(self)] = self
 
@@ -407,7 +407,7 @@ class RequestHandle(Handle[R]):
                 elif time.monotonic() >= deadline:
                     return False
                 else:
-                    time.sleep(0)  # Do not sleep: MPI may advance large messages only inside these calls.
+                    time.sleep(0)  # Only yield, because MPI may advance large messages only inside these calls.
             return True
         finally:
             self._lock.release()

@@ -1,4 +1,4 @@
-"""The journal records each operation on the node's board, with its times, and compares it with the neighbour's.
+"""The journal records and times each operation on the node's board, and compares it with the neighbour's operation.
 
 The idea: each rank writes a record and a fingerprint of every call to memory that its node shares
 (``status_board.py``), and reads the fingerprint of one neighbour (``sequences.py``). So a mismatch raises an error in
@@ -36,7 +36,7 @@ _HALF = status_board.NUM_RECORDS // 2 - 1
 _LATELY_NS = 1_000_000_000  # longer than the interval between two checks of the watchdog
 _NEXT = 1 << CHECKSUM_BITS  # Fingerprints whose XOR is less than this have equal generations and sequence numbers.
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_BENCH = os.path.join(_PACKAGE, "bench", "")  # Reports show calls from here, as from a program.
+_BENCH = os.path.join(_PACKAGE, "bench", "")  # Reports treat the bench as a user's program.
 MOST_CALLS_KEPT = 4096
 _SIZE_INDEX = 2  # index of the number of bytes in ``Recorded.fingerprint``, if all ranks must pass the same size
 # The ranks raise these errors together. Other errors come from MPI, from one rank, or from a signal handler.
@@ -285,7 +285,7 @@ def _difference(number: int) -> str:
 
 
 def find_record(board: Board, number: int) -> Record | None:
-    """Return this rank's record with a number; None if it was overwritten and its operation is not under way."""
+    """Return this rank's record with this number; None if it was overwritten and its operation is not under way."""
     return board.record(number) or evicted_open.get(number)
 
 
@@ -305,8 +305,8 @@ def called(board: Board) -> set[int]:
 def _may_arrive(board: Board, number: int, size: int) -> bool:
     """Return whether the missing ranks may still call the operation with this number.
 
-    They may if one of them has made a call lately, or if ranks of other nodes may be missing. They cannot if one of
-    them is in ``stop``.
+    This is possible if a missing rank of this node has made a call lately, or if ranks of other nodes may be missing.
+    It is not possible if a missing rank is in ``stop``.
     """
     mine = find_record(board, number)
     if mine is None:
@@ -372,7 +372,10 @@ def _without_counterparts(operation: Recorded) -> tuple[Any, ...]:
 
 
 def _text(board: Board, parts: tuple[Any, ...]) -> tuple[int, int]:
-    """Return (number of an operation's text on the board, checksum). The text omits the size, which the record has."""
+    """Return (number of an operation's text on the board, checksum of the operation).
+
+    The text omits the size, because the record contains the size.
+    """
     if (cached := board.texts.get(parts)) is not None:
         return cached
     if len(board.texts) > MOST_CALLS_KEPT:

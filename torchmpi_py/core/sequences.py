@@ -59,7 +59,7 @@ class CallSequence:
         numbers, generations = offers.T[1 + 2 * thread_role : 3 + 2 * thread_role]
         self.neighbour: int | None = None  # the neighbour's rank in the communicator
         self.is_alone = len(places) == 1
-        # The sequence is broken from the operation with fingerprint ``broken_from``, which differed or was broken off.
+        # The sequence is broken from the operation with fingerprint ``broken_from``, which differed or was interrupted.
         self.is_broken, self.broken_from = False, 1 << 64
         self.slot = None if numbers[rank] < 0 else BoardSlot(int(numbers[rank]), int(generations[rank]))
         self.index = -1 if self.slot is None else self.slot.number
@@ -68,7 +68,7 @@ class CallSequence:
             return
         self.blank = board.first_fingerprint(board.index, status_board.BLANK_SLOT)
 
-        # 1. The largest generation is new to every rank, so no fingerprint that is left in one of the slots has it.
+        # 1. Use the largest generation. It is new to every rank, so no old fingerprint in one of the slots has it.
         generation = int(generations.max())
         self.generation = generation & status_board.NUM_GENERATIONS - 1
         if self.slot is None:
@@ -84,7 +84,7 @@ class CallSequence:
         board.slots_of[self.slot.number] = slots
 
         # 3. Find the neighbour: the next rank of this node that also has a slot. If there is no such rank, this rank
-        # compares its fingerprints with themselves.
+        # compares each fingerprint with itself.
         first = neighbours_first = board.first_fingerprint(board.index, self.slot.number)
         for other in [*here[here > rank].tolist(), *here[here < rank].tolist()]:
             if (index := int(places.locals[other])) in board.indices:
@@ -183,7 +183,7 @@ def is_numbered(mine: Record) -> bool:
 def is_freed(board: Board, mine: Record) -> bool:
     """Return whether the communicator of this rank's operation was freed.
 
-    If so, the operation is over even if its end was not recorded, because of an exception from a signal handler.
+    If so, the operation is over. Its end may not be recorded, because a signal handler may have raised an exception.
     """
     if not is_numbered(mine):
         return False
@@ -256,5 +256,5 @@ def ranks_from_text(text: str) -> list[int]:
 
 
 def is_cut(text: str) -> bool:
-    """Return whether a text of ranks was cut, which happens to many ranks, usually on several nodes."""
+    """Return whether a text of ranks was cut; such a text lists many ranks, usually on several nodes."""
     return text.endswith(status_board.LEFT_OUT)

@@ -123,7 +123,7 @@ def _explain(error: Exception) -> str:
     if getattr(error, "errno", None) != errno.EMFILE:
         return str(getattr(error, "strerror", None) or error)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    remedy = "Raise the limit, or create fewer communicators and symmetric tensors (split one into views)"
+    remedy = "Raise the limit, or create fewer communicators and symmetric tensors (split a large one into views)"
     return f"too many open files; the limit is {limit} (ulimit -n). {remedy}"
 
 
@@ -142,7 +142,7 @@ def open_file(path: str, num_bytes: int, identity: Identity) -> int:
     if (status.st_dev, status.st_ino) == identity and status.st_size == num_bytes:
         return file
     os.close(file)
-    raise Unavailable(f"cannot open {path}: on this rank it is another file; the ranks may be in separate containers")
+    raise Unavailable(f"cannot open {path}: it is another file on this rank; the ranks may be in separate containers")
 
 
 def map_file(path: str, num_bytes: int, identity: Identity) -> mmap.mmap:

@@ -340,7 +340,7 @@ class Board(ReadableBoard):
         return number
 
     def record(self, number: int) -> Record | None:
-        """Return the record of this rank with a number; None if the record was overwritten."""
+        """Return this rank's record with this number; None if the record was overwritten."""
         begin = (self._first_record + number % NUM_RECORDS * (RECORD_BYTES // 8)) * 8
         values = RECORD.unpack_from(self.mapping, begin)
         return self._record(self.index, values) if values[0] == number else None

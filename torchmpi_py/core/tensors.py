@@ -47,7 +47,7 @@ def ops_of(dtype: torch.dtype) -> tuple[str, ...]:
 def check_known_op(verb: str, op: str) -> None:
     """Raise a ValueError that lists the known ops if ``op`` is unknown."""
     if op not in OPS:
-        raise ValueError(f"{verb}: op {op!r} is unknown; known ops: {', '.join(OPS)}")
+        raise ValueError(f"{verb}: op {op!r} is unknown; use one of: {', '.join(OPS)}")
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def check_op(verb: str, op: str, dtype: torch.dtype) -> None:
     if not ops_of(dtype):
         raise ValueError(f"{verb}: {dtype} cannot be reduced; unpack its values into a tensor of float32 or int32")
     if op not in ops_of(dtype):
-        raise ValueError(f"{verb}: op {op!r} is not defined for {dtype}; ops for it: {', '.join(ops_of(dtype))}")
+        raise ValueError(f"{verb}: op {op!r} is not defined for {dtype}; use one of: {', '.join(ops_of(dtype))}")
 
 
 def check_rank(verb: str, what: str, value: int, size: int) -> int:
@@ -257,7 +257,7 @@ def writes_into_x(verb: str, out: object) -> bool:
 def cut_off(verb: str, x: Tensor, out: object) -> None:
     """Let ``backward`` raise an error if it reaches the tensor that a collective is about to overwrite.
 
-    This affects only tensors in autograd's graph. Every rank does so, even if the collective writes only on its root.
+    This affects only tensors in autograd's graph. All ranks do this, even if the collective writes only on its root.
     Raise ValueError if torch forbids in-place writes to the tensor.
     """
     target = x if writes_into_x(verb, out) else out

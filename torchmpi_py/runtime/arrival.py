@@ -40,7 +40,7 @@ _CALLS = "mpi.start() or init_process_group()"
 
 
 def limit_of(tuning: Tuning) -> float:
-    """Return the limit, in seconds, for the wait in ``start``: the timeout of operations, at least 20; 0 for none."""
+    """Return the limit of the wait in ``start``, in seconds: the operations' timeout, at least 20; 0 means no limit."""
     return max(tuning.deadline_seconds, LEAST_SECONDS) if tuning.deadline_seconds else 0.0
 
 
@@ -90,11 +90,11 @@ class Wait:
             return
         report = self.report()
         watchdog.print_to_stderr(f"torchmpi_py: {report}")
-        if self._ends and not self._over.wait(2 * _LOOK_SECONDS):  # Now the other ranks see the address.
+        if self._ends and not self._over.wait(2 * _LOOK_SECONDS):  # During this wait the other ranks find the address.
             self._end_job(report.split(". Every rank")[0])
 
     def _all_are_here(self) -> bool:
-        """Return whether all ranks of the job wait on this host. If so, MPI is connecting them, perhaps slowly."""
+        """Return whether all ranks of the job wait on this host. If so, MPI is still connecting them."""
         ranks = range(self._size or 0) if variables.job_name(os.environ) else ()
         return bool(ranks) and all(_is_bound(_address(str(rank))) for rank in ranks)
 

@@ -25,7 +25,7 @@ _GIVE_SECONDS = 0.1
 
 @contextlib.contextmanager
 def watched(what: str, tuning: Tuning) -> Iterator[None]:
-    """Watch a ``with`` block in which the ranks build a session together; reports call the block ``what``."""
+    """Watch a ``with`` block in which the ranks build a session together; ``what`` describes the block in reports."""
     if tuning.deadline_seconds == 0 or MPI.COMM_WORLD.size == 1:
         yield
         return
@@ -71,7 +71,7 @@ class _Construction:
         return watchdog.tell_late(board, report, ends=self._ends)
 
     def _end(self, patience_seconds: float) -> None:
-        """End the job after some seconds, unless the block ends before."""
+        """End the job after some seconds, unless the block ends first."""
         if not self._is_over_within(patience_seconds):
             abort.abort(abort.EXIT_CODE, self._why)
         elif self._has_reported:

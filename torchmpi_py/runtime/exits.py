@@ -71,7 +71,8 @@ def _at_exit(stop: Callable[[], None]) -> None:
             stop()
         except BaseException:
             failure = sys.exc_info()
-        if failure is not None:  # Here, not in the except block: abort reports handled exceptions.
+        # Call the hook outside of the except block, because abort reports an exception that is being handled.
+        if failure is not None:
             try:
                 sys.excepthook(*failure)
             finally:

@@ -47,7 +47,8 @@ def prepare_environment() -> None:
         os.environ.setdefault(name, value)
     transports.leave_tcp_out()
     if not transports.is_chosen("btl"):
-        os.environ[transports.COMPONENTS] = "^ofi"  # It is only for one-sided messages, and takes a second to start.
+        # Exclude the component ofi, which is only for one-sided messages and takes a second to start.
+        os.environ[transports.COMPONENTS] = "^ofi"
     size, local_size = variables.size_in(os.environ) or 1, variables.local_size_in(os.environ) or 1
     cores = variables.number(os.environ.get(variables.CORES, "")) or topology.num_usable_cores()
     if local_size < size or local_size >= cores:

@@ -36,7 +36,7 @@ _NUM_PARTS = 4  # The measured time is divided into this many parts, whose rates
 class StepCount:
     """A counter of steps that runs until the time is over or the program ends, and then writes ``rank-R.json``.
 
-    Environment variables contain the folder of this file, and the time.
+    Environment variables set the folder of this file, and the time.
     """
 
     def __init__(self) -> None:

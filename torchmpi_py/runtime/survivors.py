@@ -26,11 +26,12 @@ from torchmpi_py.watch import kept_boards, tracing, watchdog
 logger = logging.getLogger("torchmpi_py")
 
 _LOST = "a rank died, so the session was closed to be built again without that rank"
-_MOST_VAIN_RECOVERIES = 3  # limit of consecutive recoveries without a death; Open MPI can cause some between nodes
+# Limit of consecutive recoveries without a death. Open MPI can cause such recoveries between nodes.
+_MOST_VAIN_RECOVERIES = 3
 
 
 class _Denied(RankDied):
-    """The error after the ranks agreed that a rank died or failed. They recover without a second agreement."""
+    """The error on every rank after the ranks agreed that a rank died or failed; they need not agree again."""
 
 
 class Attempt:
