@@ -37,9 +37,9 @@ _READERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": 
 class Tuning:
     """Sizes and timeouts, to pass as ``mpi.start(tuning=...)``.
 
-    Instead of an argument, the environment variable ``TORCHMPI_<FIELD>`` may be set, such as ``TORCHMPI_FUSE_BYTES``.
-    All ranks must use the same values, because the values determine which messages are sent. The field of the same name
-    describes each argument in detail.
+    Instead, the environment variable ``TORCHMPI_<FIELD>`` may be set, such as ``TORCHMPI_FUSE_BYTES``. All ranks must
+    use the same values, because the values determine which messages are sent. The descriptions of the fields give more
+    details on each argument.
 
     Args:
         native_async_bytes (int): largest asynchronous collective, in bytes, that MPI carries out as its own nonblocking

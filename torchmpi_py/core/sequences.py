@@ -3,7 +3,7 @@
 The n-th operation must be the same on all ranks: the same collective, with matching sizes, dtype, op and root. The
 idea: each rank writes the fingerprint of its n-th operation to the board, and compares this fingerprint with the
 fingerprint of one neighbour, the next rank of its node. If any two ranks of the node differ, then some rank differs
-from its neighbour. So this finds every difference, at a cost that does not grow with the number of ranks. The
+from its neighbour. So every difference is found, at a cost that does not grow with the number of ranks. The
 alternative, in which one rank compares all fingerprints, would slow that rank down and leave the other ranks without an
 error. The disadvantage is that an error may list only the ranks that have already called.
 
