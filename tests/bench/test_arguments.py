@@ -27,7 +27,7 @@ def test_options():
         ("run --sizes 4Q", "'4Q'.*64K"),
         ("run --seconds 0", "'0' is not"),
         ("step --layers 4", "'4'.*two widths"),
-        ("step --ways average,shared", "'shared' is not a kind of trainer; choose from average, sharded, compressed"),
+        ("step --ways average,shared", "'shared' is not a group of trainers; choose from average, sharded, compressed"),
         ("step --steps -1", "'-1'"),
         ("timeline", "DIR"),
     ],

@@ -65,7 +65,7 @@ def test_a_peer_that_is_the_fastest_is_in_the_summary():
     rows = [row for row in report(kinds=("warm",)).rows if row.what != "ring" and row.num_bytes == 4]
     rows[1] = dataclasses.replace(rows[1], median_seconds=rows[0].median_seconds / 2)
     assert results.summary(dataclasses.replace(report(), rows=rows)) == (
-        "Fastest, warm buffers: 4 B raw MPI (0.500 x limit), of ours mpi (0.500 x raw MPI, 0.250 x limit)."
+        "Fastest, warm buffers: 4 B raw MPI (0.500 x limit), our fastest: mpi (0.500 x raw MPI, 0.250 x limit)."
     )
     assert results.summary(dataclasses.replace(report(), rows=rows[:1])) == "", "there is no other candidate"
 
@@ -140,7 +140,7 @@ def test_a_report_is_drawn_and_what_cannot_be_drawn_is_refused(monkeypatch, tmp_
     store(COLLECTIVE, report(), path := tmp_path / "r.json")
     run_program(monkeypatch, "plot.py", path, tmp_path / "r.png")
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(SystemExit, match=r"c\.json is not a report of run or compare --json"):
+    with pytest.raises(SystemExit, match=r"c\.json is not a report that run or compare wrote with --json"):
         run_program(monkeypatch, "plot.py", curve(tmp_path / "c.json", 1, [1, 2]), "c.png")
     with pytest.raises(SystemExit, match=r"cannot draw to r\.foo"):
         run_program(monkeypatch, "plot.py", path, "r.foo")

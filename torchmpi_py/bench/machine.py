@@ -1,6 +1,6 @@
-"""The machine: starting on CPU or GPU, the memory that may be used, and facts for a report.
+"""The parts of the bench that depend on the machine: the start on CPU or GPU, memory limits, and facts for a report.
 
-Ranks may share a GPU; the facts say how many do.
+Ranks may share a GPU. The facts include the number of ranks on each GPU.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 _CPU = torch.device("cpu")
 _ASSUMED_CACHE_BYTES = 32 << 20
 _ASSUMED_FREE_BYTES = 1 << 30
-_GPU_CACHE_BYTES = 256 << 20  # more than the cache of any GPU so far
-_MOST_BYTES = {"cpu": 1 << 30, "cuda": 8 << 30}  # on a GPU, for 1 GiB of each verb
+_GPU_CACHE_BYTES = 256 << 20  # larger than the cache of any GPU so far
+_MOST_BYTES = {"cpu": 1 << 30, "cuda": 8 << 30}  # 8 GiB suffice for every collective of 1 GiB on a GPU.
 
 
 def start(device: str) -> None:
@@ -43,22 +43,25 @@ def start(device: str) -> None:
     except ValueError as error:
         failure = str(error)
         with contextlib.suppress(mpi.RanksDisagree):
-            mpi.start()  # the ranks that have a GPU wait in theirs
+            mpi.start()  # The ranks with a GPU wait in mpi.start() until this rank also calls it.
     except mpi.RanksDisagree:
-        pass  # the rank without a GPU has the reason
+        pass  # The rank without a GPU reports the reason below.
 
-    # Every rank has initialized MPI by now, also where start raised: all agree on the outcome.
+    # Every rank has initialized MPI, even if mpi.start() raised an error, so the ranks can exchange their failures.
     if failure := first_failure(MPI.COMM_WORLD, failure):
         raise UsageError(f"--device cuda: {failure}")
 
 
 def first_failure(comm: MPI.Comm, failure: str) -> str:
-    """Return, on every rank, the failure of the lowest rank that has one; "" without failures. Collective."""
+    """Return the failure of the lowest rank that failed, or "" if no rank failed.
+
+    All ranks of ``comm`` must call this function, and all get the same result.
+    """
     return next(filter(None, comm.allgather(failure)), "")
 
 
 def free_bytes(meminfo: Path = _MEMORY, cgroup: Path = _CGROUP) -> int:
-    """Return the number of free bytes on this machine, or in the container that limits this process."""
+    """Return the free memory of this machine in bytes, or of the container that limits this process if that is less."""
     limits = []
     match = re.search(r"MemAvailable:\s+(\d+) kB", _read(meminfo))
     if match:
@@ -70,7 +73,10 @@ def free_bytes(meminfo: Path = _MEMORY, cgroup: Path = _CGROUP) -> int:
 
 
 def agreed_cache_bytes(comm: MPI.Comm, device: torch.device) -> int:
-    """Return the bytes of the largest last-level cache of the ranks; for a GPU, an upper limit. Collective."""
+    """Return the size in bytes of the largest last-level cache of any rank; for a GPU, an upper limit.
+
+    All ranks of ``comm`` must call this function.
+    """
     if device.type == "cuda":
         return _GPU_CACHE_BYTES
     sizes: list[int] = comm.allgather(caches.last_level_cache_bytes() or _ASSUMED_CACHE_BYTES)
@@ -78,9 +84,10 @@ def agreed_cache_bytes(comm: MPI.Comm, device: torch.device) -> int:
 
 
 def agreed_max_bytes(comm: MPI.Comm, given: int | None, device: torch.device) -> int:
-    """Return the bytes of buffers per rank: ``given``, or this rank's share of a quarter of the free memory.
+    """Return the number of bytes for buffers per rank: ``given``, or a share of a quarter of the free memory.
 
-    The share is at most 1 GiB of host memory, or 8 GiB of GPU memory. Collective, with one result on all ranks.
+    The ranks of a node, or of a GPU, have equal shares. All ranks use the smallest share of any rank, but at most 1 GiB
+    of host memory, or 8 GiB of GPU memory. All ranks of ``comm`` must call this function.
     """
     if device.type == "cuda":
         identity = gpus.identity(device.index)
@@ -104,7 +111,10 @@ def limit_threads() -> None:
 
 
 def facts(comm: MPI.Comm, device: torch.device = _CPU) -> dict[str, str]:
-    """Return facts about this machine and the GPUs of all ranks, in the order of a report's header. Collective."""
+    """Return facts about this machine and the GPUs of all ranks, in the order of a report's header.
+
+    All ranks of ``comm`` must call this function.
+    """
     vendor, version = MPI.get_vendor()
     cache_bytes = caches.last_level_cache_bytes()
     nodes = mpi.num_nodes()
@@ -129,7 +139,10 @@ def _gpu_facts(comm: MPI.Comm, device: torch.device) -> dict[str, str]:
 
 
 def describe_gpus(gathered: Sequence[tuple[Hashable, str]]) -> dict[str, str]:
-    """Return the GPUs and how many ranks share each GPU, from the identity and the name of each rank's GPU."""
+    """Return facts about the GPUs for a report: their names, and the number of ranks on each GPU.
+
+    ``gathered`` contains the identity and the name of each rank's GPU.
+    """
     ranks = collections.Counter(identity for identity, _ in gathered)
     names = collections.Counter(dict(gathered).values())
     return {

@@ -1,4 +1,4 @@
-"""Every candidate at one size after the other: results checked, calls timed in turns, results checked again."""
+"""The measurement of all candidates at one size: check the results, time alternating calls, and check again."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import FlavourError, Unavailable
 
 MIN_TURNS, MAX_TURNS = 5, 1000
-_SMALL_BYTES = 64 << 10  # the time of a call hardly depends on sizes up to this one
+_SMALL_BYTES = 64 << 10  # Up to this size, the time of a call hardly depends on the size.
 
 
 @dataclasses.dataclass
 class Measurement:
-    """Candidates that do the same task on ``comm``, and the pools of memory from which they get buffers.
+    """The candidates for one task on ``comm``, and the pools of memory that provide their buffers.
 
-    ``pools`` maps True to the symmetric pool and False to the plain pool. With a ``link``, every row has its ratio to
-    the floor (the shortest time on the link), and the floor has a row too. Every method is collective.
+    ``pools`` maps True to the symmetric pool and False to the plain pool. The *floor* is the shortest time that a call
+    can take on ``link``. If ``link`` is set, an additional row shows the floor, and the row of each candidate that has
+    a result shows the ratio to the floor. All ranks of ``comm`` must call each method.
     """
 
     comm: MPI.Comm
@@ -43,22 +44,25 @@ class Measurement:
     time_limit_seconds: float = math.inf
     link: Wire | None = None
     num_in_a_row: int = 1  # calls that are timed together
-    last_rows: dict[str, ResultRow] = dataclasses.field(default_factory=dict)  # by the candidate's name
+    last_rows: dict[str, ResultRow] = dataclasses.field(default_factory=dict)  # latest row by candidate name
 
     def drop_unable(self, num_bytes: int) -> list[str]:
-        """Leave out the candidates that fail a trial of the task; return the reasons."""
+        """Remove the candidates that fail a trial of the task, and return the reasons."""
         rotations = self.rotations(num_bytes, is_cold=False)
         reasons = {
             candidate.name: refusal(self.comm, self.task, candidate, rotations[candidate.is_symmetric], num_bytes)
             for candidate in self.candidates
             if candidate.has_values
         }
-        # The reasons are the same on every rank, so that all ranks go on with the same candidates.
+        # All ranks have the same reasons, so all ranks keep the same candidates.
         self.candidates = [candidate for candidate in self.candidates if not reasons.get(candidate.name)]
         return [f"{name} is left out: {reason}" for name, reason in reasons.items() if reason]
 
     def drop_slow(self, num_bytes: int) -> list[str]:
-        """Leave out the candidates that would exceed the time limit, judged by their last size; return the reasons."""
+        """Remove the candidates that would exceed the time limit, and return the reasons.
+
+        The time of a candidate is estimated from its time at the last size.
+        """
         expected = {
             name: row.median_seconds * max(num_bytes, _SMALL_BYTES) / max(row.num_bytes, _SMALL_BYTES)
             for name, row in self.last_rows.items()
@@ -71,11 +75,14 @@ class Measurement:
         ]
 
     def rows(self, num_bytes: int, buffers: str) -> list[ResultRow]:
-        """Return one row per candidate for a size and a kind of buffers. Raise WrongValue if a result is wrong."""
+        """Return one row per candidate for a size and for "warm" or "cold" buffers.
+
+        Raise WrongValue if a result is wrong.
+        """
         is_cold = buffers == "cold"
         rotations = self.rotations(num_bytes, is_cold=is_cold)
         self._verify(rotations, num_bytes, f"{buffers} buffers, before timing")
-        # The timed calls reduce zeros in place: other values would grow from call to call, to infinity.
+        # The timed calls reduce zeros in place, because other values would grow from call to call until they overflow.
         for rotation in rotations.values():
             rotation.clear()
         timed = {c.name: (_cold if is_cold else _warm)(c.bind, rotations[c.is_symmetric].take) for c in self.candidates}
@@ -97,7 +104,7 @@ class Measurement:
         return rows
 
     def _beside_floor(self, link: Wire, rows: list[ResultRow]) -> list[ResultRow]:
-        """Return the rows with their ratio to the floor (the shortest time on the link), and a row for the floor."""
+        """Return the rows with their ratios to the floor (the shortest time on the link), and a row for the floor."""
         verb, num_bytes, buffers = self.task.verb.name, rows[0].num_bytes, rows[0].buffers
         floor = link.floor_seconds(verb, num_bytes)
         of_wire = []
@@ -120,7 +127,7 @@ class Measurement:
         }
 
     def _verify(self, rotations: dict[bool, Rotation], num_bytes: int, when: str) -> None:
-        """Make one call of each candidate on the next slot, with values that depend on element and rank.
+        """Call each candidate once on the next slot, with values that depend on element and rank.
 
         Raise WrongValue on every rank if a result is wrong on some rank. The error describes the lowest such rank.
         """
@@ -134,20 +141,20 @@ class Measurement:
 
 
 class _Timed(NamedTuple):
-    """A call that is timed, and a call that is made before it and is not timed."""
+    """A timed call, and the untimed call that precedes it."""
 
     before: Call
     call: Call
 
 
 def _warm(bind: Callable[[NextBuffers], Call], take: NextBuffers) -> _Timed:
-    """Use one slot for all calls. An untimed call directly precedes each timed call."""
+    """Return calls that all use the same slot. The untimed call is the same call as the timed one."""
     call = bind(take)
     return _Timed(call, call)
 
 
 def _repeated(call: Call, number: int) -> Call:
-    """Return a function that makes ``number`` calls; ``call`` itself if ``number`` is 1."""
+    """Return a function that makes ``number`` calls, or ``call`` itself if ``number`` is 1."""
     if number == 1:
         return call
 
@@ -159,7 +166,7 @@ def _repeated(call: Call, number: int) -> Call:
 
 
 def _cold(bind: Callable[[NextBuffers], Call], take: NextBuffers) -> _Timed:
-    """Use the next slot for each call, and bind the slot before the call is timed."""
+    """Return calls that each use the next slot. The untimed call binds the slot for the timed call."""
     bound: list[Call] = []
 
     def before() -> None:
@@ -171,7 +178,10 @@ def _cold(bind: Callable[[NextBuffers], Call], take: NextBuffers) -> _Timed:
 def make_pools(
     plan: BufferPlan, candidates: Sequence[Candidate], device: torch.device
 ) -> tuple[dict[bool, Tensor], list[Candidate], list[str]]:
-    """Return the pools, the candidates whose pool could be allocated, and notes for the report. Collective."""
+    """Return the pools, the candidates whose pool could be allocated, and notes for the report.
+
+    All ranks must call this function.
+    """
     pools = {False: make_pool(plan.plain_bytes, device)}
     if not plan.symmetric_bytes:
         return pools, list(candidates), []
@@ -184,10 +194,11 @@ def make_pools(
 
 
 def refusal(comm: MPI.Comm, task: Task, candidate: Candidate, rotation: Rotation, num_bytes: int) -> str:
-    """Try ``candidate``, and return why it cannot do ``task``, or "". Collective, with one result on every rank.
+    """Try ``candidate``, and return the reason why it cannot do ``task``, or "" if it can.
 
-    A candidate of this package is refused only if its flavour raises FlavourError, TypeError or ValueError. Other
-    errors propagate, and ``Measurement.rows`` reports wrong values.
+    All ranks of ``comm`` must call this function, and all get the same result. A candidate of this package fails the
+    trial only if its flavour raises FlavourError, TypeError or ValueError. Its other errors propagate, and
+    ``Measurement.rows`` reports its wrong values.
     """
     refusals = (FlavourError, TypeError, ValueError) if candidate.is_ours else (Exception,)
     try:
@@ -199,8 +210,8 @@ def refusal(comm: MPI.Comm, task: Task, candidate: Candidate, rotation: Rotation
 
 
 def _mistake(task: Task, candidate: Candidate, rotation: Rotation, num_bytes: int) -> str:
-    """Make one call, and return the mistake in this rank's result, or ""."""
-    # Put a wrong value into the output before the call, so that a call that writes nothing is noticed.
+    """Make one call, and describe the first wrong element of this rank's result, or return "" if all are right."""
+    # Put a wrong value into the output before the call, to detect a call that writes nothing.
     buffers = rotation.take()
     cases.write(buffers.x, task.pattern(task.rank))
     if buffers.out is not None:
@@ -216,6 +227,6 @@ def _first_wrong(task: Task, buffers: TaskBuffers, expected: Sequence[tuple[Tens
         index = cases.first_wrong(buffers.result[begin : begin + count], numbers, tolerance)
         if index is not None:
             got, right = buffers.result[begin + index].item(), numbers[index % cases.PERIOD].item()
-            return f"rank {task.rank} has {got} in element {begin + index}, where {right} is right"
+            return f"rank {task.rank} has {got} in element {begin + index}, but the right value is {right}"
         begin += count
     return ""

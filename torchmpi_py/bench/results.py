@@ -1,4 +1,4 @@
-"""Reports: what was measured, what follows from it, how it is stored, and how it is shown as aligned Markdown."""
+"""Reports of measurements: their rows, the bandwidths and ratios derived from the rows, JSON files, and Markdown."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from torchmpi_py.core.mpi_api import MPI
 COLLECTIVE = "torchmpi_py.bench collective 1"
 """The format of a report of ``run`` or ``compare``."""
 
-MOST_BYTES = 1 << 28  # of a report
+MOST_BYTES = 1 << 28  # size limit of a report's file
 
-# Candidates whose time is divided by each row's, in a column of its own.
+# Reference candidates. A column for each of them shows its time divided by the time of the row.
 _REFERENCES = {
     RAW_MPI: "x raw MPI",
     GLOO: "x gloo",
@@ -37,7 +37,7 @@ PEERS = RAW_MPI, GLOO, f"{GLOO}, async"
 
 @dataclasses.dataclass(frozen=True)
 class ResultRow:
-    """One candidate at one size: statistics of the times of its calls; the time of a call is the slowest rank's."""
+    """Statistics of the timed calls of one candidate at one size. The slowest rank determines the time of a call."""
 
     num_bytes: int
     what: str
@@ -45,7 +45,7 @@ class ResultRow:
     median_seconds: float
     p99_seconds: float
     num_turns: int
-    time_to_floor: float | None = None  # of the wire, where the link is known
+    time_to_floor: float | None = None  # None for limits, and without --link
 
     @property
     def bytes_per_second(self) -> float:
@@ -59,7 +59,7 @@ class Report:
 
     verb: str
     dtype: str
-    op: str  # "" where nothing is reduced
+    op: str  # "" if the collective does not reduce
     num_ranks: int
     facts: dict[str, str]
     notes: list[str]
@@ -67,25 +67,25 @@ class Report:
     device: str = "cpu"
 
     def bus_bytes_per_second(self, row: ResultRow) -> float:
-        """Return the bus bandwidth, which is comparable across collectives and numbers of ranks (``cases``)."""
+        """Return the bus bandwidth, which is comparable across collectives and numbers of ranks (see ``cases``)."""
         return row.bytes_per_second * VERBS[self.verb].bus_factor(self.num_ranks)
 
     @property
     def title(self) -> str:
-        """The task in a few words."""
+        """A short description of the task."""
         op = f" ({self.op})" if self.op else ""
         where = "" if self.device == "cpu" else f" on {self.device}"
         return f"{self.verb}{op} of {self.dtype}{where}"
 
     def seconds(self, num_bytes: int, buffers: str, what: str) -> float | None:
-        """Return the median time of the candidate ``what``; None if it was not measured."""
+        """Return the median time of the candidate ``what``, or None if this candidate was not measured."""
         key = (num_bytes, buffers, what)
         return next((row.median_seconds for row in self.rows if (row.num_bytes, row.buffers, row.what) == key), None)
 
     def times_faster(self, row: ResultRow, than: str) -> float | None:
         """Return (time of the candidate ``than`` at the same size and buffers) / (time of ``row``).
 
-        Return None if ``than`` was not measured there.
+        Return None if ``than`` was not measured at this size with these buffers.
         """
         seconds = self.seconds(row.num_bytes, row.buffers, than)
         return None if seconds is None else seconds / row.median_seconds
@@ -97,28 +97,28 @@ def make_row(num_bytes: int, what: str, buffers: str, seconds: Sequence[float]) 
 
 
 def quantile(seconds: Sequence[float], part: float) -> float:
-    """Return the smallest of the times for which at least the share ``part`` of the times is not longer."""
+    """Return the smallest time that at least a fraction ``part`` of all times does not exceed."""
     return sorted(seconds)[max(0, math.ceil(part * len(seconds)) - 1)]
 
 
 def check_output(comm: MPI.Comm, path: Path | None) -> None:
-    """Check, before anything is measured, that rank 0 can write to ``path``. Collective.
+    """Raise UsageError on every rank if rank 0 cannot write to ``path``.
 
-    Raise UsageError on every rank if it cannot.
+    All ranks of ``comm`` must call this function, before the measurement starts.
     """
     if problem := comm.bcast(unwritable(path)):
         raise UsageError(problem)
 
 
 def unwritable(path: Path | None) -> str:
-    """Return why this process cannot write to ``path``, or ""."""
+    """Return the reason why this process cannot write to ``path``, or "" if it can."""
     if path is None or os.access(path.parent, os.W_OK):
         return ""
-    return f"cannot write {path}: {path.parent} is not a writable folder; name another file"
+    return f"cannot write {path}: {path.parent} is not a writable folder; choose another file"
 
 
 def publish(rank: int, text: str, format_name: str, report: Any, path: Path | None) -> None:
-    """Print ``text``, and store the dataclass ``report`` at ``path`` unless it is None. Only rank 0 does this."""
+    """Print ``text`` on rank 0, and store the dataclass ``report`` at ``path`` if ``path`` is not None."""
     if rank == 0:
         print(text, flush=True)
         if path is not None:
@@ -131,14 +131,14 @@ def store(format_name: str, report: Any, path: Path) -> None:
 
 
 def load(path: Path) -> Report:
-    """Read a report of ``run`` or ``compare``. Raise UsageError for other files."""
+    """Read a report of ``run`` or ``compare``. Raise UsageError if the file does not contain such a report."""
     try:
         stored: dict[str, Any] = trusted_files.read_json(path, MOST_BYTES, owners=None)
         if stored.pop("format") != COLLECTIVE:
             raise ValueError(f"its format is not {COLLECTIVE!r}")
         return Report(**stored | {"rows": [ResultRow(**row) for row in stored["rows"]]})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path} is not a report of run or compare --json: {error}") from error
+        raise UsageError(f"{path} is not a report that run or compare wrote with --json: {error}") from error
 
 
 def summary(report: Report) -> str:
@@ -164,7 +164,7 @@ def _winner(report: Report, rows: Sequence[ResultRow]) -> str:
     """Describe the fastest row of a size. If it is a peer's row, also describe this package's fastest row."""
     ours = next((row for row in rows if row.what not in PEERS), rows[0])
     shown = [rows[0]] if ours is rows[0] else [rows[0], ours]
-    return f"{format_size(rows[0].num_bytes)} " + ", of ours ".join(_in_short(report, row) for row in shown)
+    return f"{format_size(rows[0].num_bytes)} " + ", our fastest: ".join(_in_short(report, row) for row in shown)
 
 
 def _in_short(report: Report, row: ResultRow) -> str:
@@ -194,7 +194,7 @@ def document(
 
 
 def number(value: float | None) -> str:
-    """Three significant digits, at most five decimals, no exponent; a dash for None."""
+    """Return a number as text with three significant digits and at most five decimals, or "-" for None."""
     if value is None:
         return "-"
     rounded = float(f"{value:.3g}")

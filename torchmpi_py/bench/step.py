@@ -1,11 +1,11 @@
 """The command ``step``: the time that averaging the gradients adds to one training step.
 
-The network, data and optimizer stay the same, and the gradients are averaged in several ways. Each way is a *trainer*:
-a function that makes some steps of an ongoing training and calls ``done`` after each step. The time between two calls
-is one whole step, from taking the sample to the new parameters, also in the engine's loop. The trainers make short runs
-of several steps alternately. The first step of each run is not counted, because it follows a step of a different
-trainer, and the engine's first step includes the start of ``train``. On a GPU ``done`` waits for the GPU after every
-step of every trainer.
+All *trainers* have the same network, data and optimizer, but each averages the gradients with a different method. A
+trainer is a function that runs several steps of an ongoing training and calls ``done`` after each step. The time
+between two calls of ``done`` is the time of one whole step, from reading the sample to updating the parameters. This is
+also true of the engine's loop. The trainers alternate in short runs of several steps. The first step of each run is not
+counted, because it follows a step of a different trainer, and the engine's first step includes the start of ``train``.
+On a GPU ``done`` waits for the GPU after every step of every trainer.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _CPU = torch.device("cpu")
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``step``."""
     add = parser.add_argument
-    networks = "perceptron: few large gradients (default); gpt: 0.8 M parameters, 128 tokens a sample"
+    networks = "perceptron: few large gradients (default); gpt: 0.8 M parameters, 128 tokens per sample"
     add("--network", choices=trainers.NETWORKS, default="perceptron", help=networks)
     widths = ",".join(map(str, trainers.LAYERS["perceptron"]))
-    add("--layers", type=_layers, help=f"widths of the perceptron, input first; default: {widths}")
+    add("--layers", type=_layers, help=f"widths of the perceptron's layers, starting with the input; default: {widths}")
     command_line.add_device(parser)
-    add("--batch", type=command_line.count, default=32, help="samples a rank; default: 32")
-    add("--steps", type=command_line.count, default=25, help="timed steps of each way; default: 25")
+    add("--batch", type=command_line.count, default=32, help="samples per rank in each step; default: 32")
+    add("--steps", type=command_line.count, default=25, help="timed steps of each trainer; default: 25")
     add("--optimizer", choices=trainers.OPTIMIZERS, default="sgd", help="default: sgd")
-    ways = "average: DDP, nn, the engine (default); sharded: the optimizer's state divided; compressed: fewer bytes"
-    add("--ways", type=_ways, default="average", help=f"kinds of trainers, separated by commas; {ways}")
+    ways = "average (DDP, nn and the engine; default), sharded (optimizers), compressed (gradients)"
+    add("--ways", type=_ways, default="average", help=f"groups of trainers, separated by commas: {ways}")
     command_line.add_link(parser)
     command_line.add_output(parser)
 
@@ -55,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 @command_line.with_message
 def _ways(text: str) -> list[str]:
     if unknown := [way for way in text.split(",") if way not in trainers.WAYS]:
-        raise ValueError(f"{unknown[0]!r} is not a kind of trainer; choose from {', '.join(trainers.WAYS)}")
+        raise ValueError(f"{unknown[0]!r} is not a group of trainers; choose from {', '.join(trainers.WAYS)}")
     return text.split(",")
 
 
@@ -63,13 +63,13 @@ def _ways(text: str) -> list[str]:
 def _layers(text: str) -> list[int]:
     parts = text.split(",")
     if len(parts) < 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"{text!r}: give at least two widths, such as 784,4096,10")
+        raise ValueError(f"{text!r}: expected at least two widths above 0, such as 784,4096,10")
     return [int(part) for part in parts]
 
 
 @dataclasses.dataclass(frozen=True)
 class StepReport:
-    """Settings, and the median seconds of a step, by trainer."""
+    """The settings of a measurement, and the median time of a step for each trainer."""
 
     layers: list[int]
     batch: int
@@ -80,26 +80,26 @@ class StepReport:
     device: str = "cpu"
     optimizer: str = "sgd"
     network: str = "perceptron"
-    wire_seconds: float | None = None  # the floor of an allreduce of all gradients, where the link is known
+    wire_seconds: float | None = None  # floor of an allreduce of all gradients; None without --link
 
     @property
     def floor_seconds(self) -> float | None:
-        """The floor of a step: it computes, and all gradients cross the wire, at best at the same time."""
+        """The floor of a step, at which computation and communication overlap completely; None without ``--link``."""
         return None if self.wire_seconds is None else max(self.median_seconds[trainers.NONE], self.wire_seconds)
 
     def added_seconds(self, name: str) -> float:
-        """Seconds of a trainer above the loop without communication."""
+        """Return the number of seconds by which a trainer's step is slower than a step without communication."""
         return self.median_seconds[name] - self.median_seconds[trainers.NONE]
 
 
 def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
-    """Measure on ``mpi.device()``, print on rank 0, and store. Collective over ``comm``, which holds all ranks.
+    """Measure on ``mpi.device()``, print the report on rank 0, and store it.
 
-    Raise RanksDisagree if a trainer leaves different parameters on different ranks, and WrongValue if its parameters
-    after the first steps are not those of the others.
+    ``comm`` contains all ranks, and all must call this function. Raise RanksDisagree if a trainer leaves different
+    parameters on different ranks. Raise WrongValue if trainers with ``is_exact`` differ after the first steps.
     """
     if options.layers is not None and options.network != "perceptron":
-        raise UsageError("--layers are the widths of the perceptron; omit --layers, or use --network perceptron")
+        raise UsageError("--layers applies only to the perceptron; omit --layers, or use --network perceptron")
     machine.limit_threads()
     device, layers = mpi.device(), options.layers or trainers.LAYERS[options.network]
     link = None if options.link is None else wire.open_link(options.link)
@@ -133,7 +133,7 @@ def render(report: StepReport) -> str:
     """Return the report in Markdown."""
     network = f"{report.network} {'-'.join(map(str, report.layers))}"
     where = "" if report.device == "cpu" else f" on {report.device}"
-    batches = f"{report.optimizer}, batches of {report.batch} a rank"
+    batches = f"{report.optimizer}, batches of {report.batch} per rank"
     title = f"a training step{where}: {network}, {batches}, {report.num_steps} steps"
     header = ["what", "step ms", "added ms", "x DDP's added"]
     rows = [_row(report, name) for name in report.median_seconds]
@@ -161,11 +161,14 @@ def _row(report: StepReport, name: str) -> list[str]:
 def _measured(
     comm: MPI.Comm, made: Sequence[trainers.Trainer], samples: Sequence[trainers.Sample], options: argparse.Namespace
 ) -> dict[str, list[float]]:
-    """Return the seconds of each trainer's timed steps; each step counts as on the slowest rank. Collective."""
+    """Return the times of each trainer's timed steps in seconds. The slowest rank determines the time of a step.
+
+    All ranks of ``comm`` must call this function.
+    """
     for trainer in made:
-        trainer.train(samples, lambda: None)  # untimed: DDP builds its buckets, memory is allocated
+        trainer.train(samples, lambda: None)  # These steps are not timed: DDP builds its buckets.
     _check_alike(made)
-    # The trainers make short runs alternately, in a changing order, so load on the machine slows all of them equally.
+    # The trainers alternate in short runs, in a changing order, so that other load slows all of them equally.
     times: dict[str, list[float]] = {trainer.name: [] for trainer in made}
     rounds = range(-(-options.steps // STEPS_PER_RUN))
     for turn in progress_bar.shown(rounds, lambda turn: "steps", rank=comm.rank, always=options.progress):
@@ -173,14 +176,14 @@ def _measured(
             comm.Barrier()
             times[made[index].name] += _run(made[index], samples)
     for trainer in made:
-        # These trainers leave different parameters on each rank.
+        # The trainers in this tuple leave different parameters on each rank.
         if trainer.name not in (trainers.NONE, trainers.DDP_ALONE, trainers.FSDP, trainers.FSDP_TORCHMPI):
             mpinn.check_with_allreduce(trainer.network)
     return {name: np.max(comm.allgather(of_trainer), axis=0).tolist() for name, of_trainer in times.items()}
 
 
 def _run(trainer: trainers.Trainer, samples: Sequence[trainers.Sample]) -> list[float]:
-    """Run the steps, and return the seconds of each step except the first."""
+    """Run one step per sample, and return the time of each step except the first in seconds."""
     ends: list[float] = []
     device = devices.of(samples[0][0].device)
 
@@ -193,16 +196,16 @@ def _run(trainer: trainers.Trainer, samples: Sequence[trainers.Sample]) -> list[
 
 
 def _check_alike(made: Sequence[trainers.Trainer]) -> None:
-    """Raise WrongValue unless all trainers that average all bits have the same parameters, up to rounding."""
+    """Raise WrongValue unless all trainers with ``is_exact`` have the same parameters, up to rounding errors."""
     first, *others = [trainer for trainer in made if trainer.name != trainers.NONE and trainer.is_exact] or made[:1]
     for other in others:
         for (name, x), y in zip(first.network.named_parameters(), other.network.parameters(), strict=True):
             if not torch.allclose(_whole(x), _whole(y), rtol=1e-3, atol=1e-5):
-                raise WrongValue(f"after the same steps, {name} of {other.name!r} differs from {first.name!r}")
+                raise WrongValue(f"parameter {name} of {other.name!r} differs from {first.name!r} after the same steps")
 
 
 def _whole(x: Any) -> torch.Tensor:
-    """Return the whole parameter. Collective if each rank has only a part of the parameter."""
+    """Return the whole parameter. If the parameter is sharded, all ranks must call this function."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x  # type: ignore[no-any-return]
 
 

@@ -1,10 +1,11 @@
-"""The trainers of the command ``step``: ways to train one network on all ranks.
+"""The trainers of the command ``step``: several methods of training the same network on all ranks.
 
-Each is a function that takes one step per sample of an ongoing training and calls ``done`` after each one. Those of one
-kind of ``WAYS`` stand together; "average" and "sharded" all give the same parameters, up to rounding.
+A trainer is a function that takes one step per sample of an ongoing training, and calls ``done`` after each step.
+``WAYS`` lists the groups of trainers. The trainers of "average" (except DDP_ALONE) and of "sharded" produce the same
+parameters, up to rounding errors.
 
-There are two networks: a perceptron, whose few large gradients cost bandwidth, and a small GPT, whose gradients are few
-beside what it computes.
+There are two networks. A perceptron has a few large gradients, which take bandwidth to average. A small GPT has small
+gradients relative to its amount of computation.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ _DEPTH, _WIDTH = 4, 128
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """``train(samples, done)`` takes one step per sample. Collective, but for NONE.
+    """A network with its training function: ``train(samples, done)`` takes one step per sample.
 
-    is_exact: whether its parameters are those of plain averaging, up to rounding.
+    All ranks must call ``train`` together, except for NONE. ``is_exact`` states whether the trainer produces the same
+    parameters as plain averaging, up to rounding errors. It has no meaning for NONE.
     """
 
     name: str
@@ -67,8 +69,8 @@ def trainers(
 ) -> list[Trainer]:
     """Return NONE, DDP, DistributedOptimizer and all trainers of ``ways``, each with its own network on ``device``.
 
-    ``with_ddp`` adds DDP and FSDP2 on torch's default process group. ``torchmpi`` is a group of this package's backend;
-    DDP and FSDP2 then run on this group too. ``network`` is one of NETWORKS.
+    ``with_ddp`` includes the trainers on torch's default process group. ``torchmpi`` is a process group of this
+    package's backend; if it is passed, DDP and FSDP2 also run on this group. ``network`` is one of NETWORKS.
     """
     plain = OPTIMIZERS[optimizer]
     kinds = [
@@ -93,7 +95,11 @@ def trainers(
 
 
 class _Kind(NamedTuple):
-    """How to make a trainer. ``needs`` is the name of DDP on the process group that the trainer needs, or ""."""
+    """The name of a trainer, and the function that creates it from a network.
+
+    ``needs`` is DDP if the trainer needs the process group on gloo, DDP_TORCHMPI if it needs the group on torchmpi, or
+    "" if it needs no group.
+    """
 
     name: str
     make: MakeTrain
@@ -102,7 +108,7 @@ class _Kind(NamedTuple):
 
 
 def make_perceptron(layers: Sequence[int]) -> torch.nn.Sequential:
-    """Return a multilayer perceptron of the widths ``layers``, with the same values in each call and on each rank."""
+    """Return a perceptron with layers of the widths ``layers``; each call on any rank returns the same values."""
     torch.manual_seed(SEED)
     parts: list[torch.nn.Module] = []
     for inputs, outputs in itertools.pairwise(layers):
@@ -111,11 +117,12 @@ def make_perceptron(layers: Sequence[int]) -> torch.nn.Sequential:
 
 
 def make_gpt(layers: Sequence[int]) -> torch.nn.Sequential:
-    """Return a GPT of torch's layers, of the size of ``examples/gpt.py``, the same in each call and on each rank.
+    """Return a GPT from torch's layers, as large as ``examples/gpt.py``; each call on any rank returns the same values.
 
-    It maps tokens (batch, context) to scores (batch * context, tokens). ``layers`` holds context and number of tokens.
-    Attention has no mask, because a Sequential passes none on. Layers have no bias, because the gradient of the keys'
-    bias is zero except for rounding errors, which Adam would turn into steps that differ between trainers.
+    ``layers`` is the context length and the number of different tokens. The network maps tokens of shape (batch,
+    context) to scores of shape (batch * context, number of tokens). Attention has no mask, because
+    ``torch.nn.Sequential`` passes no mask to its layers. The layers have no bias, because the gradient of the keys'
+    bias consists of rounding errors only. Adam would turn these errors into different steps for different trainers.
     """
     torch.manual_seed(SEED)
     encoder = functools.partial(torch.nn.TransformerEncoderLayer, _WIDTH, _WIDTH // 32, 4 * _WIDTH, dropout=0.0)
@@ -129,12 +136,12 @@ def make_gpt(layers: Sequence[int]) -> torch.nn.Sequential:
 
 NETWORKS = {"perceptron": make_perceptron, "gpt": make_gpt}
 LAYERS = {"perceptron": [784, 4096, 4096, 10], "gpt": [128, 128]}
-"""What ``layers`` is unless given."""
+"""The default ``layers`` of each network."""
 
 
 def _averaging(plain: MakeOptimizer, torchmpi: Any) -> list[_Kind]:
     """Return trainers that average the gradients, and DDP_ALONE, which is DDP without the averaging."""
-    from torchmpi_py.torch_backend import average  # imported here, because only this command needs it
+    from torchmpi_py.torch_backend import average  # Only this command needs the backend.
 
     on_gloo = functools.partial(_ddp, plain=plain)
     on_torchmpi = functools.partial(_ddp, plain=plain, group=torchmpi)
@@ -159,7 +166,7 @@ def _averaging(plain: MakeOptimizer, torchmpi: Any) -> list[_Kind]:
 
 
 def _sharded(plain: functools.partial[Any], torchmpi: Any) -> list[_Kind]:
-    """Return trainers that divide the optimizer's state: ShardedOptimizer, and torch's classes."""
+    """Return trainers that shard the optimizer: ShardedOptimizer, and torch's ZeroRedundancyOptimizer and FSDP2."""
     optimizer_class: Any = plain.func
 
     def zero(parameters: Iterable[Any], group: Any = None) -> Any:
@@ -185,10 +192,10 @@ def _sharded(plain: functools.partial[Any], torchmpi: Any) -> list[_Kind]:
 
 
 def _compressed(plain: MakeOptimizer) -> list[_Kind]:
-    """Return trainers with DistributedOptimizer and each compression, and with DDP and torch's hook.
+    """Return trainers that compress gradients: DistributedOptimizer with each compression, and DDP with a torch hook.
 
-    torch's powerSGD_hook is not among them: with several buckets gloo runs its callbacks in different orders on the
-    ranks, and aborts.
+    torch's powerSGD_hook is not included: with several buckets, gloo runs the hook's callbacks in a different order on
+    each rank, and aborts.
     """
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
@@ -212,7 +219,7 @@ def _loop(
     wrapped: torch.nn.Module | None = None,
     after_backward: Callable[[], object] = lambda: None,
 ) -> Train:
-    """Return a hand-written training loop over ``wrapped``, which is the network itself by default."""
+    """Return a hand-written training loop for ``wrapped``, or for the network itself by default."""
     forward = network if wrapped is None else wrapped
     criterion = torch.nn.CrossEntropyLoss()
     optimizer = make_optimizer(network.parameters())
@@ -267,7 +274,7 @@ def _distributed(network: torch.nn.Module, plain: MakeOptimizer, compression: An
 
 
 def _engine(network: torch.nn.Module, plain: MakeOptimizer, **options: Any) -> Train:
-    """Return the engine's loop; a step ends with the last hook."""
+    """Return the engine's training loop. A step ends when the engine calls ``on_update``."""
     on_gpu = next(network.parameters()).is_cuda
     engine = AllReduceSGDEngine(usegpu=on_gpu, **options)
     optimizer = plain(network.parameters())

@@ -1,7 +1,7 @@
-"""The wire between nodes as a limit: the fewest bytes that a collective can send over it, and their time.
+"""The limit that the network sets: the fewest bytes that a collective can send between nodes, and the time they take.
 
-The *link* of a node carries ``bytes_per_second`` in each direction, which the user gives. The *floor* of a call is the
-time that the busiest link needs for the fewest bytes.
+The *link* of a node carries ``bytes_per_second`` in each direction, a rate that the user specifies. The *floor* of a
+call is the time that the busiest link needs for the fewest possible bytes.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ def parse_link(text: str) -> float:
     """Return the rate of ``--link`` (such as "1gbit" or "200mbit") in bytes per second."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]bit)", text.lower())
     if match is None or float(match[1]) == 0:
-        raise ValueError(f"{text!r}: give the rate of a link in one direction, such as 200mbit (iperf3 measures it)")
+        raise ValueError(f"{text!r}: pass the rate of a link in one direction, such as 200mbit (iperf3 measures it)")
     return float(match[1]) * _UNITS[match[2]] / 8
 
 
 def floor_bytes(verb: str, num_bytes: int, ranks_per_node: Sequence[int]) -> float:
-    """Return the least number of bytes that the busiest link carries in one direction. The root is on the first node.
+    """Return the smallest number of bytes that the busiest link must carry in one direction.
 
-    S is ``num_bytes``, the size of the larger tensor of a rank; M nodes have r_0, r_1, ... of all P ranks, in equal
-    numbers r = P/M. A node can add its ranks' values, or spread what it has received, without its link.
+    S is ``num_bytes``, the size of a rank's larger tensor. P ranks run on M nodes: r = P/M ranks on each node, or r_0,
+    r_1, ... ranks if the nodes are unequal. The root is on the first node. Ranks of a node can add their values, and
+    distribute received values, without the link.
 
-    allreduce           2 S (M-1)/M. Before an element's total is known anywhere, the values of M - 1 nodes have left
-                        them; then the total enters M - 1 nodes: 2 S (M-1) bytes in all, on M links
-    broadcast, reduce   S: all of it enters each other node; the values of each other node leave it
-    reduce_scatter      S (M-1)/M, or S (1 - min r_i/P): a node sends its values of all slices that are not its own
-    allgather           the same, received
-    alltoall            r S (M-1)/M, or the largest r_i S (P - r_i)/P: every rank sends S/P to each rank elsewhere
-    gather, scatter     S (M-1)/M, or S (1 - r_0/P): the slices of all ranks elsewhere enter or leave the root's node
+    allreduce           2 S (M-1)/M. To compute a total, the values of M - 1 nodes must leave these nodes. Afterwards
+                        the total must enter M - 1 nodes. So M links carry 2 S (M-1) bytes together.
+    broadcast, reduce   S: the whole tensor enters (broadcast) or leaves (reduce) each node except the root's.
+    reduce_scatter      S (M-1)/M, or S (1 - min r_i/P): a node sends its values of the slices of all other nodes.
+    allgather           S (M-1)/M, or S (1 - min r_i/P): a node receives the slices of all other nodes.
+    alltoall            r S (M-1)/M, or the largest r_i S (P - r_i)/P: a rank sends S/P to each rank of other nodes.
+    gather, scatter     S (M-1)/M, or S (1 - r_0/P): the slices of other nodes' ranks enter or leave the root's node.
     """
     num_ranks, num_nodes = sum(ranks_per_node), len(ranks_per_node)
     elsewhere = [1 - ranks / num_ranks for ranks in ranks_per_node]
@@ -58,13 +59,13 @@ def floor_bytes(verb: str, num_bytes: int, ranks_per_node: Sequence[int]) -> flo
 
 
 class Wire(NamedTuple):
-    """A link, from which the floor (the shortest possible time) of a call follows."""
+    """The link of each node, which determines the floor (the shortest possible time) of a call."""
 
     bytes_per_second: float
     ranks_per_node: list[int]
 
     def floor_seconds(self, verb: str, num_bytes: int) -> float:
-        """Return the seconds that the busiest link takes for the bytes that it has to carry."""
+        """Return the shortest time in seconds in which the busiest link can carry its bytes of a call."""
         return floor_bytes(verb, num_bytes, self.ranks_per_node) / self.bytes_per_second
 
 
@@ -75,7 +76,7 @@ def open_link(bytes_per_second: float) -> Wire:
     """
     sizes = [len(ranks) for ranks in _nodes()]
     if len(sizes) == 1:
-        raise UsageError(f"--link: all {sizes[0]} ranks are on one node, and send nothing over a link; omit --link")
+        raise UsageError(f"--link: all {sizes[0]} ranks are on one node and do not use a link; omit --link")
     return Wire(bytes_per_second, sizes)
 
 
