@@ -215,7 +215,7 @@ def test_the_last_records_of_a_job_that_hangs(tmp_path, capsys):
     assert run(tmp_path, 3, "hang", TORCHMPI_DEADLINE="10").returncode == 1
     (folder,) = tmp_path.glob("torchmpi_py-hang-*")
     assert bench.main(["timeline", str(folder)]) == 0
-    assert f"{folder / 'timeline.html'}: open it in a browser" in capsys.readouterr().out
+    assert f"wrote {folder / 'timeline.html'}; open it in a browser" in capsys.readouterr().out
     pages = [Page(path.read_text()) for path in (tmp_path / "t.html", folder / "timeline.html")]
     for page in pages:
         for rank in (0, 2):
@@ -288,8 +288,8 @@ def test_records_of_an_earlier_start_are_not_taken_for_those_of_the_last(tmp_pat
     assert done.returncode == (3 if num_restarts else 4), done.stderr
     page = Page((tmp_path / "t.html").read_text())
     assert page.operations(1) == [("allreduce", 4 * max(1, num_restarts), "complete"), ("barrier", 0, "complete")]
-    records = f"of {whose}: restart {num_restarts} did not come through mpi.start()" if whose else ""
-    assert ("did not come through" in page.words, records in page.words) == (bool(whose), True)
+    records = f"from {whose}, because restart {num_restarts} did not complete mpi.start()" if whose else ""
+    assert ("did not complete" in page.words, records in page.words) == (bool(whose), True)
     assert f"with exit code {done.returncode}" in page.words
 
 
@@ -299,5 +299,5 @@ def test_a_job_without_records_says_that_there_is_no_page(tmp_path):
     done = jobs.torchmpirun("-n", 1, "--timeline", "t.html", "b.py", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "nothing\n")
     assert "cannot write the page for --timeline" in done.stderr
-    assert "no rank has called mpi.start()" in done.stderr
+    assert "no rank called mpi.start()" in done.stderr
     assert sorted(each.name for each in tmp_path.iterdir()) == ["b.py"]

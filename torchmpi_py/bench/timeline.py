@@ -1,8 +1,8 @@
-"""The command ``timeline``: what the ranks of a job did last, as one page for a browser.
+"""The command ``timeline``: write an HTML page that shows the last operations of each rank of a job.
 
-The page is made of the flight recorder's records: up to 1024 operations a rank. They come from the boards that
-``torchmpirun --timeline`` keeps, or from the dumps of a job that hung. ``timeline_calls`` reads and computes,
-``timeline_tables`` writes the tables; the script in ``timeline.html`` draws the ranks on their time axis.
+The page shows the flight recorder's records, up to 1024 operations per rank. These records are on the status boards
+that ``torchmpirun --timeline`` keeps, or in the dumps of a job that hung. ``timeline_calls`` reads the records and
+computes waits, and ``timeline_tables`` writes the tables. The script in ``timeline.html`` draws the operations.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torchmpi_py.bench.timeline_calls import STATES, JobCalls, meet, read
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``timeline``."""
-    parser.add_argument("directory", type=Path, metavar="DIR", help="with the dumps of a job that hung")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: DIR/timeline.html")
-    parser.add_argument("--about", type=Path, help=argparse.SUPPRESS)  # torchmpirun's
+    parser.add_argument("directory", type=Path, metavar="DIR", help="folder with the dumps of a job that hung")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="page to write; default: DIR/timeline.html")
+    parser.add_argument("--about", type=Path, help=argparse.SUPPRESS)  # Only torchmpirun uses it.
 
 
 def main(options: argparse.Namespace) -> None:
@@ -35,27 +35,28 @@ def main(options: argparse.Namespace) -> None:
     try:
         trusted_files.write(path, page(job, about))
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}; name another file") from error
+        raise UsageError(f"cannot write {path}: {error.strerror}; choose another file with -o") from error
     if not about:
-        print(f"{path}: open it in a browser", flush=True)
+        print(f"wrote {path}; open it in a browser", flush=True)
 
 
 def page(job: JobCalls, about: Mapping[str, Any]) -> str:
-    """Return the whole page, which loads nothing from other files or the network."""
+    """Return the page as HTML, which loads nothing from other files or the network."""
     text = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     parts = timeline_tables.parts(job, about) | {"DATA": _as_script(data(job))}
     return re.sub("@([A-Z]+)@", lambda place: parts[place[1]], text)
 
 
 def _as_script(content: object) -> str:
-    """Return JSON for a script element; escape "<", so that no text in it can end the element."""
+    """Return JSON for a script element; escape "<", so that no text in the JSON can end the element."""
     return json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def data(job: JobCalls) -> dict[str, Any]:
-    """Return the operations in the form that the page's script reads; times are in us since ``begin_ns``.
+    """Return the operations in the form that the page's script reads, with times in us since ``begin_ns``.
 
-    The last number of a call is the same on all ranks of a collective; it is -1 for a call that only some ranks make.
+    The last number of a call identifies the collective: it is the same on all ranks, and unique on the page. It is -1
+    for operations that only some ranks call, such as ``send``.
     """
     begin_ns = min((call.launched for rank in job.ranks for call in rank.calls), default=0)
     texts: dict[str, int] = {}

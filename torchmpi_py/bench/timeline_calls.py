@@ -1,12 +1,12 @@
-"""The operations of a job's ranks, side by side: which rank called last, and how long the other ranks waited.
+"""A comparison of the operations of all ranks: which rank called last, and how long the other ranks waited.
 
-Each rank counts the operations of a communicator and thread in the same order, so the same number means the same
-operation. An operation is complete on all ranks only after the last rank has called it. (The root of a small broadcast
-may return before.) For an operation that all of its ranks have called, the page computes::
+Each rank counts the operations of a communicator and thread in the same order, so an operation has the same number on
+all ranks. An operation cannot complete on all ranks before the last rank has called it. (The root of a small broadcast
+may return earlier.) For each operation that all ranks of the communicator have called, the page computes::
 
-    arrival        the latest start on any rank; that rank is the last one
+    arrival        the latest start on any rank. The rank with this start is the last rank.
     wait           arrival - start on a rank
-    transfer       the latest end - arrival
+    transfer       the latest end on any rank - arrival
     bandwidth      bytes / transfer
 """
 
@@ -25,14 +25,14 @@ from torchmpi_py.watch.flight_recorder import PREFIX
 STATES = ("complete", "under way", "launched", "failed")
 COMPLETE, UNDER_WAY, LAUNCHED, FAILED = range(4)
 UNKNOWN, MISSING = -1.0, -2.0
-"""Values in place of a wait: unknown (also for operations that only some ranks call), or endless: a rank is missing."""
+"""Special values of ``wait_us``: the wait is unknown (or only some ranks call the operation), or a rank is missing."""
 
 
 @dataclasses.dataclass
 class RecordedCall:
-    """An operation of one rank; times are in ns by the clock of rank 0's host."""
+    """An operation of one rank. Times are in ns, by the clock of rank 0's host."""
 
-    text: str  # verb, flavour, dtype, arguments
+    text: str  # collective, flavour, dtype, arguments
     site: str
     comm: str
     num_bytes: int
@@ -40,9 +40,9 @@ class RecordedCall:
     begin: int
     end: int
     state: int
-    key: tuple[str, int] | None  # the same on all ranks of a collective operation
+    key: tuple[str, int] | None  # (communicator, number) of a collective, equal on all ranks; else None
     wait_us: float = UNKNOWN
-    transfer_ns: int = 0  # 0: not known
+    transfer_ns: int = 0  # 0 if unknown
 
     @property
     def duration_us(self) -> float:
@@ -51,7 +51,7 @@ class RecordedCall:
 
 @dataclasses.dataclass
 class RankCalls:
-    """The operations of one rank, the oldest first. ``num_before`` counts operations that are no longer recorded."""
+    """The operations of one rank, the oldest first. ``num_before`` counts older operations without a record."""
 
     rank: int
     host: str
@@ -67,33 +67,36 @@ class RankCalls:
 
 
 class JobCalls(NamedTuple):
-    """The content of a page. ``members`` holds the ranks of each communicator, by its name in the dumps."""
+    """The data of a timeline page. ``members`` maps a communicator's name in the dumps to the communicator's ranks."""
 
     ranks: list[RankCalls]
     members: Mapping[str, Sequence[int]]
     num_ranks: int
     versions: str
-    restart: int = 0  # of the job, whose records these are
-    is_of_last: bool = True  # that restart is the last one
+    restart: int = 0  # number of the job's restart that left the records; 0 for the first start
+    is_of_last: bool = True  # whether the records are from the last start of the job
 
 
 def read(directory: Path, about: Mapping[str, Any]) -> JobCalls:
-    """Return the operations of the ranks whose boards, or dumps, are in a folder."""
+    """Return the operations of the ranks whose status boards or dumps are in ``directory``.
+
+    Raise UsageError if there are no records, or if the records cannot be read.
+    """
     try:
         num_ranks, kept = kept_boards.load(directory)
-    except Exception as error:  # a broken board raises any
+    except Exception as error:  # A damaged board can raise any exception.
         raise UsageError(f"cannot read the records of the ranks in {directory}: {error}") from error
     if kept:
         dumps = {rank.dump["rank"]: rank.dump for rank in kept}
         places = {rank.dump["rank"]: (rank.host, f"with{'' if rank.has_left else 'out'} mpi.stop()") for rank in kept}
     elif about:
-        raise UsageError("no rank has called mpi.start(), or all ran on hosts that do not share the page's folder")
+        raise UsageError("no rank called mpi.start(), or no rank ran on a host that shares the page's folder")
     else:
         dumps = load(directory)
         places = dict.fromkeys(dumps, ("", ""))
         num_ranks = 1 + max(dumps)
     versions, restart = (kept[0].versions, kept[0].restart) if kept else ("", 0)
-    is_of_last = about.get("restart", restart) == restart  # else what is open has ended with an earlier start
+    is_of_last = about.get("restart", restart) == restart  # Else open operations ended with an earlier start.
     now = (about.get("ended_ns") if is_of_last else 0) or max(map(_last_time, dumps.values()))
     ranks = [_of_rank(dump, *places[rank], now) for rank, dump in dumps.items()]
     groups = {name: group for dump in dumps.values() for name, group in dump["pg_config"].items()}
@@ -102,16 +105,16 @@ def read(directory: Path, about: Mapping[str, Any]) -> JobCalls:
 
 
 def load(directory: Path) -> dict[int, dict[str, Any]]:
-    """Return the newest dump of each rank in a folder and its subfolders. Raise UsageError if there are none."""
+    """Return the newest dump of each rank in a folder and its subfolders. Raise UsageError if there are no dumps."""
     paths = [path for path in directory.rglob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
     try:
         dumps = [flight_recorder.read(path) for path in sorted(paths, key=lambda path: path.stat().st_mtime)]
         found = {int(dump["rank"]): dump for dump in dumps}
-    except Exception as error:  # a broken pickle raises any
-        raise UsageError(f"{directory}: a dump cannot be read: {error}") from error
+    except Exception as error:  # A damaged pickle can raise any exception.
+        raise UsageError(f"cannot read a dump in {directory}: {error}") from error
     if not found:
         raise UsageError(
-            f"{directory} has no dumps ({PREFIX}0, ...): a job that hangs leaves them where its report says"
+            f"{directory} has no dumps ({PREFIX}0, ...); pass the folder that the report of the hung job shows"
         )
     return dict(sorted(found.items()))
 
@@ -128,7 +131,7 @@ def _of_rank(dump: Mapping[str, Any], host: str, how_ended: str, now: int) -> Ra
 
 
 def _call(entry: Mapping[str, Any], now: int) -> RecordedCall:
-    # ``what`` is the text of the call, and the number of bytes where there are any.
+    # ``what`` is the text of the call, followed by ", N bytes" if the call has bytes.
     text, _, num_bytes = entry["what"].removesuffix(" bytes").rpartition(", ")
     if not (text and num_bytes.isdigit()):
         text, num_bytes = entry["what"], "0"
@@ -141,7 +144,7 @@ def _call(entry: Mapping[str, Any], now: int) -> RecordedCall:
 
 
 def meet(job: JobCalls) -> None:
-    """Compute waits, transfers and last ranks, from the operations that have the same key."""
+    """Compute waits, transfers and last ranks from the operations with equal keys."""
     found: dict[tuple[str, int], dict[int, RecordedCall]] = {}
     for rank in job.ranks:
         for call in rank.calls:
@@ -159,7 +162,7 @@ def meet(job: JobCalls) -> None:
         arrival, is_over = calls[last].begin, all(call.state == COMPLETE for call in calls.values())
         transfer_ns = max(call.end for call in calls.values()) - arrival if is_over else 0
         for call in calls.values():
-            # A rank that returned before the last rank called, such as the root of a broadcast, has not waited for it.
+            # A rank that returned before the last rank called, such as a broadcast's root, did not wait for that rank.
             call.wait_us = (arrival - call.begin) / 1000 if call.end >= arrival else UNKNOWN
             call.transfer_ns = transfer_ns
         if len(calls) > 1:
@@ -168,9 +171,9 @@ def meet(job: JobCalls) -> None:
 
 
 def _is_behind(rank: RankCalls | None, name: str, number: int) -> bool:
-    """Return whether a rank has not called an operation yet.
+    """Return whether ``rank``, which has no record of an operation, has not called this operation yet.
 
-    Otherwise its record of the operation was overwritten, or is on another host.
+    If it has, its record of the operation was overwritten, or is on another host.
     """
     if rank is None:
         return False

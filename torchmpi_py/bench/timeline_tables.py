@@ -1,4 +1,4 @@
-"""The tables of a timeline page, as HTML: the job, its ranks, its operations by verb and size."""
+"""The tables of a timeline page as HTML: facts about the job, its ranks, and its operations by call and size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RATES = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1.0, "B/s"))
 
 
 def parts(job: JobCalls, about: Mapping[str, Any]) -> dict[str, str]:
-    """Return the parts of the page by the names of their placeholders."""
+    """Return the parts of the page, by the name of the placeholder that each part replaces."""
     title = f"Timeline of {about['command']}" if about else "Timeline of a job that hung"
     return {
         "TITLE": escape(title),
@@ -30,12 +30,12 @@ def parts(job: JobCalls, about: Mapping[str, Any]) -> dict[str, str]:
 
 
 def duration(microseconds: float) -> str:
-    """Return a time with three digits and its unit."""
+    """Return a time as text with three significant digits and a unit."""
     return _with_unit(microseconds, _TIMES)
 
 
 def bandwidth(bytes_per_second: float) -> str:
-    """Return a bandwidth with three digits and its unit."""
+    """Return a bandwidth as text with three significant digits and a unit."""
     return _with_unit(bytes_per_second, _RATES)
 
 
@@ -69,21 +69,21 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _whose_records(job: JobCalls, about: Mapping[str, Any]) -> str:
-    """Return which start of the job has left the records; empty for the last start."""
+    """Return a text about the start of the job that left the records, or "" if this was the last start."""
     if job.is_of_last:
         return ""
     whose = f"restart {job.restart}" if job.restart else "the first start"
-    return f"of {whose}: restart {about['restart']} did not come through mpi.start()"
+    return f"from {whose}, because restart {about['restart']} did not complete mpi.start()"
 
 
 def _end(about: Mapping[str, Any]) -> str:
-    """Return why the job has ended; empty for a job that ended in order."""
+    """Return an HTML section with the reason why the job failed, or "" if the job did not fail."""
     if not about.get("reason") or not about["exit_code"]:
         return ""
     return f"<section><h2>Why it ended</h2><p><strong>{escape(about['reason'])}</strong></p></section>"
 
 
-_RANK_COLUMNS = ("rank", "came last to", "kept others waiting", "waited itself", "operations", "ended", "host", "last")
+_RANK_COLUMNS = ("rank", "called last", "kept others waiting", "waited", "operations", "ended", "host", "last call")
 
 
 def _rank_rows(job: JobCalls) -> Iterable[Sequence[str]]:
@@ -111,16 +111,16 @@ def _operations(job: JobCalls) -> str:
     found: dict[tuple[str, int], list[tuple[int, RecordedCall]]] = {}
     for rank in job.ranks:
         for call in rank.calls:
-            num_bytes = 0 if "any-size" in call.text else call.num_bytes  # sizes that differ between ranks do not count
+            num_bytes = 0 if "any-size" in call.text else call.num_bytes  # Ignore sizes that differ between ranks.
             found.setdefault((call.text, num_bytes), []).append((rank.rank, call))
     rows = sorted((_operation_row(*what, calls) for what, calls in found.items()), key=lambda row: -row[0])
     left = len(rows) - _MOST_ROWS
-    note = f"<p>{left} more, which take less time, are left out.</p>" if left > 0 else ""
+    note = f"<p>Not shown: {left} more, which take less time.</p>" if left > 0 else ""
     return _table(_OPERATION_COLUMNS, (row[1] for row in rows[:_MOST_ROWS])) + note
 
 
 def _operation_row(text: str, num_bytes: int, calls: Sequence[tuple[int, RecordedCall]]) -> tuple[float, Sequence[str]]:
-    """Return (time in us, cells). A collective counts once, for any number of ranks."""
+    """Return (time per rank in us, cells). A collective counts as one operation, regardless of the number of ranks."""
     keys = {call.key for _, call in calls if call.key is not None}
     num_operations = len(keys) + sum(call.key is None for _, call in calls)
     mean_us = sum(call.duration_us for _, call in calls) / len({rank for rank, _ in calls})
