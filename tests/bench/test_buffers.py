@@ -74,5 +74,5 @@ def test_sizes_and_their_lists():
     "text", ["", "0", "4Q", "-4", "K", "4 4", "1e3", "0.1", "4:", "16:4", "4:16:1x", "4:16:4", "4:16:4x:2", "4,,8"]
 )
 def test_what_is_no_size_is_refused(text):
-    with pytest.raises(ValueError, match=r"size|write bytes as"):
+    with pytest.raises(ValueError, match=r"size|write a number of bytes"):
         parse_sizes(text)

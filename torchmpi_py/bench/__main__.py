@@ -1,4 +1,4 @@
-"""The command line: ``torchmpirun -n N -m torchmpi_py.bench COMMAND ...``, where ``COMMANDS`` lists the commands.
+"""The command line of the bench: ``torchmpirun -n N -m torchmpi_py.bench COMMAND ...``, with a command of ``COMMANDS``.
 
 The exit code is 0 for success, 1 for a wrong value, and 2 for a command line that is not valid here.
 """
@@ -14,7 +14,7 @@ from torchmpi_py.bench import command_line, compare, step, timeline
 
 
 class Command(NamedTuple):
-    """A command: its help, its options, and ``main(comm, options)``, or ``main(options)`` if it needs no job."""
+    """A command: its help text, its options, and ``main(comm, options)``, or ``main(options)`` if it needs no job."""
 
     help: str
     add_options: Callable[[argparse.ArgumentParser], None]
@@ -23,13 +23,13 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "run": Command("measure one collective and flavour at several sizes", compare.add_run_options, compare.main),
+    "run": Command("measure one collective with one flavour at several sizes", compare.add_run_options, compare.main),
     "compare": Command(
         "measure all flavours, raw mpi4py, gloo and a plain copy in one run", compare.add_compare_options, compare.main
     ),
-    "step": Command("measure a training step, with several ways to average gradients", step.add_options, step.main),
+    "step": Command("measure a training step with several methods of averaging gradients", step.add_options, step.main),
     "timeline": Command(
-        "draw the last operations of each rank of a job that hung; runs without torchmpirun",
+        "write a page with the last operations of each rank of a job that hung; needs no torchmpirun",
         timeline.add_options,
         timeline.main,
         needs_job=False,
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """Return the options; ``command`` is the name of the command. Raise UsageError for a mistake."""
+    """Return the options, with the name of the command as ``command``. Raise UsageError if an option is not valid."""
     parser = command_line.Parser(
         prog="torchmpi_py.bench",
         description="Measure collectives and training steps. Run it under torchmpirun -n N -m torchmpi_py.bench ...",

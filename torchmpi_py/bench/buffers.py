@@ -1,11 +1,12 @@
 """The buffers of a measurement, and the parser of sizes such as ``4``, ``64K`` and the range ``4:256M:4x``.
 
-*Warm* buffers are in the cache when a call uses them, and *cold* buffers are not. All tensors of a run lie in *pools*:
-one of ordinary memory, and one of symmetric memory if symmetric tensors are measured. A pool consists of *slots*, each
-with the tensors of one call, and the calls use the slots in a cycle. For warm buffers there are as few slots as
-possible, and each timed call follows an untimed call on the same slot. For cold buffers the slots together exceed the
-last-level cache, so a slot has been evicted when its next call comes. The alternative, to flush the cache before each
-call, takes much longer than a small call. On a GPU the pools lie in its memory, and cold slots exceed its cache.
+*Warm* buffers are in the cache when a call uses them, and *cold* buffers are not. *Pools* contain all tensors of a run:
+one pool is ordinary memory, and one is symmetric memory if symmetric tensors are measured. A pool consists of *slots*,
+each with the tensors of one call, and the calls use the slots in a cycle. For warm buffers the number of slots is as
+small as possible, and each timed call follows an untimed call on the same slot. For cold buffers all slots together are
+larger than the last-level cache, so the cache evicts each slot before the next call that uses the slot. The alternative
+is to flush the cache before each call, which takes much longer than a small call. On a GPU the pools are GPU memory,
+and the cold slots are together larger than the GPU's cache.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torchmpi_py.bench.cases import Task
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMG]?)(?:i?B)?", re.IGNORECASE)
-_HOW = "write bytes as 4, 64K, 1M or 2G"
+_HOW = "write a number of bytes, such as 4, 64K, 1M or 2G"
 _PAGE_BYTES = 4096
 _LINE_BYTES = 64
 _CPU = torch.device("cpu")
@@ -37,9 +38,9 @@ def parse_size(text: str) -> int:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Return the numbers of bytes of a list such as ``4,64K,1M:64M:4x``, in ascending order and each once.
+    """Return the numbers of bytes in a list such as ``4,64K,1M:64M:4x``, in ascending order and without duplicates.
 
-    A range contains its first size, each size that is larger by the factor (default 2x), and its second size.
+    A range starts with the first size, multiplies each size by the factor (default 2x), and ends with the last size.
     """
     return sorted({num_bytes for part in text.split(",") for num_bytes in _parse_part(part)})
 
@@ -60,7 +61,7 @@ def _parse_part(text: str) -> list[int]:
 
 
 def format_size(num_bytes: float) -> str:
-    """Return a short text, such as 4 B, 64 KiB or 1.5 GiB."""
+    """Return a number of bytes as a short text, such as 4 B, 64 KiB or 1.5 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024 or unit == "GiB":
             break
@@ -70,7 +71,7 @@ def format_size(num_bytes: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class TaskBuffers:
-    """The 1-D tensors of one call. ``out`` is None for a collective in place. Reports count the bytes of ``whole``."""
+    """The 1-D tensors of one call. ``out`` is None for an in-place collective. Reports count the bytes of ``whole``."""
 
     x: Tensor
     out: Tensor | None
@@ -101,7 +102,7 @@ class Rotation:
     def take(self) -> TaskBuffers:
         """Return the tensors of the next slot.
 
-        Every rank calls it equally often, so that symmetric tensors have equal offsets.
+        Every rank must make the same number of calls, so that symmetric tensors have equal offsets.
         """
         begin = self._next * self.stride_bytes
         self._next = (self._next + 1) % self.num_slots
@@ -110,9 +111,9 @@ class Rotation:
         return TaskBuffers(x, out)
 
     def clear(self) -> None:
-        """Set all slots to zero, and start with the first one.
+        """Set all slots to zero, and start with the first slot.
 
-        Sums of zeros stay zero, while other values would grow to infinity from call to call.
+        Sums of zeros stay zero, but other values would grow from call to call until they overflow.
         """
         self.pool[: self.num_slots * self.stride_bytes].zero_()
         self._next = 0
@@ -123,22 +124,22 @@ class Rotation:
 
 @dataclasses.dataclass(frozen=True)
 class BufferPlan:
-    """The sizes of a rank's ordinary pool and symmetric pool; 0 means that there is no such pool."""
+    """The sizes of a rank's pools of ordinary and of symmetric memory (0 for no pool), and of the cache."""
 
     plain_bytes: int
     symmetric_bytes: int
     cache_bytes: int
 
     def num_slots(self, task: Task, num_bytes: int, *, is_symmetric: bool, is_cold: bool) -> int:
-        """Return the number of slots of one size: as few as possible if warm, more than the cache holds if cold.
+        """Return the number of slots of one size: as few as possible if warm, more than fit into the cache if cold.
 
-        There may be fewer cold slots if the pool is too small.
+        A small pool may have room for fewer cold slots.
         """
         room = (self.symmetric_bytes if is_symmetric else self.plain_bytes) // stride_bytes(task, num_bytes)
         return min(room, _num_cold(task, num_bytes, self.cache_bytes)) if is_cold else _num_warm(is_symmetric)
 
     def is_too_small(self, task: Task, num_bytes: int) -> bool:
-        """Return whether all cold slots together fit into the cache."""
+        """Return whether all cold slots together fit into the cache, so that they would be warm."""
         slots = self.num_slots(task, num_bytes, is_symmetric=False, is_cold=True)
         return slots * stride_bytes(task, num_bytes) <= self.cache_bytes
 
@@ -152,7 +153,7 @@ def plan(
     if sum(needed) > max_bytes:
         raise UsageError(
             f"{task.verb.name} of {format_size(sizes[-1])} needs buffers of {format_size(sum(needed))} per rank, but "
-            f"the limit is {format_size(max_bytes)}; pass --max-memory, or smaller --sizes"
+            f"the limit is {format_size(max_bytes)}; pass a larger --max-memory, or smaller --sizes"
         )
     wanted = [max(_num_cold(task, size, cache_bytes) * stride_bytes(task, size) for size in sizes) for _ in kinds]
     spare = (max_bytes - sum(needed)) // len(kinds)
@@ -162,7 +163,7 @@ def plan(
 
 
 def stride_bytes(task: Task, num_bytes: int) -> int:
-    """Return the bytes from one slot to the next: pages plus a cache line, so that slots use all sets of the cache."""
+    """Return the bytes from slot to slot: whole pages plus one cache line, so that slots use all sets of the cache."""
     tensors = [task.count(part, num_bytes) * task.dtype.itemsize for part in (task.verb.x, task.verb.out)]
     return -(-sum(map(_aligned, tensors)) // _PAGE_BYTES) * _PAGE_BYTES + _LINE_BYTES
 
@@ -177,7 +178,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _num_warm(is_symmetric: bool) -> int:
-    return 1 if is_symmetric else 2  # two, because a plain copy goes from one slot to another
+    return 1 if is_symmetric else 2  # A plain copy needs a source slot and a destination slot.
 
 
 def _num_cold(task: Task, num_bytes: int, cache_bytes: int) -> int:

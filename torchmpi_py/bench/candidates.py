@@ -4,13 +4,13 @@
   on symmetric tensors (``symmetric``).
 - ``raw MPI``: the collective as a user of mpi4py writes it, on the memory of the same tensors.
 - ``torch gloo`` and ``torch torchmpi``: the collective of torch.distributed, on gloo and on this package's backend.
-  gloo is the default process group, and MPI distributes the address of its store. The other one is a second group of
-  the same processes, created as in a program, so that the calls of both can alternate.
+  gloo is the default process group, and MPI distributes the address of gloo's store. The group on this package's
+  backend is a second group of the same processes, so that calls on both groups can alternate.
 - The limits: copies of the same number of bytes between private buffers, by all ranks at the same time. ``copy`` on a
-  CPU and ``device copy`` on a GPU are the cost of a collective that only writes its result. ``host copy`` moves the
+  CPU and ``device copy`` on a GPU show the cost of a collective that only writes its result. ``host copy`` moves the
   bytes from the GPU to pinned host memory and back, which is the least cost of a collective through the host. A large
-  copy goes in *chunks* through a few *slots* of pinned memory, in both directions at the same time. ``wire``, the floor
-  of the link between nodes, is computed and not measured (``wire.py``).
+  host copy moves *chunks* through a few *slots* of pinned memory, in both directions at the same time. ``wire``, the
+  floor of the link between nodes, is computed and not measured (``wire.py``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.memory import devices
 
 SELECTOR, SYMMETRIC, TORCHMPI = OTHER_NAMES = "selector", "symmetric", "torchmpi"
-"""Further values of ``--flavours``: the selector's choice, symmetric tensors, our backend of torch.distributed."""
+"""Further values of ``--flavours``: the selector's choice, symmetric tensors, and our backend of torch.distributed."""
 RAW_MPI, GLOO, TORCH_TORCHMPI = "raw MPI", "torch gloo", "torch torchmpi"
 COPY, DEVICE_COPY, HOST_COPY, WIRE = LIMITS = "copy", "device copy", "host copy", "wire"
 
@@ -66,7 +66,7 @@ class Candidate:
 
 
 def flavour(task: Task, name: str, *, asynchronous: bool = False) -> Candidate:
-    """Return a collective of this package; ``name`` is a flavour, "selector" or "symmetric"."""
+    """Return a candidate that calls this package's collective; ``name`` is a flavour, "selector" or "symmetric"."""
     options: dict[str, Any] = {} if name in (SELECTOR, SYMMETRIC) else {"flavour": name}
     if task.verb.reduces:
         options["op"] = task.op
@@ -88,7 +88,10 @@ def _and_wait(call: Callable[[], Any]) -> Call:
 
 
 def raw_mpi(comm: MPI.Comm, task: Task) -> Candidate:
-    """Return raw mpi4py on ``comm``. Binding or calling raises for a dtype that numpy or MPI cannot represent."""
+    """Return a candidate that calls mpi4py directly on ``comm``.
+
+    ``bind``, or the call, raises an error for a dtype that numpy or MPI cannot represent.
+    """
 
     def bind(next_buffers: NextBuffers) -> Call:
         buffers = next_buffers()
@@ -105,7 +108,7 @@ def raw_mpi(comm: MPI.Comm, task: Task) -> Candidate:
 
 
 def _array(x: Tensor, reduces: bool) -> Any:
-    """Return the memory of a tensor, as bytes if MPI need not compute with it."""
+    """Return the memory of a tensor, as bytes if MPI need not compute with the values."""
     x = x if reduces else x.view(torch.uint8)
     return x.numpy() if x.device.type == "cpu" else x
 
@@ -139,9 +142,9 @@ def _divided(call: Call, result: Any, size: int) -> None:
 
 
 class TorchGroups(NamedTuple):
-    """The process group on "torchmpi" or None, and the reasons why a group is missing, or "".
+    """The process group on "torchmpi", and the reasons why the group on gloo or on "torchmpi" is missing.
 
-    The reasons are the same on every rank.
+    A reason is "" if the group exists. All ranks have the same reasons.
     """
 
     no_gloo: str = ""
@@ -153,8 +156,8 @@ class TorchGroups(NamedTuple):
 def process_groups(comm: MPI.Comm, *, with_torchmpi: bool) -> Iterator[TorchGroups]:
     """Open torch.distributed's default process group on gloo, with all ranks of ``comm``, for a ``with`` block.
 
-    With ``with_torchmpi`` also open a group on the backend "torchmpi". Collective. MASTER_ADDR is not needed, because
-    rank 0 opens a store, and MPI sends its address to the other ranks.
+    With ``with_torchmpi`` also open a group on the backend "torchmpi". All ranks of ``comm`` must call this function.
+    MASTER_ADDR is not needed, because rank 0 opens a store, and MPI sends the store's address to the other ranks.
     """
     try:
         _, no_gloo = _attempt(comm, lambda: _join(comm))
@@ -168,9 +171,9 @@ def process_groups(comm: MPI.Comm, *, with_torchmpi: bool) -> Iterator[TorchGrou
 
 
 def _attempt(comm: MPI.Comm, make: Callable[[], Any]) -> tuple[Any, str]:
-    """Return the result of ``make``, and the reason of a failure on any rank, or "". Collective.
+    """Return the result of ``make``, and the reason for a failure on any rank, or "" if no rank failed.
 
-    An error of ``make`` is not raised.
+    All ranks of ``comm`` must call this function. It does not raise errors of ``make``.
     """
     result, failure = None, ""
     try:
@@ -192,9 +195,9 @@ def _on_torchmpi() -> Any:
 
 
 def torch_distributed(task: Task, name: str, group: Any, *, asynchronous: bool = False) -> Candidate:
-    """Return the collective of torch.distributed on ``group``, or on the default group if that is None.
+    """Return a candidate that calls torch.distributed on ``group``, or on the default group if ``group`` is None.
 
-    ``name`` is GLOO or TORCH_TORCHMPI. Binding or calling raises for a task that gloo does not support.
+    ``name`` is GLOO or TORCH_TORCHMPI. ``bind``, or the call, raises an error for a task that gloo does not support.
     """
 
     def bind(next_buffers: NextBuffers) -> Call:
@@ -233,14 +236,14 @@ def _slices(task: Task, whole: Any) -> list[Any] | None:
 
 
 def limits(device: torch.device) -> list[Candidate]:
-    """Return the copies that bound collectives of tensors on ``device``."""
+    """Return the copies that serve as limits for collectives on tensors of ``device``."""
     if device.type == "cpu":
         return [copy(COPY)]
     return [copy(DEVICE_COPY), host_copy(device)]
 
 
 def copy(name: str) -> Candidate:
-    """Return a copy from one buffer to another on the same device."""
+    """Return a candidate that copies one buffer to another on the same device."""
 
     def bind(next_buffers: NextBuffers) -> Call:
         source, destination = next_buffers().whole, next_buffers().whole
@@ -250,7 +253,7 @@ def copy(name: str) -> Candidate:
 
 
 def host_copy(device: torch.device, chunk_bytes: int = _CHUNK_BYTES) -> Candidate:
-    """Return a copy from one buffer to another through the host."""
+    """Return a candidate that copies one buffer to another through the host."""
     is_gpu = device.type == "cuda"
     slots = torch.empty(_NUM_SLOTS, chunk_bytes, dtype=torch.uint8, pin_memory=is_gpu)
     overlapping = _OverlappingCopy(slots, device) if is_gpu else None
@@ -265,7 +268,7 @@ def host_copy(device: torch.device, chunk_bytes: int = _CHUNK_BYTES) -> Candidat
 
 
 def _copy_in_order(slots: Tensor, source: Tensor, destination: Tensor) -> None:
-    """Copy chunk after chunk on the current stream."""
+    """Copy the chunks one after the other on the current stream."""
     for index, (x, y) in enumerate(_chunks(slots, source, destination)):
         host = slots[index % len(slots)][: x.numel()]
         host.copy_(x, non_blocking=True)
@@ -275,7 +278,7 @@ def _copy_in_order(slots: Tensor, source: Tensor, destination: Tensor) -> None:
 class _OverlappingCopy:
     """A copy with two streams: one copies chunks to the host, the other copies them back.
 
-    Each slot has an event that tells when it was filled, and an event that tells when it was emptied.
+    Each slot has two events: one is recorded after the slot is filled, and the other after the slot is emptied.
     """
 
     def __init__(self, slots: Tensor, device: torch.device) -> None:
@@ -293,7 +296,7 @@ class _OverlappingCopy:
             slot = index % len(self.slots)
             host = self.slots[slot][: x.numel()]
             with torch.cuda.stream(self.off):
-                self.off.wait_event(self.emptied[slot])  # an event that was never recorded blocks nothing
+                self.off.wait_event(self.emptied[slot])  # An event that was never recorded does not block.
                 host.copy_(x, non_blocking=True)
                 self.filled[slot].record(self.off)
             with torch.cuda.stream(self.back):

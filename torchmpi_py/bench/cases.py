@@ -1,13 +1,14 @@
 """The measured collectives: the shapes of their tensors, the meaning of "bytes", and values with exact results.
 
-"bytes" is as in nccl-tests: the bytes of ``x``, or of the result for allgather and gather. It is the larger of the two
-tensors, which is called ``whole`` here. *Algorithm bandwidth* is bytes / time. *Bus bandwidth* is algorithm bandwidth
-times a factor of the collective and the number of ranks, and is comparable with the bandwidth of the hardware.
+"bytes" has the same meaning as in nccl-tests: the size of ``x``, or of the result for allgather and gather. This tensor
+is the larger of the two, and is called ``whole`` here. *Algorithm bandwidth* is bytes / time. *Bus bandwidth* is
+algorithm bandwidth times a factor, which depends on the collective and the number of ranks. It is comparable with the
+bandwidth of the hardware.
 
 The *pattern* of a rank is a tensor of PERIOD whole numbers, which is repeated over a buffer of any size. So a buffer is
 checked at the speed of memory, which an element-by-element formula would not reach. The numbers depend on element and
 rank. The period is a prime, because the sizes of pieces, slices and blocks are mostly powers of two. So a misplaced
-block never coincides with the pattern. The numbers are so small that sums are exact in the dtype.
+block does not match the pattern. The numbers are small enough that sums are exact in the dtype.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 
 ROOT = 0
 PERIOD = 65521
-_PERIODS_AT_ONCE_ON_GPU = 64  # one period takes a GPU less time than the launch of its kernel
+_PERIODS_AT_ONCE_ON_GPU = 64  # A kernel for one period takes less time than its launch.
 _CPU = torch.device("cpu")
 
 _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -36,14 +37,14 @@ _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "land": torch.logical_and,
     "lor": torch.logical_or,
 }
-_ANDS = ("land", "band", "prod", "min")  # on bool
+_ANDS = ("land", "band", "prod", "min")  # ops that are "and" on bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Verb:
     """One collective. ``x`` and ``out`` are "whole", "slice" (one rank's part), or "" for a missing ``out``.
 
-    ``trips`` is how often each rank sends all slices except one, or 0 if the whole tensor goes from rank to rank.
+    ``trips`` is how many times each rank sends all slices except one, or 0 if ranks forward the whole tensor.
     """
 
     name: str
@@ -84,12 +85,15 @@ class Task:
     device: torch.device = _CPU
 
     def rounded(self, num_bytes: int) -> int:
-        """Return the next larger size that consists of whole elements, and of equal slices if the task has slices."""
-        unit = self.dtype.itemsize * (self.size if self.verb.out else 1)  # slices are equal
+        """Return ``num_bytes`` rounded up to whole elements, and to equal slices if the task has slices."""
+        unit = self.dtype.itemsize * (self.size if self.verb.out else 1)
         return -(-num_bytes // unit) * unit
 
     def count(self, part: str, num_bytes: int) -> int:
-        """Return the number of elements of a "whole" of ``num_bytes``, of a "slice", or of a missing tensor ("")."""
+        """Return the number of elements of a tensor if the whole has ``num_bytes``.
+
+        ``part`` is "whole", "slice", or "" for a missing tensor, which has 0 elements.
+        """
         whole = num_bytes // self.dtype.itemsize
         return {"whole": whole, "slice": whole // self.size, "": 0}[part]
 
@@ -102,7 +106,7 @@ class Task:
         return reduced(self.dtype, self.op, self.size)
 
     def expected(self, num_bytes: int) -> list[tuple[Tensor, int]]:
-        """Return the right result on this rank: patterns in order, with the number of elements of each.
+        """Return the right result on this rank: a list of patterns, each with its number of elements.
 
         The list is empty if this rank has no result.
         """
@@ -133,18 +137,18 @@ def reduced(dtype: torch.dtype, op: str, size: int) -> Tensor:
     """Return the exact reduction of the patterns of all ranks, in ``dtype``."""
     inputs = (_whole_numbers(dtype, op, rank, size) for rank in range(size))
     if dtype == torch.bool or op in ("land", "lor"):
-        inputs = (numbers.bool() for numbers in inputs)  # torch's sum and product of bool are "or" and "and"
+        inputs = (numbers.bool() for numbers in inputs)  # For bool, torch's sum is "or", and its product is "and".
     result = functools.reduce(_REDUCTIONS[op], inputs)
     return (result.double() / size).to(dtype) if op == "avg" else result.to(dtype)
 
 
 def tolerance(dtype: torch.dtype, op: str) -> float:
-    """Return the relative error of a right result. Only averages are rounded, and candidates round differently."""
+    """Return the largest relative error of a right result. Only averages are rounded, differently by each candidate."""
     return 2 * torch.finfo(dtype).eps if op == "avg" else 0.0
 
 
 def shifted(numbers: Tensor, begin: int) -> Tensor:
-    """Return the pattern from element ``begin`` on."""
+    """Return the pattern rotated so that it starts at element ``begin``."""
     return numbers.roll(-(begin % PERIOD))
 
 
@@ -170,7 +174,7 @@ def first_wrong(x: Tensor, numbers: Tensor, tolerance: float) -> int | None:
 
 
 def _beside(x: Tensor, numbers: Tensor) -> Tensor:
-    """Return the pattern on the device of ``x``; on a GPU several periods of it, but not more than ``x`` needs."""
+    """Return the pattern on the device of ``x``. On a GPU, repeat the pattern, but not beyond the size of ``x``."""
     if x.device.type == "cpu":
         return numbers
     return numbers.to(x.device).repeat(max(1, min(_PERIODS_AT_ONCE_ON_GPU, -(-x.numel() // PERIOD))))
@@ -178,12 +182,12 @@ def _beside(x: Tensor, numbers: Tensor) -> Tensor:
 
 def _whole_numbers(dtype: torch.dtype, op: str, rank: int, size: int) -> Tensor:
     places = torch.arange(PERIOD) * 40503 % PERIOD  # a permutation of all places
-    at_most_once = ((places + rank) % (size + 1) == 0).long()  # 1 on at most one rank, so "or" gives both 0 and 1
+    at_most_once = ((places + rank) % (size + 1) == 0).long()  # At most one rank has 1, so "or" gives both 0 and 1.
     if dtype == torch.bool or op in ("land", "lor"):
         return 1 - at_most_once if op in _ANDS else at_most_once
     if op == "prod":
-        return 1 + at_most_once  # At most one factor of 2, so the product fits every dtype.
-    # The numbers are so small that the sum over all ranks is exact in the dtype, in any order of the additions.
+        return 1 + at_most_once  # At most one factor is 2, so the product fits every dtype.
+    # The numbers are small enough that the sum over all ranks is exact in the dtype, in any order of the additions.
     mixed = (places + rank * 9973) % PERIOD
     return mixed % (_largest(dtype) // size + 1) if _largest(dtype) >= size else mixed % 2
 

@@ -1,7 +1,7 @@
 """The options that several commands share, and the handling of mistakes.
 
-Every rank raises the same UsageError for a mistake, so all ranks end with the same exit code, and one of them prints
-the message.
+Every rank raises the same UsageError for a mistake, so all ranks end with the same exit code, and one rank prints the
+message.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def exit_code(command: Callable[[], object]) -> int:
-    """Run ``command``, and return the exit code: 0, 1 for a WrongValue, 2 for a UsageError.
+    """Run ``command``, and return the exit code: 0 for success, 1 for a WrongValue, 2 for a UsageError.
 
     One rank prints the message of the error.
     """
@@ -47,7 +47,7 @@ def exit_code(command: Callable[[], object]) -> int:
 
 
 def in_job(measure: Callable[[MPI.Comm, argparse.Namespace], object], options: argparse.Namespace) -> None:
-    """Call ``measure(comm, options)`` between ``mpi.start()`` and ``mpi.stop()``; ``comm`` holds all ranks."""
+    """Call ``measure(comm, options)`` between ``mpi.start()`` and ``mpi.stop()``; ``comm`` contains all ranks."""
     machine.start(getattr(options, "device", "cpu"))
     comm = MPI.COMM_WORLD.Dup()
     results.check_output(comm, options.json)
@@ -56,7 +56,11 @@ def in_job(measure: Callable[[MPI.Comm, argparse.Namespace], object], options: a
 
 
 def _print_once(error: Exception) -> None:
-    """Print an error on rank 0. In a job start and stop all ranks, because a rank that exits early ends the others."""
+    """Print an error on rank 0.
+
+    In a job each rank calls ``mpi.start()`` before and ``mpi.stop()`` after the output, because a rank that exits
+    without these calls ends the job.
+    """
     is_in_job = mpi.is_started() or variables.rank_in(os.environ) is not None
     if is_in_job and not mpi.is_started():
         mpi.start()
@@ -68,20 +72,20 @@ def _print_once(error: Exception) -> None:
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Add ``--device``."""
-    text = "device of the tensors (default: cpu); with cuda one GPU per rank, or fewer that ranks share"
+    text = "device of the tensors; default: cpu. With cuda, ranks may share GPUs if there are fewer GPUs than ranks"
     parser.add_argument("--device", choices=DEVICES, default="cpu", help=text)
 
 
 def add_link(parser: argparse.ArgumentParser) -> None:
     """Add ``--link``."""
-    text = "rate of a node's link in each direction; adds the least time on this link, and the ratios to it"
+    text = "rate of a node's link in each direction; the report then has the floor (the least time on this link)"
     parser.add_argument("--link", type=with_message(wire.parse_link), metavar="1gbit", help=text)
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Add ``--json`` and ``--progress``."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to FILE")
-    parser.add_argument("--progress", action="store_true", help="show a bar even if standard error is not a terminal")
+    parser.add_argument("--progress", action="store_true", help="show a progress bar even if stderr is not a terminal")
 
 
 def with_message(parse: Callable[[str], T]) -> Callable[[str], T]:
@@ -97,13 +101,13 @@ def with_message(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def names(text: str) -> list[str]:
-    """Return the words of a text that commas separate."""
+    """Return the comma-separated words of ``text``."""
     return text.split(",")
 
 
 @with_message
 def positive(text: str) -> float:
-    """Return a finite number above 0. Raise an error for other texts."""
+    """Return ``text`` as a finite number above 0. Raise ArgumentTypeError for other texts."""
     try:
         value = float(text)
     except ValueError:
@@ -115,7 +119,7 @@ def positive(text: str) -> float:
 
 @with_message
 def count(text: str) -> int:
-    """Return a whole number above 0. Raise an error for other texts."""
+    """Return ``text`` as a whole number above 0. Raise ArgumentTypeError for other texts."""
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"{text!r} is not a whole number above 0")
     return int(text)

@@ -1,4 +1,4 @@
-"""The commands ``run`` and ``compare``: they select the candidates by the options, and report the measurements.
+"""The commands ``run`` and ``compare``, which measure the candidates that the options select, and print a report.
 
 ``run`` measures only one flavour. ``compare`` measures our flavours, the peers and the limits in one run.
 """
@@ -64,14 +64,14 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--sizes", type=command_line.with_message(parse_sizes), help=sizes)
     dtypes = f"one of {', '.join(DTYPES)}; default: float32"
     add("--dtype", choices=DTYPES, default="float32", metavar="DTYPE", help=dtypes)
-    add("--async", dest="asynchronous", action="store_true", help="asynchronous call, then wait(); compare: both")
+    add("--async", dest="asynchronous", action="store_true", help="measure the asynchronous version (compare: both)")
     add("--op", choices=OPS, default="sum", metavar="OP", help=f"one of {', '.join(OPS)}; default: sum")
     add("--buffers", choices=("warm", "cold", "both"), default="both", help="default: both")
     seconds = "approximate time for each size and each kind of buffers; default: 1"
     add("--seconds", type=command_line.positive, default=1.0, help=seconds)
     in_a_row = "time N calls without a barrier between them, and report their mean; default: 1"
     add("--in-a-row", type=command_line.count, default=1, metavar="N", help=in_a_row)
-    memory = "memory for buffers per rank; default: what fits, at most 1G (cuda: 8G)"
+    memory = "memory for buffers per rank; default: as free memory permits, at most 1G (cuda: 8G)"
     add("--max-memory", type=command_line.with_message(parse_size), metavar="BYTES", help=memory)
     patience = "skip a candidate from the first size at which one call would take longer; default: never"
     add("--patience", type=command_line.positive, default=math.inf, metavar="SECONDS", help=patience)
@@ -81,16 +81,19 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
-    """Measure, print the report on rank 0, and store it. Collective over ``comm``, which contains all ranks.
+    """Measure, print the report on rank 0, and store it. All ranks must call this function; ``comm`` contains them.
 
-    Raise UsageError or WrongValue, on every rank.
+    Raise UsageError or WrongValue on every rank.
     """
     measured = report(comm, options)
     results.publish(comm.rank, results.render(measured), results.COLLECTIVE, measured, options.json)
 
 
 def report(comm: MPI.Comm, options: argparse.Namespace) -> Report:
-    """Measure on ``mpi.device()``, and return the report. Collective. Raise UsageError or WrongValue, as ``main``."""
+    """Measure on ``mpi.device()``, and return the report. All ranks of ``comm`` must call this function.
+
+    Raise UsageError or WrongValue on every rank.
+    """
     task = _task(comm, options)
     link = None if options.link is None else wire.open_link(options.link)
     with_peers = options.command == "compare"
@@ -122,8 +125,8 @@ def _task(comm: MPI.Comm, options: argparse.Namespace) -> Task:
 def ours(task: Task, names: Sequence[str] | None, groups: TorchGroups, forms: Sequence[bool]) -> list[Candidate]:
     """Return this package's candidates: ``names``, or all that are available.
 
-    ``forms`` contains False for blocking and True for asynchronous calls. ``groups`` serve the candidate "torchmpi".
-    Raise UsageError for a name that is not available.
+    ``forms`` contains False for blocking and True for asynchronous calls. ``groups`` contains the process group of the
+    candidate "torchmpi". Raise UsageError for a name that is not available.
     """
     statuses = _statuses(task, groups)
     if names is None:
@@ -144,7 +147,7 @@ def ours(task: Task, names: Sequence[str] | None, groups: TorchGroups, forms: Se
 
 def peers(comm: MPI.Comm, task: Task, groups: TorchGroups, forms: Sequence[bool]) -> list[Candidate]:
     """Return raw MPI and gloo, if they are available, and the limits."""
-    # Ask for the status of raw MPI on a GPU, because an MPI that cannot access GPU memory would crash.
+    # On a GPU check the status of raw MPI, because an MPI that cannot access GPU memory would crash.
     has_raw_mpi = task.device.type == "cpu" or _statuses(task, groups).get("mpi") == _AVAILABLE
     of_gloo = [] if groups.no_gloo else [torch_distributed(task, GLOO, None, asynchronous=form) for form in forms]
     return [*([raw_mpi(comm, task)] if has_raw_mpi else []), *of_gloo, *limits(task.device)]
@@ -187,7 +190,7 @@ def _measured(
     measurement = Measurement(
         comm, task, candidates, plan, pools, options.seconds, options.verify, options.patience, link, options.in_a_row
     )
-    # A candidate that refuses the smallest size is omitted at all sizes.
+    # A candidate that fails at the smallest size is omitted at all sizes.
     notes += [*without_pool, *measurement.drop_unable(sizes[0])]
     if not any(candidate.is_ours for candidate in measurement.candidates):
         raise UsageError(f"nothing is left to measure: {'; '.join(notes)}")
@@ -215,6 +218,6 @@ def _notes_on_cold(plan: BufferPlan, task: Task, sizes: list[int]) -> list[str]:
     if not small:
         return []
     return [
-        f"the cold buffers of {', '.join(small)} bytes take turns within {format_size(plan.plain_bytes)} a rank, which "
-        f"the last-level cache ({format_size(plan.cache_bytes)}) can hold: they may be warm; --max-memory gives more"
+        f"the cold buffers of {', '.join(small)} bytes may be warm, because {format_size(plan.plain_bytes)} per rank "
+        f"fit into the last-level cache ({format_size(plan.cache_bytes)}); pass a larger --max-memory"
     ]

@@ -1,4 +1,4 @@
-"""A progress bar on standard error of rank 0; none without tqdm. The only module of the bench that imports tqdm."""
+"""A progress bar on standard error of rank 0, if tqdm is installed. Other modules of the bench do not import tqdm."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def shown(items: Sequence[T], name: Callable[[T], str], *, rank: int, always: bool = False) -> Iterator[T]:
-    """Yield the items, and show a progress bar that names the current item.
+    """Yield the items, and show a progress bar with the name of the current item.
 
     Only rank 0 shows the bar, if standard error is a terminal or ``always`` is set.
     """
