@@ -11,7 +11,7 @@ from torchmpi_py.launch import exit_marks
 from torchmpi_py.launch.notices import printable
 from torchmpi_py.watch import stacks, tracing
 
-# time to collect exceptions: more than the 0.5 s between two turns of a watchdog (other delays: exit_marks.py)
+# Time to collect exceptions: more than the 0.5 s between two looks of a watchdog. exit_marks.py lists other delays.
 _HANDLED_SECONDS = 0.6
 EXIT_CODE = 1
 """The exit code of a job that hang detection ends."""

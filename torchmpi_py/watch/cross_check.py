@@ -6,14 +6,14 @@ communicator that spans several nodes, the lowest rank of a node is the node's *
 node reads the new fingerprints of its delegates (``Rows``), and one hub compares the fingerprints of all nodes
 (``Comparison``).
 
-An alternative is to exchange the fingerprints over MPI before every collective. We do not, because every call would
-then pay for one more exchange between nodes. Moreover, calls that need no other rank, such as a broadcast at its root,
-would have to wait for the others.
+An alternative is to exchange the fingerprints over MPI before every collective. We do not do so, because every call
+would then need one more exchange between nodes. Moreover, calls that need no other rank, such as a broadcast at its
+root, would have to wait for other ranks.
 
-A board holds a rank's last 1024 operations. Up to about a thousand operations per second every operation is therefore
-compared; at a higher rate only the last thousand of each second are. The check still finds a mismatch in an operation
-that ranks wait in, because the records of that operation stay on the boards. A hub remembers the 4096 communicators
-that were used last, and forgets the calls on all others.
+A board holds a rank's last 1024 operations. Up to about a thousand operations per second, every operation is therefore
+compared. At a higher rate, only the last thousand operations of each second are compared. A mismatch in an
+operation in which ranks wait is still found, because the records of that operation stay on the boards. A hub remembers
+the 4096 most recently used communicators, and forgets the calls on all other communicators.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from torchmpi_py.core import status_board
 from torchmpi_py.core.sequences import is_cut, ranks_from_text
 from torchmpi_py.core.status_board import CHECKSUM_BITS, HAS_LEFT, LAUNCHED, NAMES, STOPPING, WORLD_RANK, Board
 
-_WAITS_NS = 1_000_000_000  # a longer call waits for other ranks
-_PLACES_KEPT = 2048  # a power of two, larger than the distance between two boards
-_COMMUNICATORS_KEPT = 4096  # a rank has at most 256 at once
+_WAITS_NS = 1_000_000_000  # A longer call is taken to wait for other ranks.
+_PLACES_KEPT = 2048  # A power of two, and more operations than one board can be ahead of another.
+_COMMUNICATORS_KEPT = 4096  # A rank has at most 256 communicators at a time.
 
 
 class Position(NamedTuple):
-    """The name of an operation, equal on all nodes: its communicator's generation and ranks, and its place there.
+    """The identity of an operation, equal on all nodes: its communicator's generation and ranks, and its place.
 
     ``place`` is the operation's fingerprint without the checksum.
     """
@@ -53,28 +53,28 @@ class Position(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The calls of a communicator's delegate since its last row; ``waits``: whether it waits in the last of them."""
+    """The calls of a communicator's delegate since its last row. ``waits`` states whether it waits in the last call."""
 
     generation: int
     ranks: str
-    delegate: int  # rank in the world
+    delegate: int  # world rank
     waits: bool
-    fingerprints: list[int]  # the newest one is last; never empty
+    fingerprints: list[int]  # oldest first; never empty
 
 
 class Rows:
-    """Reader of a node's rows, which reads the board again at each call of ``read``."""
+    """A reader of a node's rows, which reads the board again at each call of ``read``."""
 
     def __init__(self, board: Board) -> None:
         self._board = board
         self._here = {board.get(WORLD_RANK, index) for index in board.indices}
-        self._last = dict.fromkeys(board.indices, 0)  # number of the first record to read the next time
-        self._known: dict[tuple[int, int], tuple[int, str, bool]] = {}  # (index, slot) -> generation, ranks, delegates
+        self._last = dict.fromkeys(board.indices, 0)  # first record of the next reading
+        self._known: dict[tuple[int, int], tuple[int, str, bool]] = {}  # (index, slot) -> its communicator
 
     def read(self) -> tuple[list[Row], list[int]]:
-        """Return the rows since the last call, and the ranks that are in ``mpi.stop()``.
+        """Return the rows since the last call of ``read``, and the ranks that are in ``mpi.stop()``.
 
-        An operation that was under way at the last call is read again.
+        An operation that was under way at the last call of ``read`` is read again.
         """
         board = self._board
         # A rank in stop() makes no more calls, so rows read from here on are complete for it.
@@ -83,13 +83,13 @@ class Rows:
 
     def _of_rank(self, index: int) -> list[Row]:
         board, columns = self._board, self._board.columns_of(index)
-        # 1. Copy the columns, and compare the copy with the board: a record that its rank is writing differs between
-        #    the two, and is left for the next reading.
+        # 1. Copy the columns, and compare the copy with the board. If the two differ in a record, its rank is writing
+        #    the record, so read it the next time.
         seen = columns.copy()
         whole = (seen[:5] == columns[:5]).all(axis=0)
         slots = (seen[NAMES] >> 2 * status_board.STRING_BITS & 0xFFFF).astype(np.int64) - 1
         is_new = whole & (slots >= 0) & (seen[0] >= self._last[index]) & (seen[1] >> CHECKSUM_BITS > 0)
-        # 2. Make one row per communicator. A former communicator of the same slot has left fingerprints with a smaller
+        # 2. Make one row per communicator. Fingerprints of an earlier communicator in the same slot have a smaller
         #    generation.
         rows = []
         for slot in np.unique(slots[is_new]).tolist():
@@ -126,7 +126,7 @@ class Rows:
     def _is_delegate(self, index: int, generation: int, ranks: str) -> bool:
         """Return whether a rank is the lowest one of this node in a communicator that spans several nodes."""
         board, rank = self._board, self._board.get(WORLD_RANK, index)
-        if is_cut(ranks):  # the text omits ranks, but every member on this node has a slot on the board
+        if is_cut(ranks):  # The text omits ranks, but every member on this node has a slot on the board.
             lower = [other for other in board.indices if board.get(WORLD_RANK, other) < rank]
             return all(board.find_slot(other, generation, ranks) is None for other in lower)
         members = set(ranks_from_text(ranks))
@@ -146,7 +146,7 @@ class Mismatch(NamedTuple):
 
 
 class Desertion(NamedTuple):
-    """A delegate that waits in an operation, and another one that called ``mpi.stop()`` without the operation."""
+    """A delegate that waits in an operation, and another delegate that skipped it and called ``mpi.stop()``."""
 
     position: Position
     waiting: int
@@ -154,15 +154,15 @@ class Desertion(NamedTuple):
 
 
 class _History:
-    """The last fingerprints of a communicator, by place; each comes from the first node that sent it."""
+    """The last fingerprints of a communicator by place, and for each fingerprint the first node that sent it."""
 
     def __init__(self) -> None:
         self.fingerprints = np.zeros(_PLACES_KEPT, np.uint64)
         self.nodes = np.zeros(_PLACES_KEPT, np.int32)
-        self.last: dict[int, Row] = {}  # by node
+        self.last: dict[int, Row] = {}  # the last row of each node
 
     def add(self, node: int, row: Row) -> tuple[int, int] | None:
-        """Add a row; return (place, other node) of the first fingerprint that differs, or None."""
+        """Add a row. Return (place, other node) of the first fingerprint that differs, or None if all agree."""
         self.last[node] = row
         new = np.array(row.fingerprints, np.uint64)
         places, at = new >> CHECKSUM_BITS, (new >> CHECKSUM_BITS).astype(np.int64) % _PLACES_KEPT
@@ -177,14 +177,14 @@ class _History:
 
 
 class Comparison:
-    """The comparison of the rows of all nodes, at a hub."""
+    """The comparison of the rows of all nodes, on a hub."""
 
     def __init__(self) -> None:
         self._histories: OrderedDict[tuple[int, str], _History] = OrderedDict()
         self._stopping: set[int] = set()
 
     def add(self, node: int, rows: list[Row], stopping: list[int]) -> Mismatch | Desertion | None:
-        """Add the rows of a node; return the first fault that they show, or None."""
+        """Add the rows of a node. Return the first fault that these rows show, or None."""
         self._stopping.update(stopping)
         found: Mismatch | Desertion | None = None
         for row in rows:
@@ -211,9 +211,9 @@ class Comparison:
 
     def _desertion(self, row: Row, history: _History) -> Desertion | None:
         place = row.fingerprints[-1] >> CHECKSUM_BITS
-        # A delegate that is itself in stop() may wait there: the other ranks may have work to complete before they
-        # call stop() too.
-        waits = row.waits and self._stopping and row.delegate not in self._stopping  # usually no rank is in stop()
+        # A delegate that is itself in stop() may wait there, because other ranks may have work to complete before they
+        # call stop() too. Usually no rank is in stop().
+        waits = row.waits and self._stopping and row.delegate not in self._stopping
         for other in history.last.values() if waits else ():
             if other.delegate in self._stopping and other.fingerprints[-1] >> CHECKSUM_BITS < place:
                 return Desertion(Position(row.generation, row.ranks, place), row.delegate, other.delegate)

@@ -1,12 +1,13 @@
-"""Compare the calls of ranks on different nodes a last time: in ``mpi.stop()``, over MPI.
+"""Compare the calls of ranks on different nodes for the last time, in ``mpi.stop()``, over MPI.
 
 Hang detection compares the nodes once a second (``cross_check.py``). A job that ends within that second could exit
 with code 0 although its values are wrong. So all ranks compare once more in ``mpi.stop()``, with the records that are
 still on the boards: the last 1024 operations of each delegate.
 
 The ranks also compare how many operations each of them has called on each communicator that is not freed. An operation
-may need no other rank (a broadcast, at its root, is an example). If one rank calls such an operation once more than the
-others, nothing waits for the extra call, or another call matches it, and only the count shows the difference.
+may need no other rank (a broadcast, at its root, is an example). If one rank makes one more call of this type than the
+other ranks, no rank waits for the extra call, or another call matches the extra call. Only the count shows the
+difference.
 
 The count skips communicators that were freed, and communicators on which a call has failed: after a failed experiment,
 for example, the ranks have legitimately made different numbers of calls.
@@ -26,7 +27,7 @@ _Calls = tuple[list[Row], list[int], _Places]  # rows and ranks in stop() from a
 
 
 def run(channel: Channel) -> None:
-    """Compare the last calls of all nodes. Collective over all ranks, after their last operation.
+    """Compare the last calls of all nodes. All ranks must call this function, after their last operation.
 
     Raise RanksDisagree on all ranks if ranks of different nodes have called different operations.
     """
@@ -34,7 +35,7 @@ def run(channel: Channel) -> None:
     if nodes is None or board is None:
         return
     leads = channel.rank == nodes.mine
-    rows, stopping = Rows(board).read() if leads else ([], [])  # from the oldest record on the board
+    rows, stopping = Rows(board).read() if leads else ([], [])  # A new reader reads all records.
     calls: list[_Calls] | None = channel.mpi.gather((rows, stopping, _last_places(board)))
     position = channel.mpi.bcast(_first_difference(calls or []))
     if position is None:
@@ -54,7 +55,7 @@ def _last_places(board: Board) -> _Places:
 
 
 def _first_difference(calls: list[_Calls]) -> Position | None:
-    """Return the first operation that differs between two nodes or is missing on a rank; None if all agree."""
+    """Return the first operation that differs between two nodes or is missing on a rank, or None if all calls agree."""
     comparison, ends = Comparison(), dict[tuple[int, str], set[int]]()
     for rank, (rows, stopping, places) in enumerate(calls):
         trouble = comparison.add(rank, rows, stopping)
@@ -64,6 +65,6 @@ def _first_difference(calls: list[_Calls]) -> Position | None:
             ends.setdefault(which, set()).add(place)
     for (generation, ranks), found in ends.items():
         if len(found) > 1:
-            before_first = (generation & NUM_GENERATIONS - 1) << SEQUENCE_NUMBER_BITS  # a rank without a call has 0
+            before_first = (generation & NUM_GENERATIONS - 1) << SEQUENCE_NUMBER_BITS  # Place 0 means no call.
             return Position(generation, ranks, max(min(found), before_first) + 1)
     return None

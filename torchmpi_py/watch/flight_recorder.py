@@ -1,14 +1,14 @@
 """Dump the calls of each rank of the node in the format of PyTorch's flight recorder.
 
-A dump is a folder with one pickle per rank: ``flight_recorder_0`` and so on. Two programs read it::
+A dump is a folder with one pickle per rank: ``flight_recorder_0`` and so on. Two programs can read a dump::
 
     python -m torch.distributed.flight_recorder.fr_trace FOLDER
     python -m torchmpi_py.bench timeline FOLDER
 
-PyTorch's analyzer compares ``entries``. They are the operations that all ranks of a communicator call, under PyTorch's
-names and with the name of a backend that the analyzer knows. Sizes are in bytes because the board holds no shapes; the
-size is 0 where it may differ between ranks. Ranks are world ranks. ``other_entries`` holds the operations that the
-analyzer does not know. Each entry also has ``what`` and ``site``: the call and its place in the program, as in reports.
+PyTorch's analyzer compares ``entries``: the operations that all ranks of a communicator call. Entries have PyTorch's
+names, and the name of a backend that the analyzer knows. Sizes are in bytes because the board holds no shapes. A size
+is 0 if it may differ between ranks. Ranks are world ranks. ``other_entries`` holds the operations that the analyzer
+does not know. Each entry also has ``what`` and ``site``: the call and its place in the program, as reports show them.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _BACKEND = "gloo:"
 
 
 def dump(board: Board) -> str:
-    """Write the dumps of this board's ranks to a new folder; return a line that names the folder or the error.
+    """Write the dumps of this board's ranks to a new folder, and return a line with the folder's path or the error.
 
-    Only its owner can enter the folder, because a dump contains paths and lines of the program.
+    Only the user that runs the job can enter the folder, because a dump contains paths and lines of the program.
     """
     try:
         parent = config.dump_directory()
@@ -58,11 +58,11 @@ class _PlainUnpickler(pickle.Unpickler):
     """An unpickler that accepts only numbers, texts, lists and dicts, because a dump may come from another machine."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"expected a dump of plain values, found {module}.{name}: not a dump")
+        raise pickle.UnpicklingError(f"expected a dump of plain values, found {module}.{name}; the file is not a dump")
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
-    """Return the ``whole`` dump in a rank's file. Raise OSError, or another error if the file is not a dump."""
+    """Return the ``whole`` dump from a rank's file. Raise an error if the file cannot be read or is not a dump."""
     content = trusted_files.read(path, _MOST_BYTES, owners=None)
     return whole(_PlainUnpickler(io.BytesIO(content)).load())
 
@@ -81,7 +81,7 @@ def of_rank(board: ReadableBoard, index: int) -> dict[str, Any]:
     others = [entry for entry in entries if not entry["profiling_name"].startswith(_BACKEND)]
     if entries and entries[0]["op_id"] == 1:
         # The analyzer drops each entry whose record_id is smaller than the first record_id of any rank. If the board
-        # still has every operation, numbering the compared entries from 1 on every rank prevents that.
+        # still has every operation, numbering the compared entries from 1 on every rank prevents this.
         for number, entry in enumerate(compared, 1):
             entry["record_id"] = number
     return {
@@ -134,9 +134,9 @@ def _entry(board: ReadableBoard, index: int, record: Record, groups: dict[str, d
 
 
 def _group(board: ReadableBoard, index: int, record: Record) -> tuple[str, str, list[int]]:
-    """Return (name, description, ranks) of an operation's communicator; all of its ranks give it the same name."""
+    """Return (name, description, ranks) of an operation's communicator. All of its ranks return the same name."""
     if record.slot < 0:
-        return "0", "without a row", [board.get(status_board.WORLD_RANK, index)]
+        return "0", "unknown communicator", [board.get(status_board.WORLD_RANK, index)]
     group, generation = board.group(index, record.slot), record.fingerprint >> status_board.GENERATION_SHIFT
     if record.sequence_number and generation < group.generation & status_board.NUM_GENERATIONS - 1:
         return str(generation), "a communicator that was freed", []

@@ -1,12 +1,12 @@
-"""Keep boards after their job: the record of what each rank did, for the page of ``torchmpirun --timeline``.
+"""Keep status boards after the job: the records of each rank's operations, for ``torchmpirun --timeline``.
 
-TORCHMPI_TIMELINE names a folder that torchmpirun makes for a job. The boards of the job's nodes
-(``core/status_board.py``) are files in this folder, so that they outlast the ranks however the ranks end.
+TORCHMPI_TIMELINE is set to a folder that torchmpirun creates for a job. The boards of the job's nodes
+(``core/status_board.py``) are files in this folder. So the boards remain, however the ranks end.
 
-Beside each board lies a JSON file with what the board does not hold: the host, and the offset of its clock from the
-clock of rank 0's host (``tracing.read_clock``). The ranks read the offset at the start and, if they reach it,
-at ``stop``. A host that does not share the folder's file system leaves no files. A later session of the same job
-replaces the files of the former.
+Each board has a JSON file with facts that are not on the board: the host, and the clock's offset from the clock of rank
+0's host (``tracing.read_clock``). The ranks read the offset in ``mpi.start()``, and again in ``mpi.stop()`` if they
+call it. A host that does not share the folder's file system leaves no files. A later session of the same job replaces
+the files of the earlier session.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ _TIMES = ("time_created_ns", "time_discovered_started_ns", "time_discovered_comp
 
 
 def replaced(rank: int) -> str:
-    """Return the file for the board of the node whose lowest rank is ``rank``; "" if boards are not kept.
+    """Return the file for the board of the node whose lowest rank is ``rank``, or "" if boards are not kept.
 
-    Remove the JSON file that a former session has written beside this board.
+    Remove the JSON file that an earlier session has written for this board.
     """
     if not (folder := config.timeline_directory()):
         return ""
     path = pathlib.Path(folder, f"node-{rank}.board")
-    with contextlib.suppress(OSError):  # no such folder on this host
+    with contextlib.suppress(OSError):  # The folder may not exist on this host.
         path.with_suffix(".json").unlink(missing_ok=True)
     return str(path)
 
 
 def describe(world: Communicator, start_ns: int = 0) -> int:
-    """Compare the hosts' clocks, write the JSON files beside the boards, and return rank 0's time at the start.
+    """Compare the hosts' clocks, write the JSON files of the boards, and return rank 0's time at the start.
 
-    Collective over all ranks. Call it when a session begins, and again before the session ends, then with the time that
-    the first call returned (``start_ns``).
+    All ranks must call this function when a session begins, and again before the session ends. In the second call pass
+    the result of the first call as ``start_ns``.
     """
     if not (folder := config.timeline_directory()):
         return 0
     nodes = world.background.places.nodes.tolist()
     reading = tracing.read_clock(world.background.mpi, nodes)
     begin_ns: int = start_ns or world.background.mpi.bcast(reading.at_ns)
-    if world.rank == nodes[world.rank] and os.path.isdir(folder):  # a host with another file system lacks it
+    if world.rank == nodes[world.rank] and os.path.isdir(folder):  # The host may not have the folder.
         path, clock = pathlib.Path(folder, f"node-{world.rank}.json"), []
-        with contextlib.suppress(OSError):  # a full disk
+        with contextlib.suppress(OSError):  # The disk may be full.
             if start_ns:
                 clock = json.loads(path.read_text())["clock"]
             about = {"start_ns": begin_ns, "num_ranks": world.size, "host": socket.gethostname()}
@@ -81,7 +81,7 @@ class KeptRank(NamedTuple):
     host: str
     versions: str
     has_left: bool  # whether ``mpi.stop()`` has completed
-    restart: int  # how often the job had been restarted before this session
+    restart: int  # number of restarts of the job before this session
 
 
 def load(folder: pathlib.Path) -> tuple[int, list[KeptRank]]:
