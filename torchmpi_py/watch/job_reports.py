@@ -1,9 +1,9 @@
 """Report on a job with several nodes: a hub collects one part from each node, and prints a single report.
 
-A rank that has something to report *claims* the report from a hub, and sends the part of its node with the claim. The
-hub asks the other nodes for their parts, waits two seconds at most, prints the report, and answers "printed". A claim
-that arrives in the meantime or shortly afterwards is answered "held". After the answer, the claimant ends the job or
-lets it continue. A hub that finds a fault itself starts a report in the same way, without a claimant.
+A rank that has found a fault *claims* the report from a hub, and sends the part of its node with the claim. The hub
+requests the parts of the other nodes, waits at most two seconds, prints the report, and answers "printed". If another
+claim arrives before this answer or shortly afterwards, the hub answers "held". After the answer, the rank that claims
+ends the job or lets the job continue. A hub that finds a fault itself starts a report without a claim.
 
 If no hub answers a claim, the rank prints the report of its own node.
 """
@@ -26,30 +26,31 @@ from torchmpi_py.watch.reports import Line, NodeReport
 CLAIM_HOLDS_SECONDS = 30.0
 CLAIM_HOLDS_SECONDS_WHEN_ASKED = 1.0
 PARTS_SECONDS = 2.0  # A node waits 1.5 s for its ranks' stacks.
-OTHERS_REPORT_SECONDS = 1.0  # For a rank to report a fault that it sees itself.
-OTHERS_END_SECONDS = 5.0  # For a rank to end the job after its announcement.
-RAISE_SECONDS = 5.0  # For an operation to raise CollectiveTimeout.
-SILENT_SECONDS = 2.5  # Longer than leaders take between two answers.
+OTHERS_REPORT_SECONDS = 1.0  # Time for a rank to report a fault that it finds itself.
+OTHERS_END_SECONDS = 5.0  # Time for a rank to end the job after its announcement.
+RAISE_SECONDS = 5.0  # Time for an operation to raise CollectiveTimeout.
+SILENT_SECONDS = 2.5  # Longer than the time between two answers of a leader.
 _VIEWS_SECONDS = 1.0
 _CLAIM_SECONDS = 6.0
-_KILLED_SECONDS = 2.0  # For the end of this rank, if no hub answers because the job ends.
+_KILLED_SECONDS = 2.0  # Time for this rank to be killed, if no hub answers because the job ends.
 
 Answers = dict[int, Any]
-Part = tuple[list[Line], str]  # a node's part of a report: what its ranks do, and a line about its dump
-_MOST_NODES_APART = 8  # a report on more nodes merges the rows of all ranks
+Part = tuple[list[Line], str]  # a node's part of a report: the rows of its ranks, and a line about its dump
+_MOST_NODES_APART = 8  # A report on more nodes merges the rows of all ranks.
 _MOST_ROWS = 64
 
 
 def hold_seconds(reason: int) -> float:
-    """Return for how long a claim keeps other ranks from reporting for the same reason."""
+    """Return for how many seconds a claim prevents other reports for the same reason."""
     return CLAIM_HOLDS_SECONDS_WHEN_ASKED if reason == CLAIMED_ASKED else CLAIM_HOLDS_SECONDS
 
 
 def claim(board: Board, reason: int, report: NodeReport, number: int | None = None, *, ends: bool) -> Message | None:
-    """Have a hub print a report on the job, with ``report`` as this node's part; return its answer, None without one.
+    """Claim a report on the job from a hub, and return the hub's answer, or None if no hub answers.
 
-    ``number`` is the number of the late operation; ``ends`` says whether the job ends after the report. The answer has
-    ``claimed`` ("printed" or "held") and ``position`` (the late operation that was reported last).
+    ``report`` becomes this node's part. ``number`` is the number of the late operation. ``ends`` states whether the job
+    ends after the report. The answer has ``claimed`` ("printed" or "held") and ``position`` (the late operation that
+    was reported last).
     """
     if node_links.current is None:
         return None
@@ -70,13 +71,13 @@ def claim(board: Board, reason: int, report: NodeReport, number: int | None = No
 
 
 def withdraw() -> None:
-    """Tell the hubs that the job, which was about to end, continues."""
+    """Inform a hub that the job, which was about to end, continues."""
     node_links.ask({"withdraw": 1}, 1.0)
 
 
 @dataclasses.dataclass
 class _Question:
-    """A question to all nodes. It closes when ``waiting`` is empty, or at the time ``until``."""
+    """A question to all nodes. It ends when all nodes in ``waiting`` have answered, or at the time ``until``."""
 
     waiting: set[int]
     answers: Answers
@@ -97,10 +98,10 @@ class _Report:
 
 
 class ReportDesk:
-    """The reports of one hub. All methods are called by the thread that serves the links.
+    """The reports of one hub. Only the thread that serves the links calls the methods.
 
-    ``links`` leads to the leaders of other nodes. ``answer`` computes this node's own answer to a question. ``absence``
-    returns the reason why a node has not sent its part.
+    ``links`` maps each other node to the link to its leader. ``answer`` computes this node's own answer to a question.
+    ``absence`` returns the reason why a node has not sent its part. ``say`` prints a report.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class ReportDesk:
         self._numbers = itertools.count(1)
         self._questions: dict[int, _Question] = {}
         self._report: _Report | None = None
-        self._claimed: dict[int, float] = {}  # reason -> when a report was printed
+        self._claimed: dict[int, float] = {}  # reason -> time of its last report
         self._is_ending = False
         self._last_position: Position | None = None
 
@@ -125,13 +126,13 @@ class ReportDesk:
         return self._report is None and not self._is_ending
 
     def ask_all(self, question: Message, seconds: float, then: Callable[[Answers], None], skip: int = -1) -> None:
-        """Put a question to the leaders of all nodes except ``skip``; call ``then`` with the answers that arrive."""
+        """Send a question to the leaders of all nodes except ``skip``. Call ``then`` with the answers that arrive."""
         number = next(self._numbers)
         peers: set[int] = set()
         now = time.monotonic()
         for node, link in list(self._links.items()):
             if node != skip:
-                with contextlib.suppress(OSError):  # another turn notices the lost link
+                with contextlib.suppress(OSError):  # A later turn handles a lost link.
                     link.send({"ask": number, **question})
                     if now - link.last_heard < SILENT_SECONDS:
                         peers.add(node)
@@ -139,14 +140,14 @@ class ReportDesk:
         self._questions[number] = _Question(peers, {} if own is None else {self._nodes.mine: own}, now + seconds, then)
 
     def ask_views(self, position: Any, then: Callable[[list[Any]], None]) -> None:
-        """Ask all nodes what their ranks do at a position; give ``then`` each ``reports.View``, by node."""
+        """Request each ``reports.View`` of a position from all nodes, and call ``then`` with the list, by node."""
         question = {"what": "views", "position": position}
         self.ask_all(
             question, _VIEWS_SECONDS, lambda answers: then([view for node in sorted(answers) for view in answers[node]])
         )
 
     def answered(self, node: int, number: int, value: Any) -> None:
-        """Store a node's answer to a question; ``value`` is None if the node could not find one."""
+        """Store a node's answer to a question. ``value`` is None if the node could not find an answer."""
         question = self._questions.get(number)
         if question is not None:
             if value is not None:
@@ -154,7 +155,7 @@ class ReportDesk:
             question.waiting.discard(node)
 
     def turn(self) -> None:
-        """Close each question that all nodes have answered, or whose time is over."""
+        """End each question that all nodes have answered or whose time is over, and pass on its answers."""
         now = time.monotonic()
         done = [number for number, each in self._questions.items() if not each.waiting or now > each.until]
         for number in done:
@@ -162,7 +163,7 @@ class ReportDesk:
             question.then(question.answers)
 
     def handle(self, link: Link, message: Message, lost: str) -> None:
-        """Serve a rank that claims a report or asks about other ranks; ``lost`` describes the nodes that are lost."""
+        """Answer a rank that claims a report or requests information. ``lost`` is a text about the lost nodes."""
         if "claim" in message:
             self._handle_claim(link, message)
         elif "views" in message:
@@ -177,8 +178,8 @@ class ReportDesk:
         """Start the report that a rank claims, unless a report is under way or was printed shortly before."""
         reason, node = message["claim"], message["node"]
         if self._report is not None:
-            # Keep this part, because the leader of the claimant's node may be stopped and unable to send one. It is the
-            # only part of its node: two ranks of a node do not claim at the same time.
+            # Keep this part, because the leader of the same node may be stopped and unable to send a part. No other
+            # rank of the node sends a part, because two ranks of a node do not claim at the same time.
             self._report.parts.setdefault(node, message["part"])
         recent = time.monotonic() - self._claimed.get(reason, -CLAIM_HOLDS_SECONDS) < hold_seconds(reason)
         if not self.is_idle or recent:
@@ -203,7 +204,7 @@ class ReportDesk:
         ends: bool = True,
         parts: dict[int, Part] | None = None,
     ) -> None:
-        """Ask the nodes for their parts, print the report, and call ``then``."""
+        """Request the parts of all nodes, print the report when the parts arrive, and then call ``then``."""
         parts = parts or {}
         self._report = _Report(reason, heading, position, ends, parts, then)
         skip = next(iter(parts), -1)
@@ -212,7 +213,7 @@ class ReportDesk:
     def _print(self, answers: Answers) -> None:
         """Print the report from the parts that have arrived, then call the report's ``then``."""
         report, self._report = self._report, None
-        assert report is not None, "begin() sets the report before it asks"
+        assert report is not None, "begin() sets the report before it requests the parts"
         parts = {node: ([Line(*row) for row in rows], dump) for node, (rows, dump) in (answers | report.parts).items()}
         try:
             self._say("\n".join([report.heading, *self._lines(parts)]))
@@ -222,19 +223,19 @@ class ReportDesk:
             report.then()
 
     def _lines(self, parts: dict[int, Part]) -> list[str]:
-        """Return the lines of a report: by node, or for many nodes one merged list of rows, the largest row first."""
+        """Return the lines of a report: by node, or merged rows for many nodes, with the most ranks first."""
         lines, nodes = list[str](), sorted(self._nodes.ranks)
         if len(nodes) > _MOST_NODES_APART:
             rows = reports.folded(row for here, _ in parts.values() for row in here)
             rows.sort(key=lambda row: -len(row.ranks))
             lines = reports.limited([str(row) for row in rows], "more rows", _MOST_ROWS)
             parts = {node: ([], dump) for node, (_, dump) in parts.items()}
-            nodes.sort(key=parts.__contains__)  # nodes without an answer first
+            nodes.sort(key=parts.__contains__)  # Put nodes without an answer first.
         sections = {node: [f"{self._nodes.name(node)}:", *map(str, here), dump] for node, (here, dump) in parts.items()}
         texts = ["\n".join(sections.get(node) or [self._absence(node)]) for node in nodes]
         return [*lines, *reports.limited(texts, "more hosts", _MOST_NODES_APART)]
 
 
 def _reply(link: Link, message: Message) -> None:
-    with contextlib.suppress(OSError):  # the process that asked may be gone
+    with contextlib.suppress(OSError):  # The process that sent the message may have ended.
         link.send(message)

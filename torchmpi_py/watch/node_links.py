@@ -2,15 +2,15 @@
 
 The *leader* of a node is its lowest rank. The leaders of the first two nodes are *hubs*, which listen at an address
 that the other hosts can reach. The leader of each node connects to the hubs of lower rank. N nodes therefore need at
-most 2 N connections, and if one hub dies, the other one still connects all nodes. A rank that reports or asks something
-opens a *short link* to a hub, and closes it after the answer.
+most 2 N connections, and if one hub dies, the other hub still connects all nodes. A rank that sends a report or a
+question opens a *short link* to a hub, and closes the link after the answer.
 
 A message is JSON text after four bytes with its length. Both ends of a connection prove that they know the token of the
 job, which MPI has broadcast to all ranks. For this proof each end signs a random number of the other end.
 
-A silent process is not yet a silent host. The operating system acknowledges bytes also for a process that is stopped,
-or that does not let its Python threads run. So a link asks the system whether the other host has acknowledged all bytes
-that were sent. Only bytes without an acknowledgement mean that the host itself is silent.
+A silent process does not mean that its host is silent. The operating system also acknowledges bytes for a process that
+is stopped, or that does not let its Python threads run. So a link checks whether the other host's system has
+acknowledged all bytes that were sent. Only bytes without an acknowledgement mean that the host itself is silent.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ logger = logging.getLogger("torchmpi_py")
 
 Message = dict[str, Any]
 NUM_HUBS = 2
-CONNECT_SECONDS = 2.0  # With the hub's answer, because a stopped hub accepts but never answers.
-_ACCEPTED_PER_SECOND = 100  # Links per hub, at least.
-_QUIET_SECONDS = 1.0  # From a sign of life to the next ping.
-_MOST_UNANSWERED = 1000  # Pings; more would fill the connection's buffers.
+CONNECT_SECONDS = 2.0  # This includes the answer, because a stopped hub accepts but never answers.
+_ACCEPTED_PER_SECOND = 100  # A hub accepts at least this many links per second.
+_QUIET_SECONDS = 1.0  # Time from a sign of life to the next ping.
+_MOST_UNANSWERED = 1000  # More unanswered pings would fill the connection's buffers.
 _LENGTH = struct.Struct("!I")
 _MOST_BYTES = 1 << 26
 _MOST_BYTES_BEFORE_PROOF = 1 << 10
@@ -54,7 +54,7 @@ _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    for each in list(_open):  # a connection ends only when every process that holds it has closed it
+    for each in list(_open):  # A connection ends only when every process that has a copy has closed it.
         each.close()
 
 
@@ -62,7 +62,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Nodes(NamedTuple):
-    """The nodes of a job, known to each rank. The lowest rank of a node is the node's number."""
+    """The nodes of a job, with the same contents on each rank. The lowest rank of a node is the node's number."""
 
     mine: int
     hosts: dict[int, str]
@@ -78,14 +78,14 @@ class Nodes(NamedTuple):
 
 
 current: Nodes | None = None
-"""The nodes of the session; None on one node. Only the session assigns it. Read it as ``node_links.current``."""
+"""The nodes of the session, or None on one node. Only the session assigns this name, so read ``node_links.current``."""
 
 
 def introduce(channel: Channel, address: str) -> tuple[Nodes | None, socket.socket | None]:
-    """Return the nodes, and the socket on which this rank listens if it is a hub. Collective over all ranks.
+    """Return the nodes, and the socket on which this rank listens if it is a hub. All ranks must call this function.
 
-    ``channel`` joins all ranks; other hosts reach this host at ``address``. Return (None, None) if all ranks are on one
-    node.
+    ``channel`` connects all ranks. Other hosts reach this host at ``address``. Return (None, None) if all ranks are on
+    one node.
     """
     ranks: dict[int, list[int]] = {}
     for rank, node in enumerate(channel.places.nodes.tolist()):
@@ -114,7 +114,7 @@ def _listen(address: str, num_nodes: int) -> socket.socket | None:
         return listener
     except OSError as error:
         logger.warning(
-            "hang detection cannot listen for other nodes at %s (%s); name the interface in GLOO_SOCKET_IFNAME",
+            "hang detection cannot listen at %s (%s); set GLOO_SOCKET_IFNAME to the interface that connects the nodes",
             address,
             error,
         )
@@ -122,7 +122,7 @@ def _listen(address: str, num_nodes: int) -> socket.socket | None:
 
 
 class Link:
-    """One end of a connection. ``node`` is the other end's node after its proof; it is None for a short link."""
+    """One end of a connection. ``node`` is the other end's node after the proof, or None for a short link."""
 
     def __init__(self, connection: socket.socket, token: bytes, *, accepts: bool) -> None:
         connection.setblocking(False)
@@ -132,21 +132,21 @@ class Link:
         self.node: int | None = None
         self.is_proved = self.is_leaving = self.is_ending = False
         self.last_heard = self._last_sign = self._last_asked = self.begun = time.monotonic()
-        self._failure: OSError | None = None  # the first error: the system reports it only once, then a plain end
+        self._failure: OSError | None = None  # the first error, which the system reports only once
         self._num_unanswered = 0
         self._in, self._out = bytearray(), bytearray()
         self.unread: list[Message] = []  # messages that arrived with the last step of the proof
         self._nonce, self._theirs = secrets.token_hex(16), ""
-        if accepts:  # the hub sends the first message: a number to sign
+        if accepts:  # The hub sends the first message, a number to sign.
             self.send({"nonce": self._nonce})
 
     def fileno(self) -> int:
-        """Return the file descriptor, for poll."""
+        """Return the connection's file descriptor, so that ``select.poll`` accepts a link."""
         return self.connection.fileno()
 
     @property
     def has_output(self) -> bool:
-        """Whether some bytes are still to be handed to the system."""
+        """Whether there are bytes that the system has not accepted yet."""
         return bool(self._out)
 
     @property
@@ -175,7 +175,7 @@ class Link:
             raise
 
     def receive(self) -> list[Message]:
-        """Return the messages that have arrived since the last call, without those of the link's own protocol.
+        """Return the messages that have arrived since the last call, except messages of the link's own protocol.
 
         Raise OSError at the end of the connection, or if the other end does not belong to this job.
         """
@@ -186,7 +186,8 @@ class Link:
         return messages
 
     def _read(self) -> None:
-        # Read little at a time from an unproved end, which might send without limit; poll reports that more is there.
+        # Before the proof read few bytes at a time, because an unknown end might send without limit. If more bytes have
+        # arrived, the next poll reports the link as readable again.
         most = 1 << 16 if self.is_proved else _MOST_BYTES_BEFORE_PROOF
         try:
             while piece := self.connection.recv(most):
@@ -204,7 +205,7 @@ class Link:
         while len(self._in) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._in)
             if length > (_MOST_BYTES if self.is_proved else _MOST_BYTES_BEFORE_PROOF):
-                raise ConnectionRefusedError(f"a message of {length} bytes is too long")
+                raise ConnectionRefusedError(f"the other end sent a message of {length} bytes, which is too long")
             end = _LENGTH.size + length
             if len(self._in) < end:
                 break
@@ -217,17 +218,17 @@ class Link:
         return found
 
     def _is_news(self, message: Message) -> bool:
-        """Process a message of the link's own protocol; return whether the message is for the owner of the link."""
+        """Process a message of the link's own protocol. Return whether the message is for the owner of the link."""
         self.last_heard, self._num_unanswered = time.monotonic(), 0
         if "ping" in message:
-            with contextlib.suppress(OSError):  # later messages still count; the next ``receive`` raises
+            with contextlib.suppress(OSError):  # Later messages still count. The next ``receive`` raises the error.
                 self.send({"pong": 1})
         self.is_leaving = self.is_leaving or "leaving" in message
         self.is_ending = self.is_ending or "ending" in message
         return not message.keys() & {"ping", "pong", "leaving", "ending"}
 
     def _prove(self, message: Message) -> None:
-        """Do one step of the proof: the hub's number, the answer signed with the token, the hub's own signature."""
+        """Do one step of the proof. The steps are the hub's number, the other end's signature, the hub's signature."""
         if not self._accepts and "nonce" in message:
             self._theirs = str(message["nonce"])
             signed = self._sign("connect", self._theirs + self._nonce)
@@ -247,7 +248,7 @@ class Link:
         return hmac.new(self._token, f"{role} {nonces}".encode(), _DIGEST).hexdigest()
 
     def tend(self, now: float) -> None:
-        """Check for a sign of life; ask for one (a ping) after a second without a message."""
+        """Check for a sign of life. Send a ping after a second without a message."""
         if not self._is_unacknowledged():
             self._last_sign = now
             is_due = now - max(self.last_heard, self._last_asked) >= _QUIET_SECONDS
@@ -285,9 +286,9 @@ def _parse(text: bytearray) -> Message:
 def connect(nodes: Nodes, hub: int, node: int | None = None, *, is_again: bool = False) -> Link:
     """Connect to a hub, and return the link after both ends have proved themselves.
 
-    Raise OSError within some seconds if that fails. ``node`` is the node of a leader that keeps the link; None makes a
-    short link. ``is_again`` says that this rank had a link before. Without it, allow more time, because all nodes may
-    connect at once: at the start, or when a rank on each node is late.
+    Raise OSError within some seconds if the connection or the proof fails. ``node`` is the node of a leader that keeps
+    the link, or None for a short link. ``is_again`` means that this rank had a link before. A first link gets more
+    time, because all nodes may connect at the same time: at the start, or when a rank on each node is late.
     """
     seconds = CONNECT_SECONDS + (0 if is_again else len(nodes.hosts) / _ACCEPTED_PER_SECOND)
     until = time.monotonic() + seconds
@@ -307,14 +308,14 @@ def connect(nodes: Nodes, hub: int, node: int | None = None, *, is_again: bool =
 
 def _wait_readable(link: Link, until: float) -> None:
     link.connection.settimeout(max(until - time.monotonic(), 0.001))
-    link.connection.recv(1, socket.MSG_PEEK)  # raises TimeoutError, an OSError, at the time ``until``
+    link.connection.recv(1, socket.MSG_PEEK)  # This raises TimeoutError, an OSError, at the time ``until``.
     link.connection.setblocking(False)
 
 
 def ask(question: Message, seconds: float) -> Message | None:
-    """Return the answer of the first hub that answers; None on one node, or if no hub answers in time.
+    """Return the answer of the first hub that answers, or None on one node, or if no hub answers in time.
 
-    Any thread of any rank may call this, as long as the hubs run hang detection.
+    Any thread of any rank may call this function while the hubs run hang detection.
     """
     if (nodes := current) is None:
         return None
