@@ -158,7 +158,7 @@ def test_a_rank_that_is_late_on_another_host(bed, kind):
 @pytest.mark.parametrize("starter", ["torchmpirun", "mpirun"])
 def test_a_rank_alone_on_its_host_leaves(bed, starter):
     text = report(run(bed, starter, "nodea:1,nodeb:1", "_exit", 1))
-    assert re.search(r"rank 1 on host nodeb died, or left without .* Last known: rank 1 ", text), text
+    assert re.search(r"rank 1 on host nodeb died, or exited without .* Last known: rank 1 ", text), text
 
 
 def test_a_host_that_cannot_be_reached(bed):

@@ -308,7 +308,7 @@ def test_a_leader_that_is_stopped_is_late_and_one_that_dies_is_dead(hub, monkeyp
         job_reports.withdraw()
         process.kill()
         until(lambda: ended)
-        died = "torchmpi_py: report of rank 0: rank 1 on host nodeb died, or left without mpi.stop(). "
+        died = "torchmpi_py: report of rank 0: rank 1 on host nodeb died, or exited without mpi.stop(). "
         assert said[1].startswith(died)
         assert f"rank 1 (process {process.pid}): last called allreduce, 4 bytes at train.py:7 in step" in said[1]
         assert ended == [1]

@@ -21,4 +21,4 @@ def test_hubs_of_many_nodes(tmp_path, num_nodes):
     lines = found["late_report"].splitlines()
     assert lines[1].startswith(f"{64 * (num_nodes - 2) - 1} ranks (128-134, 136-{last}): in allreduce for ")
     assert "rank 135 (process 1): in barrier for 1.0 s, called at train.py:9" in lines[:100] == lines
-    assert f"rank {last - 63} on host host{num_nodes - 1} died, or left without" in found["death_report"]
+    assert f"rank {last - 63} on host host{num_nodes - 1} died, or exited without" in found["death_report"]

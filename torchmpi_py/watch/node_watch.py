@@ -2,14 +2,14 @@
 
 Once a second the first reachable hub asks each leader for the rows of its node, and compares them (``cross_check.py``).
 Calls that differ end the job with a report of both sides. The hub waits a second before it reports, because MPI may
-notice the difference too, and then a rank raises an error with both sides. The reports of all nodes go through a hub
+also detect the difference, and then a rank raises an error with both sides. The reports of all nodes go through a hub
 (``job_reports.py``).
 
 If the other end closes a link without a "leaving" message and does not connect again, the leader's process has ended
 without ``mpi.stop()``. The other ranks of its node have some seconds to report this first. If a link carries no
 acknowledgement for ``Tuning.unreachable_seconds``, the host is unreachable, even if the system closes the connection
-earlier. Both cases end the job. An elastic job survives dead ranks, even all ranks of a node, but not a lost host,
-because Open MPI's mpirun does not survive that.
+earlier. Both cases end the job. An elastic job survives dead ranks, even all ranks of a node. It does not survive the
+loss of a host, because Open MPI's mpirun does not.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from torchmpi_py.watch.node_links import Link, Message, Nodes
 logger = logging.getLogger("torchmpi_py")
 
 _TURN_SECONDS = 0.25
-_ROWS_SECONDS = 1.0  # Between two comparisons.
+_ROWS_SECONDS = 1.0  # Time between two comparisons.
 _CONNECT_AGAIN_SECONDS = 2.0
-_WARN_SECONDS = 30.0  # Without a connection to a hub, until a warning.
-_COME_AGAIN_SECONDS = 1.5  # Added to OTHERS_REPORT_SECONDS: for a leader to connect again.
-_COME_BACK_SECONDS = 4.0  # Instead, if the host was silent: it may still try to connect.
+_WARN_SECONDS = 30.0  # Time without a connection to a hub until a warning.
+_COME_AGAIN_SECONDS = 1.5  # Time for a leader to connect again, added to OTHERS_REPORT_SECONDS.
+_COME_BACK_SECONDS = 4.0  # Replaces _COME_AGAIN_SECONDS if the host was silent: it may still try to connect.
 _STALL_SECONDS = 1.0  # A slower turn means that this thread stalled, not that the peers are silent.
 _PROOF_SECONDS = 5.0
-_SLOW_SECONDS = 0.5  # for a proof, while other connections wait
+_SLOW_SECONDS = 0.5  # time for a proof while other connections wait
 _ACCEPT_SOON_SECONDS, _ACCEPT_AGAIN_SECONDS = 0.01, 1.0
-_MOST_UNPROVED = 64  # connections without a proof; each takes a descriptor
+_MOST_UNPROVED = 64  # limit of connections without a proof, because each needs a descriptor
 _ACCEPTED_PER_TURN = 16
 
 
 class NodeWatch:
-    """The thread. It runs from construction to ``stop``."""
+    """The thread that serves the links of a node's leader. It runs from construction to ``stop``."""
 
     def __init__(self, board: Board, nodes: Nodes, listener: socket.socket | None, tuning: Tuning, say: Any) -> None:
         self._board, self._nodes, self._listener, self._tuning = board, nodes, listener, tuning
@@ -58,14 +58,14 @@ class NodeWatch:
         self._rows, self._comparison = cross_check.Rows(board), Comparison()
         self._briefs: dict[int, list[str]] = {}  # by node: its ranks' last known operations
         self._asked_for_rows: dict[int, bool] = {}  # by node: whether an answer is pending
-        self._gone: dict[int, float] = {}  # nodes whose link ended without "leaving" -> since when
-        self._unreachable: dict[int, float] = {}  # nodes whose link the system closed -> silent since
+        self._gone: dict[int, float] = {}  # node whose link ended without "leaving" -> lost from this time
+        self._unreachable: dict[int, float] = {}  # node whose link the system closed -> last sign of life
         self._left: set[int] = set()
         self._reported: set[int] = set()  # nodes whose loss was reported
         self._trouble: tuple[Mismatch | Desertion, float] | None = None
         if listener is not None:
             listener.setblocking(False)
-        self._begun = self._last_rows = self._now = time.monotonic()  # _now: the last look at the links
+        self._begun = self._last_rows = self._now = time.monotonic()  # ``_now`` is the last look at the links.
         self._last_connect = self._accept_after = 0.0
         self._heard_rows: dict[int, float] = {}  # the time at which the rows of each node last arrived
         self._has_warned = self._has_announced = False
@@ -75,7 +75,7 @@ class NodeWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread: this node leaves in order."""
+        """End the thread, and inform the other nodes that this node leaves in order."""
         self._ending.set()
         os.write(self._wake[1], b"x")
         if threading.current_thread() is not self._thread:
@@ -99,15 +99,15 @@ class NodeWatch:
             self._listener.close()
 
     def _turn(self) -> None:
-        """Do one turn: connect, handle messages and questions; if this node is in charge, compare and find losses."""
+        """Connect, and handle messages and questions once. If this node is in charge, also compare and find losses."""
         if time.monotonic() - self._last_connect > _CONNECT_AGAIN_SECONDS:
             self._connect_to_hubs()
             self._last_connect = time.monotonic()
         self._serve()
         self._announce_end()
         self._desk.turn()
-        now = time.monotonic()  # read after all slow steps: an earlier time makes a stall look like silence
-        if now - self._now < _TURN_SECONDS / 2:  # checking thousands of links takes a while
+        now = time.monotonic()  # Read the time after all slow steps, so that a stall does not look like silence.
+        if now - self._now < _TURN_SECONDS / 2:  # Thousands of links cannot be checked in every turn.
             return
         self._tend(now)
         if self._is_in_charge(now):
@@ -116,7 +116,7 @@ class NodeWatch:
             self._check_losses(now)
 
     def _tend(self, now: float) -> None:
-        """Look for signs of life on the links; drop connections that have sent no proof in time."""
+        """Check the links for signs of life, and drop connections that have not sent a proof in time."""
         stalled, self._now = now - self._now - _STALL_SECONDS, now
         for node, link in list(self._links.items()):
             if stalled > 0:
@@ -129,7 +129,7 @@ class NodeWatch:
             self._drop(link)
 
     def _connect_to_hubs(self) -> None:
-        """Connect to each hub of lower rank to which there is no link yet."""
+        """Connect to each hub of lower rank that this node has no link to."""
         for hub in self._nodes.hubs:
             if hub >= self._nodes.mine or hub in self._links or hub in self._left:
                 continue
@@ -141,7 +141,7 @@ class NodeWatch:
                     where = ", port ".join(map(str, self._nodes.hubs[hub]))
                     logger.warning(
                         "hang detection of %s cannot connect to %s (%s), so calls on different nodes are not compared. "
-                        "Name the network interface through which all nodes reach each other in GLOO_SOCKET_IFNAME",
+                        "Set GLOO_SOCKET_IFNAME to the network interface through which the nodes reach each other",
                         self._nodes.name(self._nodes.mine),
                         where,
                         error,
@@ -152,7 +152,7 @@ class NodeWatch:
                 self._handle(link, message)
 
     def _serve(self) -> None:
-        """Wait for messages, and handle them."""
+        """Wait for messages and connections, and handle them."""
         ends = [*self._links.values(), *self._others]
         poll = select.poll()
         poll.register(self._wake[0], select.POLLIN)
@@ -168,9 +168,9 @@ class NodeWatch:
             self._accept(self._listener)
 
     def _accept(self, listener: socket.socket) -> None:
-        """Accept connections. If too many lack a proof, drop the slow ones, because a proof takes one round trip."""
+        """Accept connections. If too many lack a proof, drop the slow ones, because a proof takes only a round trip."""
         unproved, now = [link for link in self._others if not link.is_proved], time.monotonic()
-        if len(unproved) >= _MOST_UNPROVED:  # more connections wait in the system
+        if len(unproved) >= _MOST_UNPROVED:  # The system queues further connections.
             self._accept_after = now + _ACCEPT_SOON_SECONDS
             for link in (each for each in unproved if now - each.begun > _SLOW_SECONDS):
                 self._drop(link)
@@ -180,18 +180,18 @@ class NodeWatch:
                 self._others.append(Link(listener.accept()[0], self._nodes.token, accepts=True))
         except BlockingIOError:
             pass
-        except OSError:  # for example too many open files; without the pause poll would spin
+        except OSError:  # For example, too many files are open. Without the pause poll would spin.
             self._accept_after = now + _ACCEPT_AGAIN_SECONDS
 
     def _read(self, link: Link) -> None:
         try:
-            messages = link.receive()  # first, because messages that arrived count even if sending fails
-            with contextlib.suppress(OSError):  # the next turn notices the end
+            messages = link.receive()  # Receive first, because messages that arrived count even if sending fails.
+            with contextlib.suppress(OSError):  # The next turn detects the end of the link.
                 link.flush()
-        except (OSError, ValueError):  # the link has ended, or the other end is not a part of the job
+        except (OSError, ValueError):  # The link has ended, or the other end is not a part of the job.
             self._drop(link)
             return
-        if link in self._others and link.node is not None:  # a leader has proved itself
+        if link in self._others and link.node is not None:  # The other end has proved that it is a leader.
             self._others.remove(link)
             self._has_come(link.node, link)
         for message in messages:
@@ -214,10 +214,10 @@ class NodeWatch:
         link.close()
 
     def _lose(self, node: int) -> None:
-        """Record that a leader's link has ended, and why."""
+        """Record that a leader's link has ended, and the reason."""
         link, now = self._links.pop(node), time.monotonic()
         with contextlib.suppress(OSError, ValueError):
-            link.receive()  # the last message may be "leaving"
+            link.receive()  # The last message may be "leaving".
         link.close()
         self._asked_for_rows.pop(node, None)
         if link.is_leaving:
@@ -231,7 +231,7 @@ class NodeWatch:
             self._gone[node] = now + (job_reports.OTHERS_END_SECONDS if link.is_ending else again)
 
     def _handle(self, link: Link, message: Message) -> None:
-        """Serve a hub's question, a leader's answer, or a rank that claims a report or asks about other ranks."""
+        """Handle a hub's question, a leader's answer, or a message of a rank that claims a report or has a question."""
         if "ask" in message:
             with contextlib.suppress(OSError):
                 link.send({"answer": message["ask"], "value": self._answer(message)})
@@ -247,7 +247,7 @@ class NodeWatch:
             self._desk.handle(link, message, "; ".join(reports.limited([self._loss(node, self._now) for node in lost])))
 
     def _answer(self, question: Message) -> Any:
-        """Return this node's answer to a hub. None stands for an answer that this node cannot find."""
+        """Return this node's answer to a hub's question, or None if this node cannot find an answer."""
         try:
             return self._find_answer(question)
         except Exception:
@@ -267,7 +267,7 @@ class NodeWatch:
         return [reports.part_of_node(board, position, question["called"], silent), flight_recorder.dump(board)]
 
     def _announce_end(self) -> None:
-        """Tell the other nodes once that a rank of this node is ending the job and has printed the reason."""
+        """Inform the other nodes once when a rank of this node has printed a reason and is ending the job."""
         board = self._board
         if not self._has_announced and any(board.get(HAS_LEFT, index) == ENDING for index in board.indices):
             self._has_announced = True
@@ -276,7 +276,7 @@ class NodeWatch:
                     link.send({"ending": 1})
 
     def _is_in_charge(self, now: float) -> bool:
-        """Return whether this node is the first hub: no hub of lower rank can be reached."""
+        """Return whether this node has to compare the calls, because it cannot reach a hub of lower rank."""
         before = [hub for hub in self._nodes.hubs if hub < self._nodes.mine]
         return not any(hub in self._links and not self._is_cut(hub, now) for hub in before)
 
@@ -288,14 +288,14 @@ class NodeWatch:
         return now - self._unreachable[node] if link is None else link.seconds_unheard(now)
 
     def _ask_for_rows(self, now: float) -> None:
-        """Once a second: compare this node's rows, and ask the other leaders for theirs."""
+        """Once a second, compare this node's rows, and request the rows of the other nodes."""
         if now - self._last_rows < _ROWS_SECONDS:
             return
         self._last_rows = now
         self._compare(self._nodes.mine, self._answer({"what": "rows"}))
         self._heard_rows[self._nodes.mine] = now
         for node, link in list(self._links.items()):
-            # A stopped leader gets one question only, because more would fill the connection.
+            # A stopped leader gets only one question, because more questions would fill the connection.
             if not self._asked_for_rows.get(node):
                 self._asked_for_rows[node] = True
                 with contextlib.suppress(OSError):
@@ -341,22 +341,22 @@ class NodeWatch:
         """End the job with a report of both sides; ``views`` holds the calls of all nodes' ranks at the position."""
         first, second = (self._nodes.name(node) for node in mismatch.nodes)
         sides = reports.sides_of_nodes([view for view in map(reports.View._make, views) if not view.is_missing])
-        sides = sides or f"{first} and {second} differ; the records of the differing calls have been overwritten"
+        sides = sides or f"{first} and {second} differ, and the records of the differing calls have been overwritten"
         self._end_job(CLAIMED_DIFFERENCE, f"RanksDisagree: {mismatch.position} is not the same on all ranks: {sides}")
 
     def _lost(self, now: float) -> list[int]:
-        """Return the nodes that are lost, reported or not."""
+        """Return all lost nodes, including the nodes whose loss has been reported."""
         cut = [node for node in (*self._links, *self._unreachable) if self._is_cut(node, now)]
         return sorted([*self._gone, *cut])
 
     def _check_losses(self, now: float) -> None:
-        """Report the nodes that are lost, unless other ranks of these nodes report first, and end the job."""
+        """Report the lost nodes and end the job, unless other ranks of these nodes report first."""
         if not self._desk.is_idle:
             return
         is_hub = self._nodes.mine in self._nodes.hubs
         patience = job_reports.OTHERS_REPORT_SECONDS * (1 if is_hub else 2)
         lost = self._lost(now)
-        self._reported.intersection_update(lost)  # a node that came back may be lost again
+        self._reported.intersection_update(lost)  # A node that has connected again may be lost again.
         lost = [node for node in lost if node not in self._reported and not (ulfm.is_elastic() and node in self._gone)]
         if not any(now - self._gone.get(node, now - patience) >= patience for node in lost):
             return
@@ -374,19 +374,19 @@ class NodeWatch:
         self._desk.begin(reason, f"torchmpi_py: report of rank {self._board.get(WORLD_RANK)}: {why}", end, ends=ends)
 
     def _loss(self, node: int, now: float) -> str:
-        """Return how a node was lost, as a clause."""
+        """Return a clause about the loss of a node."""
         if node in self._links or node in self._unreachable:
             return f"{self._nodes.name(node)} has not answered for {self._seconds_unheard(node, now):.0f} s"
         leader = self._nodes.ranks[node][0]
         last = f". Last known: {'; '.join(self._briefs[node])}" if self._briefs.get(node) else ""
-        return f"rank {leader} on host {self._nodes.hosts[node]} died, or left without mpi.stop(){last}"
+        return f"rank {leader} on host {self._nodes.hosts[node]} died, or exited without mpi.stop(){last}"
 
     def _absence(self, node: int) -> str:
-        """Return why a node has not sent its part of a report."""
+        """Return the reason why a node has not sent its part of a report, with the last known state of its ranks."""
         now, link = self._now, self._links.get(node)
         leader = self._nodes.ranks[node][0]
         if link is None and node not in self._gone and node not in self._unreachable:
-            reason = " has left by mpi.stop()" if node in self._left else ": no connection, so its state is unknown"
+            reason = " has completed mpi.stop()" if node in self._left else ": no connection, so its state is unknown"
             return f"{self._nodes.name(node)}{reason}"
         if link is None:
             text = self._loss(node, now).partition(". Last known")[0]

@@ -1,14 +1,15 @@
-"""Serve requests for a report: a user sends SIGUSR1 to a rank, whatever its main thread is doing.
+"""Serve requests for a report: a user sends SIGUSR1 to a rank, even if the rank's main thread hangs.
 
 The idea: Python runs signal handlers in the main thread, which is the thread that hangs. The handler of
-``faulthandler`` is written in C, so it runs at once, and writes the stack of a thread to a file. Here the file is a
-pipe: a byte in the pipe means that the signal has arrived.
+``faulthandler`` is written in C, so it runs immediately, and writes the stack of a thread to a file. Here the file is a
+pipe, and a byte in the pipe means that the signal has arrived.
 
-An alternative is to block SIGUSR1 in all threads, and to wait for it in a thread of ours. We do not, because programs
-that the rank starts would inherit the blocked signal; they do not inherit the handler.
+An alternative is to block SIGUSR1 in all threads, and to wait for the signal in a thread of this package. We do not do
+so, because programs that the rank starts would inherit the blocked signal. They do not inherit the handler.
 
 Handler and pipe remain when the package is stopped, so that a later signal does no harm. The handler must not be
-removed: the program may since have registered a handler with ``faulthandler`` too, and the two look the same.
+removed, because the program may have registered another handler with ``faulthandler`` since then, and the two handlers
+cannot be distinguished.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import time
 from torchmpi_py.launch import proc
 
 _SIGNAL = signal.SIGUSR1
-_DUMP_SECONDS = 0.02  # the handler writes a stack in many small pieces; wait for all of them
+_DUMP_SECONDS = 0.02  # time to wait for a stack, which the handler writes in many small pieces
 
 
 class ReportRequests:
@@ -33,7 +34,7 @@ class ReportRequests:
         self._is_registered = False
 
     def listen(self) -> int:
-        """Have SIGUSR1 write to the pipe; return the end to read from.
+        """Let SIGUSR1 write to the pipe, and return the end of the pipe for reading.
 
         If the program or its launcher already uses SIGUSR1, leave the signal alone; ``wake`` still writes to the pipe.
         """
@@ -48,11 +49,11 @@ class ReportRequests:
     def wake(self) -> None:
         """Wake the reader of the pipe without a request."""
         if self._pipe is not None:
-            with contextlib.suppress(BlockingIOError):  # a full pipe wakes it as well
+            with contextlib.suppress(BlockingIOError):  # A full pipe also wakes the reader.
                 os.write(self._pipe[1], b"\n")
 
     def acknowledge(self) -> None:
-        """Empty the pipe, because one report serves all requests up to now."""
+        """Empty the pipe, because one report answers all requests so far."""
         time.sleep(_DUMP_SECONDS)
         self._empty()
 
@@ -75,7 +76,7 @@ def _is_in_use() -> bool:
     """Return whether SIGUSR1 is ignored, or handled by Python or C code."""
     if signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
         return True
-    # The system's masks show also the handlers that C code has installed: ignored signals and caught ones.
+    # The system's masks of ignored signals and of caught signals also cover handlers that C code has installed.
     masks = [proc.field("self", "status", name) for name in ("SigIgn", "SigCgt")]
     return any(int(mask, 16) >> _SIGNAL - 1 & 1 for mask in masks)
 

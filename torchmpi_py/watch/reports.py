@@ -1,6 +1,6 @@
-"""Describe what the ranks of a node do, from the board: for reports, and for errors that name late or dead ranks.
+"""Describe the operations of a node's ranks from the board, for reports and for errors about late or dead ranks.
 
-In all functions ``index`` is the local rank on the node, and ``number`` the number of one of this rank's records.
+In all functions ``index`` is a local rank on the node, and ``number`` is the number of a record of this rank.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torchmpi_py.core.status_board import CHECKSUM_BITS, HAS_LEFT, NAMESPACE, PR
 from torchmpi_py.watch import node_links
 from torchmpi_py.watch.cross_check import Position
 
-_MOST_NAMED, _MOST_RANGES = 4, 20  # up to 4 ranks that do the same have a row each; more share one
+_MOST_NAMED, _MOST_RANGES = 4, 20  # Up to 4 ranks with equal texts have separate rows.
 _STATES = {"T": "its process is stopped (SIGSTOP)", "t": "a debugger has stopped its process"}
-_ANSWER_SECONDS = 2.0  # for a hub, which asks the other nodes first
+_ANSWER_SECONDS = 2.0  # Time for a hub, which first collects the other nodes' answers.
 
 
 def is_dead(board: Board, index: int) -> bool:
@@ -32,7 +32,7 @@ def is_dead(board: Board, index: int) -> bool:
 
 
 def descriptor(board: Board, index: int) -> int | None:
-    """Return a descriptor that becomes readable when a rank's process ends; None if the system has none."""
+    """Return a descriptor that becomes readable when a rank's process ends, or None if the system provides none."""
     if not _is_visible(board, index):
         return None
     try:
@@ -42,11 +42,11 @@ def descriptor(board: Board, index: int) -> int | None:
 
 
 def trouble(board: Board, index: int) -> str:
-    """Return why a rank's process may be unable to continue; "" if no reason is known."""
+    """Return the reason why a rank may be unable to continue, or "" if no reason is known."""
     if is_dead(board, index):
         return "its process is gone"
     if board.get(HAS_LEFT, index) == status_board.STOPPED:
-        return "has left by mpi.stop()"
+        return "has completed mpi.stop()"
     process = _process(board, index)
     if process is not None and process.state in _STATES:
         return _STATES[process.state]
@@ -66,7 +66,7 @@ def _by_rank(board: Board) -> list[int]:
 
 
 def _blocking(board: Board, waited: Record) -> Record | None:
-    """Return the oldest open operation that was launched before a queued one and therefore blocks it; else None."""
+    """Return the oldest open operation that was launched before a queued operation and so blocks it, or None."""
     if not waited.is_queued:
         return None
     before = [record for record in board.records(board.index) if record.is_launch and record.number < waited.number]
@@ -74,12 +74,12 @@ def _blocking(board: Board, waited: Record) -> Record | None:
 
 
 def limited(texts: Sequence[str], what: str = "more", most: int = _MOST_NAMED) -> list[str]:
-    """Return the first texts, and one more text with the number of the others."""
+    """Return the first ``most`` texts, and if there are more, a text with the number of omitted texts."""
     return [*texts[:most], *[f"{len(texts) - most} {what}"] * (len(texts) > most)]
 
 
 class Line(NamedTuple):
-    """A row of a report: what one rank does, or many ranks. ``name`` names the rank or the ranks."""
+    """A row of a report: the state of one rank, or of many ranks. ``name`` identifies the rank or the ranks."""
 
     ranks: list[int]
     name: str
@@ -90,13 +90,13 @@ class Line(NamedTuple):
 
 
 def folded(rows: Iterable[Line]) -> list[Line]:
-    """Return the rows, with one row for many ranks that do the same; times in the texts may differ."""
+    """Return the rows, but a single row for many ranks with equal texts. Times in the texts may differ."""
     alike, merged = dict[str, list[Line]](), list[Line]()
     for row in rows:
         alike.setdefault(re.sub(r"\d+\.\d s", "", row.text), []).append(row)
     for each in alike.values():
         ranks = sorted(rank for row in each for rank in row.ranks)
-        if len(ranks) > (2 if "\n" in each[0].text else _MOST_NAMED):  # three copies of a stack help no reader
+        if len(ranks) > (2 if "\n" in each[0].text else _MOST_NAMED):  # Three copies of a stack do not help.
             ranges = limited(sequences.ranks_as_text(ranks, strides=True).split(","), "more ranges", _MOST_RANGES)
             each = [Line(ranks, f"{len(ranks)} ranks ({', '.join(ranges)})", each[0].text)]
         merged += each
@@ -104,7 +104,7 @@ def folded(rows: Iterable[Line]) -> list[Line]:
 
 
 class NodeReport(NamedTuple):
-    """A report on a node. ``missing`` names the ranks that have not called the late operation; "" if none is known."""
+    """A report on a node. ``missing`` lists the ranks that have not called the late operation, or is ""."""
 
     heading: str
     rows: list[Line]
@@ -112,16 +112,16 @@ class NodeReport(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The whole report."""
+        """The report as one text."""
         return "\n".join([self.heading, *map(str, self.rows)])
 
 
 def of_node(
     board: Board, why: str, number: int | None = None, *, silent: Collection[int] = (), has_text: bool = True
 ) -> NodeReport:
-    """Return a report: the reason ``why``, this rank's late operation ``number`` (if any), each rank's activity.
+    """Return a report: the reason ``why``, this rank's late operation ``number`` (if any), and each rank's state.
 
-    ``silent`` lists the ranks that have not written their stacks. ``has_text`` says whether to show stacks.
+    ``silent`` lists the ranks that have not written their stacks. ``has_text`` states whether to show stacks.
     """
     own, late = f"rank {board.get(WORLD_RANK)}", waited_for(board, number)
     heading = f"torchmpi_py: report of {own}: {why}"
@@ -134,13 +134,13 @@ def of_node(
 
 
 def waited_for(board: Board, number: int | None) -> Record | None:
-    """Return the operation that must complete first for ``number``: itself, or the one that it is queued behind."""
+    """Return the operation ``number``, or the operation that blocks ``number`` in the queue; None without a record."""
     waiting = None if number is None else journal.find_record(board, number)
     return None if waiting is None else _blocking(board, waiting) or waiting
 
 
 def part_of_node(board: Board, position: Position | None, called: str, silent: Collection[int]) -> list[Line]:
-    """Return this node's part of a report on another node's late operation, whose call there is ``called``."""
+    """Return this node's part of a report on a late operation of another node; ``called`` is the text of its call."""
     late, slot = None, None
     if position is not None:
         slot = board.find_slot(board.index, position.generation, position.ranks)
@@ -151,7 +151,7 @@ def part_of_node(board: Board, position: Position | None, called: str, silent: C
 
 
 def _of_ranks(board: Board, late: Record | None, silent: Collection[int], has_text: bool) -> tuple[list[Line], str]:
-    """Return what each rank does, and a clause that names the ranks that have not called the late operation."""
+    """Return the state of each rank, and a clause with the ranks that have not called the late operation."""
     rows, activities = [], {index: _activity(board, index, late) for index in _by_rank(board)}
     for index, each in activities.items():
         lines = [_troubled(board, index, each.text)]
@@ -166,15 +166,15 @@ def _of_ranks(board: Board, late: Record | None, silent: Collection[int], has_te
 
 
 class _Activity(NamedTuple):
-    """What a rank does, or did last, compared with a late operation of this rank."""
+    """The current or last operation of a rank, compared with a late operation of this rank."""
 
     text: str
-    is_there: bool = False  # the rank has called the same operation, and not failed in it
-    is_missing: bool = False  # the rank belongs to the communicator, but has not called the operation
+    is_there: bool = False  # The rank has called the same operation without failing.
+    is_missing: bool = False  # The rank is in the communicator, but has not called the operation.
 
 
 def _activity(board: Board, index: int, late: Record | None) -> _Activity:
-    """Return what a rank does, compared with the late operation if there is one."""
+    """Return the operation of a rank, compared with the late operation unless ``late`` is None."""
     if late is None or late.slot < 0 or late.sequence_number == 0:
         return _Activity(_last(board, index))
     is_own = index == board.index and late.number > 0
@@ -182,7 +182,7 @@ def _activity(board: Board, index: int, late: Record | None) -> _Activity:
     if theirs is not None:
         state = "has completed it" if theirs.ended > 0 else "has failed in it" if theirs.ended else "is in it too"
         is_same = theirs.what == late.what
-        call = "" if is_same else f", but calls {theirs.what} there"
+        call = "" if is_same else f", but calls {theirs.what} instead"
         return _Activity(f"{state}{call}, called at {theirs.site}", is_there=is_same and theirs.ended >= 0)
     if index in board.slots_of.get(late.slot, {}):
         return _Activity(f"has not called it; {_last(board, index)}", is_missing=True)
@@ -202,7 +202,7 @@ def _last(board: Board, index: int) -> str:
 
 
 def _current(records: Sequence[Record]) -> Record | None:
-    """Return a rank's oldest open operation; prefer a blocking call, because it surely waits in that one."""
+    """Return a rank's oldest open operation, preferably a blocking call, in which the rank certainly waits."""
     open_records = [record for record in reversed(records) if record.is_open]
     return min(open_records, key=lambda record: record.is_launch, default=None)
 
@@ -217,7 +217,7 @@ def _with_trouble(board: Board, index: int, text: str) -> str:
 
 
 def death(board: Board, index: int) -> str:
-    """Return a clause that names the operation in which, or after which, a rank has died."""
+    """Return a clause with the operation in which, or after which, a rank has died."""
     records = board.records(index)
     if not records:
         return f"{rank_name(board, index)} died before its first operation"
@@ -227,10 +227,10 @@ def death(board: Board, index: int) -> str:
 
 
 def deaths(within_seconds: float) -> str:
-    """Return the dead ranks of this node or the losses of other nodes; "" if none appear ``within_seconds``.
+    """Return the dead ranks of this node or the losses of other nodes, or "" if none appear ``within_seconds``.
 
-    Wait, because the system closes the connections of a dying process, which other ranks notice, before the process has
-    ended.
+    The wait is needed because the system closes the connections of a dying process before the process ends. Other ranks
+    notice the closed connections first.
     """
     board, until = status_board.current, time.monotonic() + within_seconds
     while board is not None:
@@ -246,9 +246,9 @@ def deaths(within_seconds: float) -> str:
 
 
 def late(entry: Entry, only: Sequence[int] | None = None) -> str:
-    """Return the ranks that this rank's operation waits for, as far as known; "" if nothing is known.
+    """Return the ranks that this rank's operation waits for, as far as known, or "" if nothing is known.
 
-    ``only`` restricts the answer to these local ranks: for a message, its sender and its receiver.
+    ``only`` restricts the result to these local ranks: for a message, its sender and its receiver.
     """
     board = status_board.current
     record = None if board is None else journal.find_record(board, entry[0])
@@ -269,7 +269,7 @@ def late(entry: Entry, only: Sequence[int] | None = None) -> str:
 
 
 class View(NamedTuple):
-    """A rank's call at a position, or its current activity if it has not called there yet (``is_missing``)."""
+    """A rank's call of the operation at a position, or the rank's state if it has not called (``is_missing``)."""
 
     rank: int
     fingerprint: int  # 0 if the rank is missing
@@ -282,7 +282,7 @@ class View(NamedTuple):
 
 
 def position_of(board: Board, record: Record | None) -> Position | None:
-    """Return the position of this rank's operation; None for an operation without counterparts."""
+    """Return the position of this rank's operation, or None if the operation has no counterparts."""
     if record is None or record.slot < 0 or not record.sequence_number:
         return None
     group = board.group(board.index, record.slot)
@@ -290,7 +290,7 @@ def position_of(board: Board, record: Record | None) -> Position | None:
 
 
 def views(board: Board, position: Position) -> list[View]:
-    """Return what ranks of this node do at a position, as far as the board still knows; a few ranks for each call."""
+    """Return the views of this node's ranks at a position that are still on the board, a few ranks for each call."""
     by_call: dict[int, list[View]] = {}
     for index in _by_rank(board):
         rank, slot = board.get(WORLD_RANK, index), board.find_slot(index, position.generation, position.ranks)
@@ -310,7 +310,7 @@ def views(board: Board, position: Position) -> list[View]:
 
 
 def sides_of_nodes(seen: Sequence[View]) -> str:
-    """Return what ranks of different nodes call at a position; "" if the calls are not known to differ."""
+    """Return the different calls of ranks at a position, or "" if the calls are not known to differ."""
     sides: dict[tuple[bool, str], list[str]] = {}
     for view in seen:
         sides.setdefault((view.is_missing, view.text), []).append(str(view.rank))
@@ -324,7 +324,7 @@ def sides_of_nodes(seen: Sequence[View]) -> str:
 
 
 def _elsewhere(board: Board, record: Record) -> list[View]:
-    """Return what ranks of other nodes do at the position of this rank's operation, as far as known."""
+    """Return the views of ranks on other nodes at the position of this rank's operation, as far as known."""
     position = position_of(board, record)
     here = {board.get(WORLD_RANK, index) for index in board.indices}
     if position is None or node_links.current is None:
@@ -337,14 +337,14 @@ def _elsewhere(board: Board, record: Record) -> list[View]:
 
 
 def brief(board: Board, index: int) -> str:
-    """Return a cheap line on a rank's last operation, without times, because the line is read later."""
+    """Return a line about a rank's last operation. The line has no times, because it may be read later."""
     last = board.latest(index)
     what = "has called nothing yet" if last is None else f"last called {last.what} at {last.site}"
     return f"{rank_name(board, index)}: {what}"
 
 
 class Sides(NamedTuple):
-    """The calls of ranks at the place of an operation. ``differ`` says whether a call differs from this rank's."""
+    """The calls of ranks at the place of an operation. ``differ``: whether a call differs from this rank's call."""
 
     text: str
     differ: bool
@@ -353,8 +353,8 @@ class Sides(NamedTuple):
 def sides(entry: Entry) -> Sides:
     """Return the other ranks' calls at the place of an operation, and their call sites, as far as known.
 
-    The text names the ranks whose call differs, or all ranks if no call is known to differ. It is "" if no call of
-    another rank is known.
+    The text lists the ranks whose call differs, or all ranks if no call is known to differ. The text is "" if no call
+    of another rank is known.
     """
     board = status_board.current
     mine = None if board is None else journal.find_record(board, entry[0])
@@ -370,13 +370,13 @@ def sides(entry: Entry) -> Sides:
 
 
 def disagreement(board: Board, number: int) -> str:
-    """Return the ranks of this node with another call at the place of an operation; "" if no such rank is known."""
+    """Return the ranks of this node with another call at the place of an operation, or "" if none is known."""
     mine = journal.find_record(board, number)
     return "" if mine is None else sequences.difference(board, mine)
 
 
 def deserted(board: Board, number: int) -> str:
-    """Return a clause on a rank of this node that is in ``mpi.stop()`` without this operation; "" without one."""
+    """Return a clause about a rank of this node in ``mpi.stop()`` that has not called this operation, or ""."""
     mine = journal.find_record(board, number)
     if mine is None:
         return ""

@@ -16,14 +16,14 @@ from torchmpi_py.watch import reports
 _GIVEN_WITHIN_SECONDS = 1.5
 _FRAMES = 8
 _MOST_OF_AN_ERROR = 500  # characters
-_HANDLES = "handles "  # starts an exception's line in a rank's text
+_HANDLES = "handles "  # start of an exception's line in a rank's text
 _OWN_THREADS = ("torchmpi_py-watchdog", "torchmpi_py-nodes", "torchmpi_py-building")
-_LAUNCHER = re.compile(r'\s*File "(.*/launch/wrap\.py|<frozen runpy>|.*/runpy\.py)"')  # not the program
-_giving = threading.Lock()  # two threads write: the watchdog's, and the one of runtime/building.py
+_LAUNCHER = re.compile(r'\s*File "(.*/launch/wrap\.py|<frozen runpy>|.*/runpy\.py)"')  # frames outside the program
+_giving = threading.Lock()  # The watchdog and the thread of runtime/building.py may both write.
 
 
 def gather(board: Board, is_over: Callable[[], bool], seconds: float = _GIVEN_WITHIN_SECONDS) -> list[int]:
-    """Have all ranks of the node write their stacks; return the ranks that have not done so after ``seconds``."""
+    """Request the stacks of all ranks of the node. Return the ranks that have not written them after ``seconds``."""
     request_ns = time.monotonic_ns()
     for index in board.indices:
         board.put(TEXT_WANTED, request_ns, index)
@@ -59,8 +59,8 @@ def text() -> str:
 
 
 def _handled(entry: Any) -> str:
-    """Return the exception that a thread handles, also in a ``finally`` block; "" if it handles none."""
-    error = entry[1] if isinstance(entry, tuple) else entry  # a tuple before Python 3.12
+    """Return a line about the exception that a thread handles (also in a ``finally`` block), or "" without one."""
+    error = entry[1] if isinstance(entry, tuple) else entry  # Python 3.11 and older have tuples here.
     if error is None:
         return ""
     text = " ".join("".join(traceback.format_exception_only(error)).split())[:_MOST_OF_AN_ERROR]
@@ -69,7 +69,7 @@ def _handled(entry: Any) -> str:
 
 
 def exceptions(board: Board, silent: Collection[int]) -> str:
-    """Return the exceptions that threads of the ranks handle, from the texts of all ranks that are not ``silent``."""
+    """Return the exceptions that the ranks' threads handle, one per line, for all ranks that are not ``silent``."""
     return "".join(
         f"torchmpi_py: {reports.rank_name(board, index)} {line}\n"
         for index in board.indices
