@@ -1,29 +1,29 @@
-"""Write profiling traces: what this rank did and when, in a file for Chrome or Perfetto.
+"""Write profiling traces: a file for Chrome or Perfetto with the operations of this rank and their times.
 
 With TORCHMPI_PROFILE=DIR, which ``torchmpirun --profile DIR`` sets, ``start`` begins a trace and ``stop`` writes it to
-DIR/rank-R.json. A trace has the events of torch.profiler (operators of the thread that called ``start`` and of backward
-passes; CUDA kernels), and our operations in rows of their own.
+DIR/rank-R.json. A trace has the events of torch.profiler: operators of the thread that called ``start`` and of backward
+passes, and CUDA kernels. Separate rows show our operations.
 
 torch.profiler alone cannot show our operations. It sees neither the communication thread nor operations that MPI
 carries out without a thread, and it does not run if the program has started a profiler. Both kinds of events share one
 time axis, because torch counts time.time_ns from ``baseTimeNanoseconds``.
 
-Operations of one *lane* run one after another, so that a lane is a row:
+Each operation belongs to a *lane*, which is a row of the trace if its operations do not overlap:
 
 direct       blocking calls
 background   asynchronous operations in the communication thread; "queued us" is the time from launch to start
 posted       asynchronous operations that MPI carries out itself, from the launch until a test finds them complete.
-             They overlap, so this lane has as many rows as it needs
+             They overlap, so this lane has up to 16 rows
 
 A file also states the offset of this rank's clock from rank 0's clock, at the start and, unless the rank failed, at the
-end. To measure it, a rank asks rank 0 for its time over MPI 50 times, and keeps the answer with the shortest round trip
-(Cristian, "Probabilistic clock synchronization", 1989). Rank 0 reads its clock between question and answer, so the
-error of ::
+end. To measure the offset, a rank requests rank 0's time over MPI 50 times, and keeps the answer with the shortest
+round trip (Cristian, "Probabilistic clock synchronization", 1989). Rank 0 reads its clock between question and answer,
+so the error of ::
 
     offset = (asked + answered) / 2 - time of rank 0         this rank's clock minus rank 0's clock
 
-is at most half the round trip. The ranks of a node share one clock: one rank of a node asks for all of them, and on the
-node of rank 0 the offset is exactly 0.
+is at most half the round trip. The ranks of a node share one clock, so one rank of each node measures the offset for
+all ranks of the node. On the node of rank 0 the offset is exactly 0.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ logger = logging.getLogger("torchmpi_py")
 
 CATEGORY = "torchmpi"  # the category of our events, and the key of the facts about the rank
 LANES = ("direct", "background", "posted")
-POSTED = 2  # an index of LANES; the first two are thread roles of channels
-_FIRST_ROW = 2_000_000_000  # larger than any thread's number
-_ROWS_PER_LANE = 16  # if more operations overlap, the last row shows them badly
+POSTED = 2  # index of LANES; the first two lanes are thread roles of channels
+_FIRST_ROW = 2_000_000_000  # larger than the number of any thread
+_ROWS_PER_LANE = 16  # If more operations overlap, they overlap in the last row.
 _NUM_ROWS = len(LANES) * _ROWS_PER_LANE
 _NUM_ROUNDS = 50
 _TAG = 7011
@@ -71,9 +71,9 @@ class Reading(NamedTuple):
 
 
 def read_clock(comm: MPI.Comm, nodes: Sequence[int], clock: Callable[[], int] = time.time_ns) -> Reading:
-    """Compare this rank's clock with rank 0's. Collective over ``comm``, which no other operation may use meanwhile.
+    """Compare this rank's clock with rank 0's clock. All ranks of ``comm`` must call this function.
 
-    ``nodes`` holds for each rank the lowest rank on its node.
+    No other operation may use ``comm`` at the same time. ``nodes`` holds for each rank the lowest rank on its node.
     """
     mine = Reading(clock(), 0, 0)
     for asker in sorted(set(nodes) - {nodes[0]}):
@@ -116,7 +116,7 @@ class TraceEvent(NamedTuple):
 
 
 def chrome_events(events: Sequence[TraceEvent], process_id: int, base_ns: int) -> list[dict[str, Any]]:
-    """Return the operations and their row names in Chrome's format; times are microseconds since ``base_ns``."""
+    """Return the operations and their row names in Chrome's format, with times in microseconds since ``base_ns``."""
     ends: dict[int, int] = {}  # row -> end of its last operation
     chrome = []
     # 1. Put each operation into the first row of its lane that is free when the operation starts.
@@ -163,12 +163,12 @@ class Trace:
         self.read_clock()
 
     def read_clock(self) -> None:
-        """Compare the clocks of all ranks. Collective."""
+        """Compare the clocks of all ranks. All ranks must call this method."""
         channel = self.world.background
         self.readings.append(read_clock(channel.mpi, channel.places.nodes.tolist()))
 
     def begin(self, operation: Recorded) -> int:
-        """Mark the start of an operation; return the time, for ``end``."""
+        """Mark the start of an operation, and return the start time, which ``end`` needs."""
         if self._nvtx is not None:
             self._nvtx.range_push(f"{operation.name} {operation.flavour.name} {operation.num_bytes} bytes")
         return time.time_ns()
@@ -176,7 +176,7 @@ class Trace:
     def end(self, operation: Recorded, thread_role: int, begin: int, launched: int) -> None:
         """Record an operation that started at ``begin`` and has now ended, with a result or an error.
 
-        ``launched`` is the time of its launch; 0 for a blocking call.
+        ``launched`` is the time of its launch, or 0 for a blocking call.
         """
         end = time.time_ns()
         if self._nvtx is not None and thread_role != POSTED:
@@ -186,7 +186,7 @@ class Trace:
         self.events.append(event)
 
     def write(self) -> None:
-        """Stop torch's profiler, and write the whole trace to ``path`` or nothing; later calls do nothing."""
+        """Stop torch's profiler, and write the complete trace to ``path``, or nothing. Later calls do nothing."""
         if self._is_written:
             return
         self._is_written = True
@@ -206,16 +206,16 @@ class Trace:
                 part.unlink()
 
     def _of_torch(self, part: pathlib.Path) -> dict[str, Any]:
-        """Return the trace of torch.profiler; an empty one, with a warning, if torch.profiler cannot give it."""
+        """Return torch.profiler's trace, or an empty trace with a warning if torch.profiler cannot provide one."""
         empty = {"displayTimeUnit": "ms", "baseTimeNanoseconds": self.readings[0].at_ns, "traceEvents": []}
-        if self._profiler is None:  # start_profiler has warned already
+        if self._profiler is None:  # start_profiler has already warned.
             return empty
         try:
             if not _is_main_thread():
-                atexit.register(self._profiler.stop)  # a process crashes if it exits while the profiler runs
-                raise RuntimeError("only the main thread, which started it, can stop it")
+                atexit.register(self._profiler.stop)  # A process crashes if it exits while the profiler runs.
+                raise RuntimeError("only the main thread, which started the profiler, can stop it")
             if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-                raise RuntimeError("the program ran a profiler too, and stopping that one stopped both")
+                raise RuntimeError("the program ran a profiler too, and stopping that profiler stopped both")
             self._profiler.stop()
             self._profiler.export_chrome_trace(str(part))
             data: dict[str, Any] = {"baseTimeNanoseconds": 0} | json.loads(part.read_text(errors="replace"))
@@ -224,7 +224,7 @@ class Trace:
             return empty
         with_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if with_cuda and not any(event.get("cat") == "kernel" for event in data["traceEvents"]):
-            logger.warning("%s: torch.profiler saw no CUDA kernels; set KINETO_LOG_LEVEL=0 to see why", self.path)
+            logger.warning("%s: torch.profiler recorded no CUDA kernels; set KINETO_LOG_LEVEL=0 to see why", self.path)
         return data
 
     def _about(self) -> dict[str, Any]:
@@ -237,15 +237,16 @@ class Trace:
 
 
 current: Trace | None = None
-"""The trace that is being recorded, or None. Every operation reads this name; only the session assigns it."""
+"""The trace that is being recorded, or None. Every operation reads this name, and only the session assigns it."""
 
 _numbers = itertools.count(1)
 
 
 def start(world: Communicator) -> Trace | None:
-    """Start a trace if TORCHMPI_PROFILE names a directory. Collective over ``world``, which holds all ranks.
+    """Start a trace if TORCHMPI_PROFILE is set to a folder. All ranks of ``world``, the whole job, must call this.
 
-    Raise, on all ranks, RanksDisagree if only some ranks set the variable, TorchMPIError if a rank cannot write there.
+    Raise RanksDisagree on all ranks if only some ranks set the variable, or TorchMPIError if a rank cannot write to the
+    folder.
     """
     directory = config.profile_directory()
     allgather = world.background.mpi.allgather
@@ -266,16 +267,16 @@ def start(world: Communicator) -> Trace | None:
 
 
 def stop() -> None:
-    """Compare the clocks once more, and write the trace if there is one. Collective."""
+    """Compare the clocks once more and write the trace, if there is a trace. All ranks must call this function."""
     if current is not None:
         current.read_clock()
         current.write()
 
 
 def save() -> None:
-    """Write the trace of this rank only, because this rank has failed and ends the job.
+    """Write only this rank's trace, because this rank has failed and ends the job.
 
-    ``launch/wrap.py`` calls this too.
+    ``launch/wrap.py`` also calls this function.
     """
     if current is not None:
         current.write()
@@ -293,19 +294,22 @@ def _no_folder(failures: Mapping[int, str]) -> TorchMPIError:
 
 
 def start_profiler() -> Any:
-    """Start and return a torch.profiler; return None, with a warning, if it cannot run. Two at once would crash."""
+    """Start torch.profiler and return it, or return None with a warning if it cannot run.
+
+    Two profilers at the same time would crash the process.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     try:
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-            raise RuntimeError("the program runs one itself")
+            raise RuntimeError("the program already runs a profiler")
         if not _is_main_thread():
             raise RuntimeError("mpi.start() was called outside the main thread")
         profiler = torch.profiler.profile(activities=activities)
         profiler.start()
     except RuntimeError as error:
-        logger.warning("torch.profiler does not run, so traces hold torchmpi_py's operations only: %s", error)
+        logger.warning("torch.profiler does not run, so traces contain only torchmpi_py's operations: %s", error)
         return None
     return profiler
 
@@ -315,7 +319,7 @@ def _is_main_thread() -> bool:
 
 
 def _nvtx() -> Any:
-    """Return torch's NVTX module, for ranges in Nsight; None if it does not work."""
+    """Return torch's NVTX module, for ranges in Nsight, or None if NVTX does not work."""
     if not torch.cuda.is_available():
         return None
     try:

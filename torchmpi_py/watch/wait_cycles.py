@@ -1,8 +1,8 @@
-"""Find cycles of waits (deadlocks): each rank waits for a call that the next rank, itself waiting, has not made.
+"""Find cycles of waits (deadlocks): each rank waits for a call that the next rank, which also waits, has not made.
 
 The comparison of calls finds ranks that differ at one place of one sequence. But ranks may also wait in different
-sequences. For example, one rank waits in a blocking call and one for an asynchronous call. Or two ranks use two
-communicators in crossed order, or one rank waits for a message and one in a collective.
+sequences. For example, one rank waits in a blocking call and another rank for an asynchronous call. Or two ranks use
+two communicators in opposite order, or one rank waits for a message and another rank in a collective.
 
 The idea: each watchdog publishes on the board the operation in which its rank waits. An operation needs another rank if
 it cannot complete before that rank calls it. An allreduce, allgather, reduce_scatter, alltoall or barrier needs all
@@ -15,10 +15,11 @@ only if it has no time limit. A cycle counts only if two successive looks find t
 the cycle has another Python thread, that thread might still make the call. Then the report is printed, and the job
 continues until its timeout.
 
-An alternative is to look for cycles of every kind: also calls that are queued behind another call, and broadcasts that
-wait for their root. We do not, because the board does not tell whether a call is queued or posted, nor which ranks a
-broadcast has passed. A false cycle would end a correct job. So such waits end only at the timeout. The same is true
-of a rank whose watchdog cannot run, for example in mpi4py calls on Python objects, which block other Python threads.
+An alternative is to look for all types of cycles: also for calls that are queued behind another call, and for
+broadcasts that wait for their root. We do not do so, because the board does not show whether a call is queued or
+posted, nor which ranks a broadcast has passed. A false cycle would end a correct job. So these waits end only at the
+timeout. The same is true for a rank whose watchdog cannot run, for example in mpi4py calls on Python objects, which
+block other Python threads.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ _SURE_SECONDS = 1.0
 _NEED_ALL = frozenset({"barrier", *(row.name for row in COLLECTIVES.values() if row.needs_all)})
 _OTHER_SIDE = {"send": "recv", "recv": "send"}
 Circle = frozenset[tuple[int, int]]
-"""The members of a cycle: each one's local rank, and the number of the record in which it waits."""
+"""The members of a cycle: pairs of a local rank and the number of the record in which this rank waits."""
 
 
 def publish(board: Board, ages: Mapping[int, float]) -> None:
     """Write to the board in which operation this rank waits, and whether it has no other thread to make a call."""
     limited = {number for number, _ in tuple(backoff.limited.values())}
-    # A wait that is a handle stands for a future. Leave it out, because perhaps no thread waits for the future.
+    # A wait that is a handle belongs to a future. Ignore this wait, because perhaps no thread waits for the future.
     waits = {number for wait, number in tuple(backoff.active.items()) if type(wait) is object} | journal.called(board)
     old = [number for number in waits - limited if ages.get(number, 0.0) >= _SURE_SECONDS]
     own = [thread.ident for thread in threading.enumerate() if thread.name.startswith("torchmpi_py-")]
@@ -50,9 +51,9 @@ def publish(board: Board, ages: Mapping[int, float]) -> None:
 
 
 def find(board: Board) -> Circle:
-    """Return the cycle in which this rank waits; an empty one if none is certain."""
+    """Return the cycle in which this rank waits, or an empty cycle if none is certain."""
     mine = _waited_for(board, board.index)
-    # A depth-first search from this rank along "needs" until a path comes back to this rank.
+    # Search depth-first from this rank to the ranks that it needs, and so on, until a path returns to this rank.
     paths: list[tuple[tuple[int, Record], ...]] = [] if mine is None else [((board.index, mine),)]
     seen: set[int] = set()
     while paths:

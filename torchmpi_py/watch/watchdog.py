@@ -3,12 +3,12 @@
 The thread wakes twice a second. At each look, every operation that this process carries out or waits for ages by the
 time since the last look, but by one second at most. So neither a suspended job nor a changed clock makes an operation
 old. When an operation is older than ``Tuning.deadline_seconds``, one rank of the node writes a report to standard
-error, from the board. The report shows what each rank of the node does or did last, whether its process exists, and the
-stacks of its threads. Each rank's watchdog writes these stacks to the board on request. Then the job ends, unless the
-operation has completed in the meantime or ``Tuning.at_deadline`` says otherwise.
+error, from the board. The report shows the current or last operation of each rank of the node, whether the rank's
+process exists, and the stacks of its threads. Each rank's watchdog writes these stacks to the board on request. Then
+the job ends, unless the operation has completed in the meantime or ``Tuning.at_deadline`` specifies otherwise.
 
 The thread also waits for the end of two other processes of its node (``Neighbours``). A process that ends without
-``mpi.stop()`` is reported at once, and the job ends, unless the job is elastic (``core/ulfm.py``).
+``mpi.stop()`` is reported immediately, and the job ends, unless the job is elastic (``core/ulfm.py``).
 
 Several ranks may notice the same fault. Each *claims* the report on the board, and the earliest claim wins (``claim``).
 The job ends even if writing the report fails.
@@ -40,8 +40,8 @@ logger = logging.getLogger("torchmpi_py")
 _LOOK_SECONDS = 0.5
 _MOST_A_LOOK_SECONDS = 1.0
 _NUM_WATCHED = 2  # neighbours of each rank
-_CLAIM_SECONDS = 0.02  # for the claims of other ranks to become visible
-_SHORT_SECONDS = 60  # ages up to this are reported with one decimal
+_CLAIM_SECONDS = 0.02  # time for the claims of other ranks to become visible
+_SHORT_SECONDS = 60  # Ages up to this one are reported with one decimal.
 
 
 class Ages:
@@ -49,7 +49,7 @@ class Ages:
 
     def __init__(self, now: float) -> None:
         self.seconds: dict[int, float] = {}
-        self._at_wait: dict[object, float] = {}  # wait with a time limit -> the operation's age at its start
+        self._at_wait: dict[object, float] = {}  # wait with a time limit -> the operation's age at the wait's start
         self._before = now
 
     def look(self, numbers: Iterable[int], now: float) -> None:
@@ -60,7 +60,10 @@ class Ages:
         self._at_wait = {wait: self._at_wait.get(wait, self.seconds.get(n, 0.0)) for wait, (n, _) in limited}
 
     def oldest(self, at_least: float, excluded: Collection[int]) -> int | None:
-        """Return the oldest operation of at least this age, without operations whose own waits allow more time."""
+        """Return the oldest operation that is at least ``at_least`` seconds old and not ``excluded``, or None.
+
+        Ignore operations with a wait whose own limit allows more time.
+        """
         old = {n: seconds for n, seconds in self.seconds.items() if seconds >= at_least and n not in excluded}
         for wait, (number, limit) in tuple(backoff.limited.items()) if old else ():
             # Ignore a wait with a shorter limit, because a program may poll with short waits for ever.
@@ -76,9 +79,10 @@ Claim = tuple[int, int]
 
 
 def claim(board: Board, reason: int) -> bool:
-    """Claim a report; return whether this rank is to write it. False if a rank of the node reported shortly before.
+    """Claim a report, and return whether this rank has to write the report.
 
-    ``reason`` is a field of the board (``CLAIMED_...``). Claims for different reasons do not affect each other.
+    Return False if a rank of the node has an earlier claim or reported shortly before. ``reason`` is a field of the
+    board (``CLAIMED_...``). Claims for different reasons do not affect each other.
     """
     now = time.monotonic_ns()
     if _recent_claims(board, reason, now):
@@ -107,9 +111,9 @@ def _is_reported(board: Board, number: int) -> bool:
 
 
 class Neighbours:
-    """The next two ranks of this node, which this rank watches for their end.
+    """The next two ranks of this node. This rank watches whether their processes end.
 
-    The system wakes this rank through a descriptor of the other process; without descriptors this rank polls.
+    The system wakes this rank through a descriptor of the other process. Without descriptors this rank polls.
     """
 
     def __init__(self, board: Board, wake: int) -> None:
@@ -119,25 +123,25 @@ class Neighbours:
         self._alive = {file: index for index in neighbours if (file := reports.descriptor(board, index)) is not None}
         self._suspects = [index for index in neighbours if index not in self._alive.values()]
         self._dead_since: dict[int, float] = {}
-        self._poll = select.poll()  # unlike select, it has no limit of 1024
+        self._poll = select.poll()  # Unlike select, poll has no limit of 1024 descriptors.
         for file in (wake, *self._alive):
             self._poll.register(file, select.POLLIN)
 
     def sleep(self, seconds: float) -> bool:
-        """Sleep until the time is over, a neighbour ends, or ``wake`` is readable; return True in the last case."""
+        """Sleep until the time is over, a neighbour ends, or ``wake`` is readable. Return whether it is readable."""
         events = dict(self._poll.poll(seconds * 1000))
         for file in self._alive.keys() & events.keys():
             self._suspects.append(self._alive.pop(file))
             self._poll.unregister(file)
             if events[file] != select.POLLNVAL:
                 os.close(file)
-        if events.get(self._wake) == select.POLLNVAL:  # the program has closed files that it did not open
+        if events.get(self._wake) == select.POLLNVAL:  # The program has closed files that it did not open.
             self._poll.unregister(self._wake)
             return False
         return self._wake in events
 
     def death_to_report(self, now: float) -> int | None:
-        """Return a dead neighbour if this rank is to report the death; else None."""
+        """Return a dead neighbour if this rank has to report the death, else None."""
         for index in self._suspects:
             if not reports.is_dead(self._board, index):
                 continue
@@ -182,7 +186,7 @@ class Watchdog:
             self._node_watch = NodeWatch(board, nodes, listener, tuning, print_to_stderr)
 
     def stop(self) -> None:
-        """Stop the thread: this rank needs no other rank any more, and no other rank needs this one."""
+        """Stop the thread. Call this when this rank and the other ranks no longer need each other."""
         self._board.put(HAS_LEFT, status_board.STOPPED)
         if self._node_watch is not None:
             self._node_watch.stop()
@@ -202,7 +206,7 @@ class Watchdog:
                 self._ending.wait(_LOOK_SECONDS)
 
     def _look(self) -> None:
-        """Do one look: age the operations, serve requests for stacks and reports, then search for faults."""
+        """Increase the ages of operations, serve requests for stacks and reports, and search for faults."""
         is_asked = self._neighbours.sleep(_LOOK_SECONDS)
         if self._ending.is_set():
             return
@@ -224,26 +228,26 @@ class Watchdog:
         self._check_deadline()
 
     def _check_agreement(self) -> None:
-        """End the job if a rank of the node calls another operation at the place of this rank's, or is in ``stop``.
+        """End the job if ranks of the node call different operations at a place, or if a rank is already in ``stop``.
 
         Each rank compares its call with one neighbour when it starts an operation. A rank that calls before its
         neighbour sees no difference then, so the watchdog compares again, with all ranks of the node.
         """
         for number, seconds in self._ages.seconds.items():
             if seconds < 2 * _LOOK_SECONDS or self._at_deadline == "raise":
-                continue  # the operation may still raise RanksDisagree, or CollectiveTimeout
+                continue  # The operation may still raise RanksDisagree or CollectiveTimeout.
             difference = reports.disagreement(self._board, number) or reports.deserted(self._board, number)
             is_mine = difference and claim(self._board, CLAIMED_DIFFERENCE)
             if is_mine and number in journal.under_way(self._board):
                 end_job(self._board, CLAIMED_DIFFERENCE, f"RanksDisagree: {difference}")
 
     def _check_circles(self) -> None:
-        """End the job if ranks of the node wait for each other in a cycle; only report if another thread may help.
+        """End the job if ranks of the node wait for each other in a cycle. Only report if another thread may help.
 
-        A cycle counts only if the look before has found the same cycle.
+        A cycle counts only if the previous look has found the same cycle.
         """
         if ulfm.is_elastic():
-            return  # a death may end the waits
+            return  # A death may end the waits.
         wait_cycles.publish(self._board, self._ages.seconds)
         before, self._circle = self._circle, wait_cycles.find(self._board)
         if not self._circle or self._circle != before or self._circle <= self._reported_circle:
@@ -257,7 +261,7 @@ class Watchdog:
             print_to_stderr(reports.of_node(self._board, text, has_text=False).text)
 
     def _check_deadline(self) -> None:
-        """Report the oldest operation beyond the timeout; end the job unless ``Tuning.at_deadline`` says otherwise."""
+        """Report the oldest operation beyond the timeout. End the job unless ``Tuning.at_deadline`` forbids it."""
         board, at_least = self._board, max(self._deadline_seconds, self.least_seconds)
         if self._deadline_seconds == 0:
             return
@@ -274,7 +278,7 @@ class Watchdog:
         # An operation that has completed since the look is not late.
         if oldest is None or oldest not in journal.under_way(board):
             return
-        # Other ranks look this number up, to know whether the report covers their own late operation.
+        # Other ranks look this number up, to find out whether the report covers their own late operation.
         board.put(status_board.LATE_NUMBER, oldest)
         if not claim(board, CLAIMED_LATE):
             if _is_reported(board, oldest):
@@ -308,12 +312,12 @@ class Watchdog:
 
 
 def tell_late(board: Board, report: reports.NodeReport, number: int | None = None, *, ends: bool) -> float:
-    """Print a report on a late operation, if possible through a hub; return how long to wait for other reports.
+    """Print a report on a late operation, if possible through a hub. Return the seconds to wait for other reports.
 
-    ``number`` is the number of the operation; ``ends`` says whether the job ends after the report.
+    ``number`` is the number of the operation. ``ends`` states whether the job ends after the report.
     """
     answer = job_reports.claim(board, CLAIMED_LATE, report, number, ends=ends)
-    if answer is None:  # one node, or no hub has answered
+    if answer is None:  # The job has only one node, or no hub has answered.
         print_to_stderr(f"{report.text}\n{flight_recorder.dump(board)}")
         return 0 if report.missing else job_reports.OTHERS_REPORT_SECONDS
     return 0 if answer["claimed"] == "printed" else job_reports.OTHERS_END_SECONDS
@@ -335,7 +339,7 @@ def end_job(board: Board, reason: int, why: str) -> None:
             # Dump after the report, because the launcher may notice the death too and end this process during the dump.
             print_to_stderr(flight_recorder.dump(board))
         elif answer["claimed"] == "held":
-            time.sleep(job_reports.OTHERS_END_SECONDS)  # meanwhile the rank that reports ends the job
+            time.sleep(job_reports.OTHERS_END_SECONDS)  # The rank that reports ends the job in this time.
     finally:
         abort.abort(abort.EXIT_CODE, why)
 
@@ -353,9 +357,9 @@ def print_to_stderr(text: str) -> None:
 
 
 def announce_stop(*, is_drained: bool) -> None:
-    """Show on the board that this rank is in ``mpi.stop()``, for ranks that wait for it in an operation.
+    """Show on the board that this rank is in ``mpi.stop()``, for ranks that wait for this rank in an operation.
 
-    ``is_drained`` says that the rank will call no further operation, and has recorded the entries of ``mpi.stop()``.
+    ``is_drained`` means that the rank will call no further operation, and has recorded the entries of ``mpi.stop()``.
     """
     if status_board.current is not None:
         status_board.current.put(HAS_LEFT, status_board.STOPPING if is_drained else status_board.DRAINING)
