@@ -10,4 +10,4 @@ class UsageError(Exception):
 
 
 class WrongValue(Exception):  # noqa: N818 - the name says what happened
-    """A collective returned a wrong value, or trainers have different parameters. The message states where."""
+    """A collective returned a wrong value, or trainers have different parameters. The message states the details."""

@@ -1,6 +1,7 @@
-"""The command line of the bench: ``torchmpirun -n N -m torchmpi_py.bench COMMAND ...``, with a command of ``COMMANDS``.
+"""The command line of the bench: ``torchmpirun -n N -m torchmpi_py.bench COMMAND ...``.
 
-The exit code is 0 for success, 1 for a wrong value, and 2 for a command line that is not valid here.
+``COMMANDS`` lists the commands. The exit code is 0 for success, 1 for a wrong value, and 2 for a command line that is
+not valid on this machine.
 """
 
 from __future__ import annotations

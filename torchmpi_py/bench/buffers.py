@@ -139,7 +139,7 @@ class BufferPlan:
         return min(room, _num_cold(task, num_bytes, self.cache_bytes)) if is_cold else _num_warm(is_symmetric)
 
     def is_too_small(self, task: Task, num_bytes: int) -> bool:
-        """Return whether all cold slots together fit into the cache, so that they would be warm."""
+        """Return whether all cold slots together fit into the cache, and would therefore be warm."""
         slots = self.num_slots(task, num_bytes, is_symmetric=False, is_cold=True)
         return slots * stride_bytes(task, num_bytes) <= self.cache_bytes
 

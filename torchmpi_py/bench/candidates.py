@@ -173,7 +173,7 @@ def process_groups(comm: MPI.Comm, *, with_torchmpi: bool) -> Iterator[TorchGrou
 def _attempt(comm: MPI.Comm, make: Callable[[], Any]) -> tuple[Any, str]:
     """Return the result of ``make``, and the reason for a failure on any rank, or "" if no rank failed.
 
-    All ranks of ``comm`` must call this function. It does not raise errors of ``make``.
+    All ranks of ``comm`` must call this function. Errors of ``make`` are not raised.
     """
     result, failure = None, ""
     try:

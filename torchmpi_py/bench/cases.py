@@ -37,7 +37,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "land": torch.logical_and,
     "lor": torch.logical_or,
 }
-_ANDS = ("land", "band", "prod", "min")  # ops that are "and" on bool
+_ANDS = ("land", "band", "prod", "min")  # ops that mean "and" for bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Task:
         return -(-num_bytes // unit) * unit
 
     def count(self, part: str, num_bytes: int) -> int:
-        """Return the number of elements of a tensor if the whole has ``num_bytes``.
+        """Return the number of elements of a tensor if the whole tensor has ``num_bytes``.
 
         ``part`` is "whole", "slice", or "" for a missing tensor, which has 0 elements.
         """
@@ -128,7 +128,7 @@ class Task:
 
 
 def pattern(dtype: torch.dtype, op: str, rank: int, size: int) -> Tensor:
-    """Return PERIOD elements of ``dtype``, the input of ``rank`` of ``size`` ranks to a reduction with ``op``."""
+    """Return PERIOD elements of ``dtype``: the input of ``rank`` to a reduction with ``op`` over ``size`` ranks."""
     return _whole_numbers(dtype, op, rank, size).to(dtype)
 
 
@@ -143,7 +143,10 @@ def reduced(dtype: torch.dtype, op: str, size: int) -> Tensor:
 
 
 def tolerance(dtype: torch.dtype, op: str) -> float:
-    """Return the largest relative error of a right result. Only averages are rounded, differently by each candidate."""
+    """Return the largest relative error of a right result.
+
+    Only averages are rounded, and candidates round differently.
+    """
     return 2 * torch.finfo(dtype).eps if op == "avg" else 0.0
 
 

@@ -78,7 +78,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 def add_link(parser: argparse.ArgumentParser) -> None:
     """Add ``--link``."""
-    text = "rate of a node's link in each direction; the report then has the floor (the least time on this link)"
+    text = "rate of a node's link in each direction; adds the shortest possible time on this link to the report"
     parser.add_argument("--link", type=with_message(wire.parse_link), metavar="1gbit", help=text)
 
 

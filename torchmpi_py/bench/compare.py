@@ -45,7 +45,7 @@ _AVAILABLE = "available"
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``run``."""
-    default = "default: the flavour that a call without flavour= uses"
+    default = "flavour to measure; default: the flavour that a call without flavour= uses"
     parser.add_argument("--flavour", dest="flavours", nargs=1, default=[SELECTOR], metavar="FLAVOUR", help=default)
     _add_options(parser)
 
@@ -58,7 +58,7 @@ def add_compare_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--verb", choices=list(VERBS), default="allreduce")
+    add("--verb", choices=list(VERBS), default="allreduce", help="collective to measure; default: allreduce")
     command_line.add_device(parser)
     sizes = "bytes, such as 4,64K or 4:64M:8x (the default; with --device cuda 4:1G:8x)"
     add("--sizes", type=command_line.with_message(parse_sizes), help=sizes)
@@ -66,7 +66,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, default="float32", metavar="DTYPE", help=dtypes)
     add("--async", dest="asynchronous", action="store_true", help="measure the asynchronous version (compare: both)")
     add("--op", choices=OPS, default="sum", metavar="OP", help=f"one of {', '.join(OPS)}; default: sum")
-    add("--buffers", choices=("warm", "cold", "both"), default="both", help="default: both")
+    add("--buffers", choices=("warm", "cold", "both"), default="both", help="in or outside the cache; default: both")
     seconds = "approximate time for each size and each kind of buffers; default: 1"
     add("--seconds", type=command_line.positive, default=1.0, help=seconds)
     in_a_row = "time N calls without a barrier between them, and report their mean; default: 1"
@@ -123,7 +123,7 @@ def _task(comm: MPI.Comm, options: argparse.Namespace) -> Task:
 
 
 def ours(task: Task, names: Sequence[str] | None, groups: TorchGroups, forms: Sequence[bool]) -> list[Candidate]:
-    """Return this package's candidates: ``names``, or all that are available.
+    """Return this package's candidates: ``names``, or all available candidates.
 
     ``forms`` contains False for blocking and True for asynchronous calls. ``groups`` contains the process group of the
     candidate "torchmpi". Raise UsageError for a name that is not available.
@@ -193,7 +193,7 @@ def _measured(
     # A candidate that fails at the smallest size is omitted at all sizes.
     notes += [*without_pool, *measurement.drop_unable(sizes[0])]
     if not any(candidate.is_ours for candidate in measurement.candidates):
-        raise UsageError(f"nothing is left to measure: {'; '.join(notes)}")
+        raise UsageError(f"no flavour is left to measure: {'; '.join(notes)}")
     if "cold" in kinds:
         notes += _notes_on_cold(plan, task, sizes)
     rows: list[ResultRow] = []

@@ -129,7 +129,8 @@ class Measurement:
     def _verify(self, rotations: dict[bool, Rotation], num_bytes: int, when: str) -> None:
         """Call each candidate once on the next slot, with values that depend on element and rank.
 
-        Raise WrongValue on every rank if a result is wrong on some rank. The error describes the lowest such rank.
+        Raise WrongValue on every rank if a result is wrong on any rank. The error describes the result of the lowest
+        such rank.
         """
         op = f" {self.task.op}" if self.task.verb.reduces else ""
         what = f"{self.task.verb.name} of {num_bytes} bytes ({str(self.task.dtype).removeprefix('torch.')}{op})"
@@ -148,7 +149,7 @@ class _Timed(NamedTuple):
 
 
 def _warm(bind: Callable[[NextBuffers], Call], take: NextBuffers) -> _Timed:
-    """Return calls that all use the same slot. The untimed call is the same call as the timed one."""
+    """Return an untimed call and a timed call that are identical, and that always use the same slot."""
     call = bind(take)
     return _Timed(call, call)
 
@@ -166,7 +167,7 @@ def _repeated(call: Call, number: int) -> Call:
 
 
 def _cold(bind: Callable[[NextBuffers], Call], take: NextBuffers) -> _Timed:
-    """Return calls that each use the next slot. The untimed call binds the slot for the timed call."""
+    """Return an untimed call, which binds the next slot, and a timed call on this slot."""
     bound: list[Call] = []
 
     def before() -> None:
@@ -210,7 +211,7 @@ def refusal(comm: MPI.Comm, task: Task, candidate: Candidate, rotation: Rotation
 
 
 def _mistake(task: Task, candidate: Candidate, rotation: Rotation, num_bytes: int) -> str:
-    """Make one call, and describe the first wrong element of this rank's result, or return "" if all are right."""
+    """Make one call, and return a description of the first wrong element on this rank, or "" if all are right."""
     # Put a wrong value into the output before the call, to detect a call that writes nothing.
     buffers = rotation.take()
     cases.write(buffers.x, task.pattern(task.rank))

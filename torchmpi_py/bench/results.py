@@ -23,7 +23,7 @@ COLLECTIVE = "torchmpi_py.bench collective 1"
 
 MOST_BYTES = 1 << 28  # size limit of a report's file
 
-# Reference candidates. A column for each of them shows its time divided by the time of the row.
+# Reference candidates. Each has a column that shows the reference's time divided by the row's time.
 _REFERENCES = {
     RAW_MPI: "x raw MPI",
     GLOO: "x gloo",

@@ -45,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     command_line.add_device(parser)
     add("--batch", type=command_line.count, default=32, help="samples per rank in each step; default: 32")
     add("--steps", type=command_line.count, default=25, help="timed steps of each trainer; default: 25")
-    add("--optimizer", choices=trainers.OPTIMIZERS, default="sgd", help="default: sgd")
+    add("--optimizer", choices=trainers.OPTIMIZERS, default="sgd", help="optimizer of each trainer; default: sgd")
     ways = "average (DDP, nn and the engine; default), sharded (optimizers), compressed (gradients)"
     add("--ways", type=_ways, default="average", help=f"groups of trainers, separated by commas: {ways}")
     command_line.add_link(parser)
@@ -84,7 +84,7 @@ class StepReport:
 
     @property
     def floor_seconds(self) -> float | None:
-        """The floor of a step, at which computation and communication overlap completely; None without ``--link``."""
+        """The floor of a step: the longer of computation and communication, which overlap. None without ``--link``."""
         return None if self.wire_seconds is None else max(self.median_seconds[trainers.NONE], self.wire_seconds)
 
     def added_seconds(self, name: str) -> float:
@@ -96,7 +96,7 @@ def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
     """Measure on ``mpi.device()``, print the report on rank 0, and store it.
 
     ``comm`` contains all ranks, and all must call this function. Raise RanksDisagree if a trainer leaves different
-    parameters on different ranks. Raise WrongValue if trainers with ``is_exact`` differ after the first steps.
+    parameters on different ranks. Raise WrongValue if trainers with ``is_exact`` have different parameters.
     """
     if options.layers is not None and options.network != "perceptron":
         raise UsageError("--layers applies only to the perceptron; omit --layers, or use --network perceptron")
@@ -168,7 +168,7 @@ def _measured(
     for trainer in made:
         trainer.train(samples, lambda: None)  # These steps are not timed: DDP builds its buckets.
     _check_alike(made)
-    # The trainers alternate in short runs, in a changing order, so that other load slows all of them equally.
+    # The trainers alternate in short runs, in a changing order, so that other load slows all trainers equally.
     times: dict[str, list[float]] = {trainer.name: [] for trainer in made}
     rounds = range(-(-options.steps // STEPS_PER_RUN))
     for turn in progress_bar.shown(rounds, lambda turn: "steps", rank=comm.rank, always=options.progress):

@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``timeline``."""
     parser.add_argument("directory", type=Path, metavar="DIR", help="folder with the dumps of a job that hung")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="page to write; default: DIR/timeline.html")
-    parser.add_argument("--about", type=Path, help=argparse.SUPPRESS)  # Only torchmpirun uses it.
+    parser.add_argument("--about", type=Path, help=argparse.SUPPRESS)  # Only torchmpirun passes it.
 
 
 def main(options: argparse.Namespace) -> None:

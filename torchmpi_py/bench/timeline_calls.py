@@ -173,7 +173,7 @@ def meet(job: JobCalls) -> None:
 def _is_behind(rank: RankCalls | None, name: str, number: int) -> bool:
     """Return whether ``rank``, which has no record of an operation, has not called this operation yet.
 
-    If it has, its record of the operation was overwritten, or is on another host.
+    If the rank has called the operation, its record was overwritten, or is on another host.
     """
     if rank is None:
         return False

@@ -4,8 +4,8 @@ A trainer is a function that takes one step per sample of an ongoing training, a
 ``WAYS`` lists the groups of trainers. The trainers of "average" (except DDP_ALONE) and of "sharded" produce the same
 parameters, up to rounding errors.
 
-There are two networks. A perceptron has a few large gradients, which take bandwidth to average. A small GPT has small
-gradients relative to its amount of computation.
+There are two networks. The perceptron has a few large gradients, so bandwidth limits the averaging. The small GPT has
+small gradients relative to its amount of computation.
 """
 
 from __future__ import annotations
@@ -108,7 +108,10 @@ class _Kind(NamedTuple):
 
 
 def make_perceptron(layers: Sequence[int]) -> torch.nn.Sequential:
-    """Return a perceptron with layers of the widths ``layers``; each call on any rank returns the same values."""
+    """Return a perceptron with layers of the widths ``layers``.
+
+    The parameters have the same values in each call and on each rank.
+    """
     torch.manual_seed(SEED)
     parts: list[torch.nn.Module] = []
     for inputs, outputs in itertools.pairwise(layers):
@@ -117,12 +120,13 @@ def make_perceptron(layers: Sequence[int]) -> torch.nn.Sequential:
 
 
 def make_gpt(layers: Sequence[int]) -> torch.nn.Sequential:
-    """Return a GPT from torch's layers, as large as ``examples/gpt.py``; each call on any rank returns the same values.
+    """Return a GPT from torch's layers, as large as the GPT in ``examples/gpt.py``.
 
-    ``layers`` is the context length and the number of different tokens. The network maps tokens of shape (batch,
-    context) to scores of shape (batch * context, number of tokens). Attention has no mask, because
-    ``torch.nn.Sequential`` passes no mask to its layers. The layers have no bias, because the gradient of the keys'
-    bias consists of rounding errors only. Adam would turn these errors into different steps for different trainers.
+    The parameters have the same values in each call and on each rank. ``layers`` is the context length and the number
+    of different tokens. The network maps tokens of shape (batch, context) to scores of shape (batch * context, number
+    of tokens). Attention has no mask, because ``torch.nn.Sequential`` passes no mask to its layers. The layers have no
+    bias, because the gradient of the keys' bias consists only of rounding errors. Adam would turn these errors into
+    different steps for different trainers.
     """
     torch.manual_seed(SEED)
     encoder = functools.partial(torch.nn.TransformerEncoderLayer, _WIDTH, _WIDTH // 32, 4 * _WIDTH, dropout=0.0)

@@ -28,8 +28,8 @@ from torchmpi_py.core import status_board
 from torchmpi_py.core.sequences import is_cut, ranks_from_text
 from torchmpi_py.core.status_board import CHECKSUM_BITS, HAS_LEFT, LAUNCHED, NAMES, STOPPING, WORLD_RANK, Board
 
-_WAITS_NS = 1_000_000_000  # A longer call is taken to wait for other ranks.
-_PLACES_KEPT = 2048  # A power of two, and more operations than one board can be ahead of another.
+_WAITS_NS = 1_000_000_000  # A call that takes longer counts as a wait for other ranks.
+_PLACES_KEPT = 2048  # This is a power of two. No board is this many operations ahead of another.
 _COMMUNICATORS_KEPT = 4096  # A rank has at most 256 communicators at a time.
 
 
@@ -68,8 +68,8 @@ class Rows:
     def __init__(self, board: Board) -> None:
         self._board = board
         self._here = {board.get(WORLD_RANK, index) for index in board.indices}
-        self._last = dict.fromkeys(board.indices, 0)  # first record of the next reading
-        self._known: dict[tuple[int, int], tuple[int, str, bool]] = {}  # (index, slot) -> its communicator
+        self._last = dict.fromkeys(board.indices, 0)  # index -> first record of the next reading
+        self._known: dict[tuple[int, int], tuple[int, str, bool]] = {}  # (index, slot) -> result of ``_communicator``
 
     def read(self) -> tuple[list[Row], list[int]]:
         """Return the rows since the last call of ``read``, and the ranks that are in ``mpi.stop()``.
@@ -84,7 +84,7 @@ class Rows:
     def _of_rank(self, index: int) -> list[Row]:
         board, columns = self._board, self._board.columns_of(index)
         # 1. Copy the columns, and compare the copy with the board. If the two differ in a record, its rank is writing
-        #    the record, so read it the next time.
+        #    the record, so leave the record to the next reading.
         seen = columns.copy()
         whole = (seen[:5] == columns[:5]).all(axis=0)
         slots = (seen[NAMES] >> 2 * status_board.STRING_BITS & 0xFFFF).astype(np.int64) - 1

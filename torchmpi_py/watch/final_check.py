@@ -4,9 +4,9 @@ Hang detection compares the nodes once a second (``cross_check.py``). A job that
 with code 0 although its values are wrong. So all ranks compare once more in ``mpi.stop()``, with the records that are
 still on the boards: the last 1024 operations of each delegate.
 
-The ranks also compare how many operations each of them has called on each communicator that is not freed. An operation
-may need no other rank (a broadcast, at its root, is an example). If one rank makes one more call of this type than the
-other ranks, no rank waits for the extra call, or another call matches the extra call. Only the count shows the
+The ranks also compare how many operations each of them has called on each communicator that is not freed. Some
+operations need no other rank, for example a broadcast at its root. If one rank calls such an operation once more than
+the other ranks, no rank waits for the extra call, or another call matches the extra call. Then only the count shows the
 difference.
 
 The count skips communicators that were freed, and communicators on which a call has failed: after a failed experiment,

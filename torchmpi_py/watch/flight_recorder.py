@@ -134,7 +134,7 @@ def _entry(board: ReadableBoard, index: int, record: Record, groups: dict[str, d
 
 
 def _group(board: ReadableBoard, index: int, record: Record) -> tuple[str, str, list[int]]:
-    """Return (name, description, ranks) of an operation's communicator. All of its ranks return the same name."""
+    """Return (name, description, ranks) of an operation's communicator. The name is the same on all of its ranks."""
     if record.slot < 0:
         return "0", "unknown communicator", [board.get(status_board.WORLD_RANK, index)]
     group, generation = board.group(index, record.slot), record.fingerprint >> status_board.GENERATION_SHIFT

@@ -26,13 +26,13 @@ from torchmpi_py.watch.reports import Line, NodeReport
 CLAIM_HOLDS_SECONDS = 30.0
 CLAIM_HOLDS_SECONDS_WHEN_ASKED = 1.0
 PARTS_SECONDS = 2.0  # A node waits 1.5 s for its ranks' stacks.
-OTHERS_REPORT_SECONDS = 1.0  # Time for a rank to report a fault that it finds itself.
-OTHERS_END_SECONDS = 5.0  # Time for a rank to end the job after its announcement.
-RAISE_SECONDS = 5.0  # Time for an operation to raise CollectiveTimeout.
-SILENT_SECONDS = 2.5  # Longer than the time between two answers of a leader.
+OTHERS_REPORT_SECONDS = 1.0  # A rank reports a fault that it finds itself within this time.
+OTHERS_END_SECONDS = 5.0  # A rank ends the job within this time after its announcement.
+RAISE_SECONDS = 5.0  # An operation raises CollectiveTimeout within this time.
+SILENT_SECONDS = 2.5  # A leader answers at shorter intervals.
 _VIEWS_SECONDS = 1.0
 _CLAIM_SECONDS = 6.0
-_KILLED_SECONDS = 2.0  # Time for this rank to be killed, if no hub answers because the job ends.
+_KILLED_SECONDS = 2.0  # If no hub answers because the job ends, this rank is killed within this time.
 
 Answers = dict[int, Any]
 Part = tuple[list[Line], str]  # a node's part of a report: the rows of its ranks, and a line about its dump
@@ -140,7 +140,7 @@ class ReportDesk:
         self._questions[number] = _Question(peers, {} if own is None else {self._nodes.mine: own}, now + seconds, then)
 
     def ask_views(self, position: Any, then: Callable[[list[Any]], None]) -> None:
-        """Request each ``reports.View`` of a position from all nodes, and call ``then`` with the list, by node."""
+        """Request each ``reports.View`` of a position from all nodes, and call ``then`` with the list."""
         question = {"what": "views", "position": position}
         self.ask_all(
             question, _VIEWS_SECONDS, lambda answers: then([view for node in sorted(answers) for view in answers[node]])
@@ -155,7 +155,7 @@ class ReportDesk:
             question.waiting.discard(node)
 
     def turn(self) -> None:
-        """End each question that all nodes have answered or whose time is over, and pass on its answers."""
+        """End each question that all nodes have answered or whose time is over, and call its ``then``."""
         now = time.monotonic()
         done = [number for number, each in self._questions.items() if not each.waiting or now > each.until]
         for number in done:
@@ -223,7 +223,7 @@ class ReportDesk:
             report.then()
 
     def _lines(self, parts: dict[int, Part]) -> list[str]:
-        """Return the lines of a report: by node, or merged rows for many nodes, with the most ranks first."""
+        """Return the lines of a report: by node, or for many nodes merged rows, with the row of most ranks first."""
         lines, nodes = list[str](), sorted(self._nodes.ranks)
         if len(nodes) > _MOST_NODES_APART:
             rows = reports.folded(row for here, _ in parts.values() for row in here)

@@ -111,8 +111,8 @@ def _of_node(about: Mapping[str, Any], path: pathlib.Path) -> Iterator[KeptRank]
 
 def _of_rank(board: ReadableBoard, index: int, about: Mapping[str, Any]) -> KeptRank:
     dump = flight_recorder.whole(flight_recorder.of_rank(board, index))
-    # Each rank reads two clocks to find its epoch. The system may interrupt a rank between the two readings, so the
-    # epoch of the node's first rank serves for all ranks of the node: their times stay comparable.
+    # Each rank reads two clocks to find its epoch. The system may interrupt a rank between the two readings. So use the
+    # epoch of the node's first rank for all ranks of the node, which keeps their times comparable.
     shift_ns = board.get(EPOCH, 0) - board.get(EPOCH, index)
     for entry in dump["entries"]:
         for name in _TIMES:

@@ -1,4 +1,4 @@
-"""Link the nodes of a job by TCP connections beside MPI, on which hang detection of different nodes communicates.
+"""Link the nodes of a job by TCP connections, over which hang detection communicates without MPI.
 
 The *leader* of a node is its lowest rank. The leaders of the first two nodes are *hubs*, which listen at an address
 that the other hosts can reach. The leader of each node connects to the hubs of lower rank. N nodes therefore need at
@@ -40,9 +40,9 @@ logger = logging.getLogger("torchmpi_py")
 
 Message = dict[str, Any]
 NUM_HUBS = 2
-CONNECT_SECONDS = 2.0  # This includes the answer, because a stopped hub accepts but never answers.
+CONNECT_SECONDS = 2.0  # This includes the hub's answer, because a stopped hub accepts but never answers.
 _ACCEPTED_PER_SECOND = 100  # A hub accepts at least this many links per second.
-_QUIET_SECONDS = 1.0  # Time from a sign of life to the next ping.
+_QUIET_SECONDS = 1.0  # A ping follows this time after the last sign of life.
 _MOST_UNANSWERED = 1000  # More unanswered pings would fill the connection's buffers.
 _LENGTH = struct.Struct("!I")
 _MOST_BYTES = 1 << 26
@@ -151,7 +151,7 @@ class Link:
 
     @property
     def is_unreachable(self) -> bool:
-        """Whether the link has failed because the other host was unreachable, not because the other end closed it."""
+        """Whether the link has failed because the other host was unreachable, not because the other end closed."""
         return self._failure is not None and self._failure.errno in _UNREACHABLE
 
     def send(self, message: Message) -> None:
@@ -186,8 +186,8 @@ class Link:
         return messages
 
     def _read(self) -> None:
-        # Before the proof read few bytes at a time, because an unknown end might send without limit. If more bytes have
-        # arrived, the next poll reports the link as readable again.
+        # Before the proof, read only a few bytes at a time, because an unknown end might send without limit. If more
+        # bytes have arrived, the next poll reports the link as readable again.
         most = 1 << 16 if self.is_proved else _MOST_BYTES_BEFORE_PROOF
         try:
             while piece := self.connection.recv(most):

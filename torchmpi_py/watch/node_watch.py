@@ -1,12 +1,13 @@
 """Detect hangs between nodes: a thread of each node's leader serves the links to the other nodes.
 
-Once a second the first reachable hub asks each leader for the rows of its node, and compares them (``cross_check.py``).
+Once a second the first reachable hub requests the rows of all nodes from their leaders, and compares the rows
+(``cross_check.py``).
 Calls that differ end the job with a report of both sides. The hub waits a second before it reports, because MPI may
 also detect the difference, and then a rank raises an error with both sides. The reports of all nodes go through a hub
 (``job_reports.py``).
 
 If the other end closes a link without a "leaving" message and does not connect again, the leader's process has ended
-without ``mpi.stop()``. The other ranks of its node have some seconds to report this first. If a link carries no
+without ``mpi.stop()``. The other ranks of the node have some seconds to report this first. If a link carries no
 acknowledgement for ``Tuning.unreachable_seconds``, the host is unreachable, even if the system closes the connection
 earlier. Both cases end the job. An elastic job survives dead ranks, even all ranks of a node. It does not survive the
 loss of a host, because Open MPI's mpirun does not.
@@ -34,11 +35,11 @@ from torchmpi_py.watch.node_links import Link, Message, Nodes
 logger = logging.getLogger("torchmpi_py")
 
 _TURN_SECONDS = 0.25
-_ROWS_SECONDS = 1.0  # Time between two comparisons.
+_ROWS_SECONDS = 1.0  # The rows are compared at this interval.
 _CONNECT_AGAIN_SECONDS = 2.0
-_WARN_SECONDS = 30.0  # Time without a connection to a hub until a warning.
-_COME_AGAIN_SECONDS = 1.5  # Time for a leader to connect again, added to OTHERS_REPORT_SECONDS.
-_COME_BACK_SECONDS = 4.0  # Replaces _COME_AGAIN_SECONDS if the host was silent: it may still try to connect.
+_WARN_SECONDS = 30.0  # A warning follows if a hub cannot be reached for this time.
+_COME_AGAIN_SECONDS = 1.5  # A leader may connect again within this time. OTHERS_REPORT_SECONDS is added.
+_COME_BACK_SECONDS = 4.0  # This replaces _COME_AGAIN_SECONDS if the host was silent.
 _STALL_SECONDS = 1.0  # A slower turn means that this thread stalled, not that the peers are silent.
 _PROOF_SECONDS = 5.0
 _SLOW_SECONDS = 0.5  # time for a proof while other connections wait
@@ -58,7 +59,7 @@ class NodeWatch:
         self._rows, self._comparison = cross_check.Rows(board), Comparison()
         self._briefs: dict[int, list[str]] = {}  # by node: its ranks' last known operations
         self._asked_for_rows: dict[int, bool] = {}  # by node: whether an answer is pending
-        self._gone: dict[int, float] = {}  # node whose link ended without "leaving" -> lost from this time
+        self._gone: dict[int, float] = {}  # node whose link ended without "leaving" -> time from which it is lost
         self._unreachable: dict[int, float] = {}  # node whose link the system closed -> last sign of life
         self._left: set[int] = set()
         self._reported: set[int] = set()  # nodes whose loss was reported
@@ -99,7 +100,7 @@ class NodeWatch:
             self._listener.close()
 
     def _turn(self) -> None:
-        """Connect, and handle messages and questions once. If this node is in charge, also compare and find losses."""
+        """Connect to hubs, and handle messages and questions. If in charge, also compare rows and find lost nodes."""
         if time.monotonic() - self._last_connect > _CONNECT_AGAIN_SECONDS:
             self._connect_to_hubs()
             self._last_connect = time.monotonic()
@@ -107,7 +108,7 @@ class NodeWatch:
         self._announce_end()
         self._desk.turn()
         now = time.monotonic()  # Read the time after all slow steps, so that a stall does not look like silence.
-        if now - self._now < _TURN_SECONDS / 2:  # Thousands of links cannot be checked in every turn.
+        if now - self._now < _TURN_SECONDS / 2:  # Checking thousands of links takes too long for every turn.
             return
         self._tend(now)
         if self._is_in_charge(now):
@@ -129,7 +130,7 @@ class NodeWatch:
             self._drop(link)
 
     def _connect_to_hubs(self) -> None:
-        """Connect to each hub of lower rank that this node has no link to."""
+        """Connect to each hub of lower rank to which this node has no link."""
         for hub in self._nodes.hubs:
             if hub >= self._nodes.mine or hub in self._links or hub in self._left:
                 continue
@@ -180,7 +181,7 @@ class NodeWatch:
                 self._others.append(Link(listener.accept()[0], self._nodes.token, accepts=True))
         except BlockingIOError:
             pass
-        except OSError:  # For example, too many files are open. Without the pause poll would spin.
+        except OSError:  # For example, too many files are open. Without a pause the thread would loop.
             self._accept_after = now + _ACCEPT_AGAIN_SECONDS
 
     def _read(self, link: Link) -> None:

@@ -19,7 +19,7 @@ from torchmpi_py.watch.cross_check import Position
 
 _MOST_NAMED, _MOST_RANGES = 4, 20  # Up to 4 ranks with equal texts have separate rows.
 _STATES = {"T": "its process is stopped (SIGSTOP)", "t": "a debugger has stopped its process"}
-_ANSWER_SECONDS = 2.0  # Time for a hub, which first collects the other nodes' answers.
+_ANSWER_SECONDS = 2.0  # A hub first collects the answers of the other nodes.
 
 
 def is_dead(board: Board, index: int) -> bool:
@@ -90,7 +90,7 @@ class Line(NamedTuple):
 
 
 def folded(rows: Iterable[Line]) -> list[Line]:
-    """Return the rows, but a single row for many ranks with equal texts. Times in the texts may differ."""
+    """Return the rows, with many rows of equal texts merged into one row. Times in the texts may differ."""
     alike, merged = dict[str, list[Line]](), list[Line]()
     for row in rows:
         alike.setdefault(re.sub(r"\d+\.\d s", "", row.text), []).append(row)
@@ -104,7 +104,7 @@ def folded(rows: Iterable[Line]) -> list[Line]:
 
 
 class NodeReport(NamedTuple):
-    """A report on a node. ``missing`` lists the ranks that have not called the late operation, or is ""."""
+    """A report on a node. ``missing`` lists the ranks that have not called the late operation; "" if none is known."""
 
     heading: str
     rows: list[Line]
@@ -134,13 +134,16 @@ def of_node(
 
 
 def waited_for(board: Board, number: int | None) -> Record | None:
-    """Return the operation ``number``, or the operation that blocks ``number`` in the queue; None without a record."""
+    """Return operation ``number``, or the operation that blocks it in the queue, or None if there is no record."""
     waiting = None if number is None else journal.find_record(board, number)
     return None if waiting is None else _blocking(board, waiting) or waiting
 
 
 def part_of_node(board: Board, position: Position | None, called: str, silent: Collection[int]) -> list[Line]:
-    """Return this node's part of a report on a late operation of another node; ``called`` is the text of its call."""
+    """Return this node's part of a report on a late operation of another node.
+
+    ``called`` is the text of the late call.
+    """
     late, slot = None, None
     if position is not None:
         slot = board.find_slot(board.index, position.generation, position.ranks)
@@ -269,7 +272,7 @@ def late(entry: Entry, only: Sequence[int] | None = None) -> str:
 
 
 class View(NamedTuple):
-    """A rank's call of the operation at a position, or the rank's state if it has not called (``is_missing``)."""
+    """A rank's call of the operation at a position, or the rank's state if there is no call yet (``is_missing``)."""
 
     rank: int
     fingerprint: int  # 0 if the rank is missing
@@ -290,7 +293,7 @@ def position_of(board: Board, record: Record | None) -> Position | None:
 
 
 def views(board: Board, position: Position) -> list[View]:
-    """Return the views of this node's ranks at a position that are still on the board, a few ranks for each call."""
+    """Return the views of this node's ranks at a position, as far as still on the board, for a few ranks per call."""
     by_call: dict[int, list[View]] = {}
     for index in _by_rank(board):
         rank, slot = board.get(WORLD_RANK, index), board.find_slot(index, position.generation, position.ranks)
@@ -344,7 +347,7 @@ def brief(board: Board, index: int) -> str:
 
 
 class Sides(NamedTuple):
-    """The calls of ranks at the place of an operation. ``differ``: whether a call differs from this rank's call."""
+    """The calls of ranks at the place of an operation. ``differ`` states whether a call differs from this rank's."""
 
     text: str
     differ: bool
@@ -376,7 +379,10 @@ def disagreement(board: Board, number: int) -> str:
 
 
 def deserted(board: Board, number: int) -> str:
-    """Return a clause about a rank of this node in ``mpi.stop()`` that has not called this operation, or ""."""
+    """Return a clause about a rank of this node that is in ``mpi.stop()`` but has not called this operation.
+
+    Return "" if there is no such rank.
+    """
     mine = journal.find_record(board, number)
     if mine is None:
         return ""

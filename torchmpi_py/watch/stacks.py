@@ -1,4 +1,4 @@
-"""Collect the stacks of a node's ranks: one rank requests them on the board, and each watchdog writes its own."""
+"""Collect the stacks of a node's ranks: one rank requests all stacks, and each rank's watchdog writes to the board."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def gather(board: Board, is_over: Callable[[], bool], seconds: float = _GIVEN_WI
 
 
 def give(board: Board) -> None:
-    """Write the stacks of this process to the board, if a rank has requested them since the last time."""
+    """Write the stacks of this process to the board, if a rank has requested them since the last call."""
     with _giving:
         request_ns = board.get(TEXT_WANTED)
         if request_ns != board.get(TEXT_GIVEN):
@@ -59,7 +59,7 @@ def text() -> str:
 
 
 def _handled(entry: Any) -> str:
-    """Return a line about the exception that a thread handles (also in a ``finally`` block), or "" without one."""
+    """Return a line about the exception that a thread handles (also in a ``finally`` block), or "" if there is none."""
     error = entry[1] if isinstance(entry, tuple) else entry  # Python 3.11 and older have tuples here.
     if error is None:
         return ""

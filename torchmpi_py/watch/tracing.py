@@ -8,11 +8,11 @@ torch.profiler alone cannot show our operations. It sees neither the communicati
 carries out without a thread, and it does not run if the program has started a profiler. Both kinds of events share one
 time axis, because torch counts time.time_ns from ``baseTimeNanoseconds``.
 
-Each operation belongs to a *lane*, which is a row of the trace if its operations do not overlap:
+Each operation belongs to a *lane*. If the operations of a lane do not overlap, the lane is one row of the trace:
 
 direct       blocking calls
 background   asynchronous operations in the communication thread; "queued us" is the time from launch to start
-posted       asynchronous operations that MPI carries out itself, from the launch until a test finds them complete.
+posted       asynchronous operations that MPI carries out itself, from the launch until a test shows completion.
              They overlap, so this lane has up to 16 rows
 
 A file also states the offset of this rank's clock from rank 0's clock, at the start and, unless the rank failed, at the
@@ -186,7 +186,7 @@ class Trace:
         self.events.append(event)
 
     def write(self) -> None:
-        """Stop torch's profiler, and write the complete trace to ``path``, or nothing. Later calls do nothing."""
+        """Stop torch's profiler, and write the trace to ``path`` completely or not at all. Later calls do nothing."""
         if self._is_written:
             return
         self._is_written = True
@@ -243,7 +243,7 @@ _numbers = itertools.count(1)
 
 
 def start(world: Communicator) -> Trace | None:
-    """Start a trace if TORCHMPI_PROFILE is set to a folder. All ranks of ``world``, the whole job, must call this.
+    """Start a trace if TORCHMPI_PROFILE is set to a folder. All ranks of the job (``world``) must call this function.
 
     Raise RanksDisagree on all ranks if only some ranks set the variable, or TorchMPIError if a rank cannot write to the
     folder.

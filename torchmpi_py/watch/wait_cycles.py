@@ -11,7 +11,7 @@ rank, and that the next rank has not called it. Then the cycle can never resolve
 made or launched is already on the board.
 
 This is a proof only if nothing else can make a missing call. So a watchdog publishes a wait only after a second, and
-only if it has no time limit. A cycle counts only if two successive looks find the same operations. If a rank of
+only if the wait has no time limit. A cycle counts only if two successive looks find the same operations. If a rank of
 the cycle has another Python thread, that thread might still make the call. Then the report is printed, and the job
 continues until its timeout.
 

@@ -53,7 +53,7 @@ class Ages:
         self._before = now
 
     def look(self, numbers: Iterable[int], now: float) -> None:
-        """Age the operations that are under way now, and forget all others."""
+        """Increase the ages of the operations that are under way now, and forget all other operations."""
         passed, self._before = min(now - self._before, _MOST_A_LOOK_SECONDS), now
         self.seconds = {number: self.seconds.get(number, 0.0) + passed for number in numbers}
         limited = tuple(backoff.limited.items())
@@ -66,7 +66,7 @@ class Ages:
         """
         old = {n: seconds for n, seconds in self.seconds.items() if seconds >= at_least and n not in excluded}
         for wait, (number, limit) in tuple(backoff.limited.items()) if old else ():
-            # Ignore a wait with a shorter limit, because a program may poll with short waits for ever.
+            # Ignore a wait with a shorter limit, because a program may poll with short waits indefinitely.
             if limit >= at_least and number in old:
                 waited = old[number] - self._at_wait.get(wait, old[number])
                 if waited < limit + job_reports.RAISE_SECONDS:
@@ -128,7 +128,7 @@ class Neighbours:
             self._poll.register(file, select.POLLIN)
 
     def sleep(self, seconds: float) -> bool:
-        """Sleep until the time is over, a neighbour ends, or ``wake`` is readable. Return whether it is readable."""
+        """Sleep until the time is over, a neighbour ends, or ``wake`` is readable. Return whether ``wake`` is."""
         events = dict(self._poll.poll(seconds * 1000))
         for file in self._alive.keys() & events.keys():
             self._suspects.append(self._alive.pop(file))
@@ -339,7 +339,7 @@ def end_job(board: Board, reason: int, why: str) -> None:
             # Dump after the report, because the launcher may notice the death too and end this process during the dump.
             print_to_stderr(flight_recorder.dump(board))
         elif answer["claimed"] == "held":
-            time.sleep(job_reports.OTHERS_END_SECONDS)  # The rank that reports ends the job in this time.
+            time.sleep(job_reports.OTHERS_END_SECONDS)  # The rank that reports ends the job during this time.
     finally:
         abort.abort(abort.EXIT_CODE, why)
 
