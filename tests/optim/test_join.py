@@ -141,7 +141,7 @@ def test_schedulers_and_scalers_end_alike(mpi):
 
 
 def test_errors(mpi):
-    with pytest.raises(TypeError, match="found a SGD"), torchmpi_py.join(stepped(network())):
+    with pytest.raises(TypeError, match="found SGD"), torchmpi_py.join(stepped(network())):
         pass
     module = network()
     with pytest.raises(ValueError, match="call register_async_backward"), torchmpi_py.join(module):

@@ -105,7 +105,7 @@ def test_bad_input():
         ({"factor": 2, "rule": "cubic"}, "rule='cubic'"),
         ({"factor": 2, "warmup_steps": -1}, "warmup_steps=-1"),
         ({"factor": 2, "warmup_steps": 0.5}, "warmup_steps=0.5"),
-        ({"factor": 0.5, "warmup_steps": 3}, "factor=0.5: a warm-up needs"),
+        ({"factor": 0.5, "warmup_steps": 3}, "a warm-up needs factor >= 1, found factor=0.5"),
     ):
         with pytest.raises(ValueError, match=told):
             optim.large_batch(optimizer, **options)

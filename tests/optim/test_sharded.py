@@ -173,7 +173,7 @@ def test_gradients_that_the_user_drops_move_nothing(mpi, placement):
     loss_of(module, 1, [mpi.rank()]).backward()
     ours.remove()
     assert all(p.grad is None or type(p.grad) is torch.Tensor for p in module.parameters())
-    with pytest.raises(RuntimeError, match=r"ShardedOptimizer: remove\(\) has ended it"):
+    with pytest.raises(RuntimeError, match=r"ShardedOptimizer: .* after remove\(\)"):
         ours.step()
 
 
@@ -188,13 +188,13 @@ def test_bad_input(mpi):
         with pytest.raises(error, match=message):
             optim.ShardedOptimizer(parameters, torch.optim.SGD)
     for kind in (torch.optim.LBFGS, type("ScheduleFree", (torch.optim.SGD,), {"eval": None})):
-        with pytest.raises(TypeError, match=f"{kind.__name__} needs all"):
+        with pytest.raises(TypeError, match=f"{kind.__name__} cannot update shards"):
             optim.ShardedOptimizer(module.parameters(), kind)
     for wrong, told in (("even", "placement='even'"), (lambda number, p: mpi.size(), f"parameter 0={mpi.size()}")):
         with pytest.raises(ValueError, match=told):
             optim.ShardedOptimizer(module.parameters(), torch.optim.SGD, placement=wrong)
     ours = optim.ShardedOptimizer(module.parameters(), torch.optim.SGD)
-    with pytest.raises(TypeError, match=r"use the plain optimizer that its to_optimizer\(\) returns"):
+    with pytest.raises(TypeError, match=r"use the plain optimizer that to_optimizer\(\) returns"):
         ours.add_param_group({"params": []})
     with pytest.raises(ValueError, match="doesn't match the size"):
         ours.load_state_dict(torch.optim.SGD(module[0].parameters()).state_dict())
@@ -202,5 +202,5 @@ def test_bad_input(mpi):
     with pytest.raises(RuntimeError, match=r"ran again before .*step\(\)"):
         loss_of(module, 0, [mpi.rank()]).backward()
     module[0].weight.data = module[0].weight.data.clone()
-    with pytest.raises(RuntimeError, match="memory of the parameters"):
+    with pytest.raises(RuntimeError, match="moved to other memory"):
         train(module, ours, [0], [mpi.rank()])

@@ -1,16 +1,17 @@
-"""An optimizer whose gradients are means over the ranks: one line for a script with its own training loop.
+"""An optimizer wrapper that averages gradients over the ranks, for scripts with their own training loop.
 
 The idea: gradients are sent during the backward pass, in the buckets of ``nn.register_async_backward``. ``backward()``
-returns when they are reduced. So gradients that you read, clip or unscale between ``backward()`` and ``step()`` are the
-means. Alternative: return from ``backward()`` at once and wait in ``step()``, as Horovod does. Why not: a script that
-clips must then call ``synchronize()`` before, and a script that forgets it clips local gradients without an error.
+returns when the gradients are reduced. So the gradients that you read, clip or unscale between ``backward()`` and
+``step()`` are already averages. Alternative: return from ``backward()`` without waiting, and wait in ``step()``, as
+Horovod does. Why not: a script that clips would have to call ``synchronize()`` first. A script without this call would
+clip local gradients, and no error would show it.
 
-Scripts for Horovod call ``synchronize`` and ``skip_synchronize`` around clipping; here these calls do nothing in most
-steps. A rank that had no backward pass, or fewer than the others, takes part in the reduction in ``step``. On such a
-rank call ``synchronize`` before clipping (GradScaler triggers it automatically).
+Scripts written for Horovod call ``synchronize`` and ``skip_synchronize`` around clipping. Here these calls do nothing
+in most steps. A rank that ran fewer backward passes than the other ranks, or none, joins the reduction in ``step``. On
+such a rank, call ``synchronize`` before clipping (GradScaler triggers it automatically).
 
-Sources: Horovod's DistributedOptimizer (Sergeev and Del Balso, 2018) for the names; decision 021 for the moment at
-which it waits.
+Sources: the names are those of Horovod's DistributedOptimizer (Sergeev and Del Balso, 2018). Decision 021 explains why
+``backward()`` waits for the reduction.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from torchmpi_py.optim.wrapper import ReducingOptimizer
 
 
 class DistributedOptimizer(ReducingOptimizer):
-    """Average the gradients of ``optimizer`` over the ranks; everything else is done by ``optimizer``.
+    """Wrap ``optimizer`` so that its gradients are averaged over the ranks.
 
     ``param_groups``, ``state``, ``state_dict``, hooks, schedulers and GradScaler work as with the plain optimizer.
-    Every rank creates it with the same arguments and calls ``step`` equally often. Use ``mpi.join`` if some ranks run
-    out of data earlier. Creating it and ``step`` are collective. Parameters must be equal on all ranks at the start
-    (see ``nn.synchronize_parameters``); the first reduction checks this. ``remove()`` ends the averaging.
+    Every rank must create the wrapper with the same arguments, and call ``step`` the same number of times. If some
+    ranks have fewer batches than others, use ``mpi.join``. Parameters must be equal on all ranks at the start (see
+    ``nn.synchronize_parameters``); the first reduction checks this. ``remove()`` ends the averaging.
 
     Args:
-        optimizer (torch.optim.Optimizer): any optimizer of parameters of ``module``.
+        optimizer (torch.optim.Optimizer): any torch optimizer whose parameters belong to ``module``.
         module (torch.nn.Module): module that holds the parameters. Parameters that are not in the optimizer are not
             reduced.
-        backward_passes_per_step (int): number of backward passes whose gradients are added up before a step; default
-            1. The last pass reduces them.
+        backward_passes_per_step (int): number of backward passes per step; default 1. Their gradients are added up,
+            and the last pass reduces the sum.
         compression (Compression): compression of the gradients that are sent, such as ``optim.compression.BF16()``, or
             None (default).
         average (bool): True (default) computes the mean over the ranks; False computes the sum.
@@ -54,12 +55,13 @@ class DistributedOptimizer(ReducingOptimizer):
         comm (Communicator): ranks to average over; default None, the current level.
 
     Raises:
-        RanksDisagree: on every rank. When it is created: the parameters differ in name, shape or dtype. In a reduction:
-            the initial parameters differ in value, or a rank has called ``step`` more often than another (not compared
-            in ``mpi.join``).
-        ValueError: the optimizer has parameters that are not in ``module``, another registration already reduces them,
-            or ``backward_passes_per_step`` is not a whole number above 0.
-        TypeError: ``optimizer`` is not a torch optimizer, or ``compression`` is not a compression.
+        RanksDisagree: on every rank. At creation, the parameters differ in name, shape or dtype. In a reduction, the
+            initial parameters differ in value, or a rank has called ``step`` more often than another rank (``mpi.join``
+            does not compare these numbers).
+        ValueError: ``optimizer`` has parameters that are not in ``module``, another registration already reduces some
+            of the parameters, or ``backward_passes_per_step`` is not a whole number above 0.
+        TypeError: ``optimizer`` is not a torch optimizer, ``module`` is not a module, or ``compression`` is not a
+            ``Compression``.
 
     Examples:
         >>> net = torch.nn.Linear(4, 1)
@@ -88,7 +90,7 @@ class DistributedOptimizer(ReducingOptimizer):
         super().__init__()
         check_module("DistributedOptimizer", module)
         if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
-            raise TypeError(f"DistributedOptimizer: expected a torch optimizer, found {optimizer!r}")
+            raise TypeError(f"DistributedOptimizer: expected a torch optimizer, found {optimizer!r}; pass an instance")
         self.optimizer = optimizer
         self.module = module
         self.comm = resolve(comm)
@@ -97,8 +99,8 @@ class DistributedOptimizer(ReducingOptimizer):
         counts = verbs.allgather(len(others), comm=self.comm)
         if any(counts):
             raise ValueError(
-                f"DistributedOptimizer: the optimizers have {counts} parameters (by rank) that are not in the module. "
-                "Create them with torch.optim.SGD(module.parameters(), ...), and do not copy the module afterwards"
+                "DistributedOptimizer: expected only parameters of the module; found other parameters (number by rank: "
+                f"{counts}). Create the optimizer with module.parameters(), and do not copy the module afterwards"
             )
         self._register(
             module,
@@ -109,7 +111,7 @@ class DistributedOptimizer(ReducingOptimizer):
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters; first reduce gradients that are not reduced yet. Every rank must make this call.
+        """Reduce any gradients that are not reduced yet, and update the parameters. Every rank must make this call.
 
         **Overwrites** the parameters.
 
@@ -137,9 +139,9 @@ class DistributedOptimizer(ReducingOptimizer):
             self._is_reduced = False
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
-        """Return a context manager that does nothing, for scripts for Horovod.
+        """Return a context manager that does nothing, for compatibility with Horovod.
 
-        Horovod needs it around ``step()`` after ``synchronize()`` and clipping.
+        Scripts written for Horovod enter it around ``step()``, after ``synchronize()`` and clipping.
         """
         return nullcontext()
 
@@ -152,7 +154,10 @@ class DistributedOptimizer(ReducingOptimizer):
 
 
 def _parameters_of(reference: weakref.ref[DistributedOptimizer], _: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the parameters that the optimizer holds now. The registration must not keep the optimizer alive."""
+    """Return the current parameters of the optimizer, or no parameters if the optimizer has been deleted.
+
+    The reference is weak, because the registration must not keep the optimizer alive.
+    """
     distributed = reference()
     groups = [] if distributed is None else distributed.optimizer.param_groups
     return [p for group in groups for p in group["params"]]

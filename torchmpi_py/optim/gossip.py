@@ -1,9 +1,9 @@
-"""Averages with partners instead of all ranks: a rank waits for at most two others.
+"""Gossip averaging: each rank averages its parameters with one or two partners instead of with all ranks.
 
-The idea: after each step, the parameters of a rank become a weighted mean of its own parameters and its partners'. The
-weights are symmetric, and the weights of a rank sum to 1. So the average over all ranks does not change, and the
-differences between ranks shrink in each step. On the ring of P ranks they shrink at least by the factor
-(1 + 2 cos(2 pi / P)) / 3. Alternative: an allreduce in each step. Why not: every rank then waits for the slowest one.
+The idea: after each step, the parameters of a rank become a weighted mean of the rank's and the partners' parameters.
+The weights are symmetric, and the weights of a rank sum to 1. So the average over all ranks does not change, and the
+differences between ranks shrink in each step. On a ring of P ranks, each step multiplies the differences by at most
+(1 + 2 cos(2 pi / P)) / 3. Alternative: an allreduce in each step. Why not: every rank would wait for the slowest rank.
 
 Sources: Boyd et al., Randomized Gossip Algorithms (2006). Lian et al., Can Decentralized Algorithms Outperform
 Centralized Algorithms? (2017).
@@ -25,25 +25,25 @@ from torchmpi_py.optim.wrapper import LocalOptimizer
 
 
 class Gossip(LocalOptimizer):
-    """Take local steps with ``optimizer``; after each step, average the parameters with those of partners.
+    """Take local steps with ``optimizer``, and average the parameters with the partners' parameters after each step.
 
     Gradients are not reduced, and the optimizer's state is local to each rank. Parameters must be equal on all ranks at
-    the start (see ``nn.synchronize_parameters``), and every rank must take the same number of steps. Call ``average``,
-    which is collective, before an evaluation or a checkpoint.
+    the start (see ``nn.synchronize_parameters``), and every rank must take the same number of steps. Before an
+    evaluation or a checkpoint, call ``average`` on every rank.
 
     Args:
         optimizer (torch.optim.Optimizer): any plain torch optimizer.
-        partners (str): "ring" (default): the two neighbours in rank order, with weight 1/3 each. "random": in each step
-            one other rank, drawn from ``seed``, with weight 1/2; if the number of ranks is odd, one rank has no
-            partner.
+        partners (str): "ring" (default) selects the two neighbours in rank order, with weight 1/3 each. "random" draws
+            one partner for each step, with weight 1/2. If the number of ranks is odd, one rank then has no partner in
+            each step.
         asynchronous (bool): False (default) waits for the partners in each step. True sends the parameters while the
-            next step is computed, and adds the difference to the partners' parameters after that step. So a rank does
-            not wait for a partner that is at most one step behind.
-        seed (int): seed of "random" partners, the same on every rank; default 0.
-        comm (Communicator): ranks that take part; default None, the current level.
+            next step is computed, and corrects the parameters towards the partners' after that step. So a rank does not
+            wait for a partner that is at most one step behind.
+        seed (int): seed for drawing "random" partners; default 0. Pass the same seed on every rank.
+        comm (Communicator): ranks that exchange parameters; default None, the current level.
 
     Raises:
-        TypeError: ``optimizer`` is not a plain optimizer.
+        TypeError: ``optimizer`` is not a plain torch optimizer.
         ValueError: ``partners`` is neither "ring" nor "random".
 
     Examples:
@@ -66,21 +66,23 @@ class Gossip(LocalOptimizer):
     ) -> None:
         super().__init__(optimizer)
         if partners not in ("ring", "random"):
-            raise ValueError(f"Gossip: partners={partners!r}: expected 'ring' or 'random'")
+            raise ValueError(f"Gossip: expected partners='ring' or 'random', found partners={partners!r}")
         self.partners, self.asynchronous = partners, asynchronous
         self.comm = resolve(comm)
         self._generator = torch.Generator().manual_seed(seed)
         self._under_way: list[_Exchange] = []
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step of the optimizer, and average the parameters with the partners'. Every rank must make this call.
+        """Take a step of the optimizer, and average the parameters with the partners' parameters.
+
+        Every rank must make this call.
 
         Args:
             closure (callable): function that computes the loss and its gradients, evaluated once before the step, or
                 None (default).
 
         Returns:
-            The loss of the closure; None without a closure.
+            The loss that the closure returned, or None without a closure.
         """
         loss = self.take_own_step(closure)
         self.finish()
@@ -92,31 +94,31 @@ class Gossip(LocalOptimizer):
         return loss
 
     def finish(self) -> None:
-        """Wait for the parameters of the partners, and average them with this rank's parameters.
+        """Wait for the partners' parameters, and average them with this rank's parameters.
 
-        Unless ``asynchronous`` is set, ``step`` does this.
+        ``step`` does this unless ``asynchronous`` is set.
         """
         while self._under_way:
-            self._under_way[0].finish()  # The exchange stays in the list if a timeout or a signal interrupts the wait.
+            self._under_way[0].finish()  # If a timeout or a signal interrupts the wait, the exchange stays in the list.
             del self._under_way[0]
 
     def average(self) -> None:
-        """Make the parameters equal to their average over all ranks. Every rank must make this call."""
+        """Set the parameters to their average over all ranks. Every rank must make this call."""
         self.finish()
         self.average_over(self.comm)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state of the optimizer, with the random generator of the partners under "gossip".
+        """Return this rank's optimizer state, with the state of the random generator for partners under "gossip".
 
-        Waits for a pending exchange first.
+        If an exchange is pending, this call first waits for it.
         """
         self.finish()
         return {**super().state_dict(), "gossip": {"generator": self._generator.get_state()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state that ``state_dict()``, or the plain optimizer, has returned. Every rank must make this call.
+        """Load a state that ``state_dict()`` returned, here or on the plain optimizer. Every rank must make this call.
 
-        A pending exchange belongs to the steps that the state replaces, so its result is dropped.
+        The result of a pending exchange is dropped, because it belongs to the steps that the state replaces.
 
         Args:
             state_dict (dict): state to load.
@@ -128,9 +130,10 @@ class Gossip(LocalOptimizer):
             self._generator.set_state(state_dict["gossip"]["generator"].cpu())
 
     def _drawn(self) -> list[tuple[int, int]]:
-        """Return the (source, destination) pairs of this step. Every rank draws the same partners."""
+        """Draw the partners for a step, the same on every rank; return this rank's (source, destination) pairs."""
         rank, size = self.comm.rank, self.comm.size
-        # All ranks draw the same permutation; its neighbours are partners. On a ring of two, both neighbours are one.
+        # All ranks draw the same permutation. Its elements 0 and 1 are partners, then 2 and 3, and so on. A ring of two
+        # ranks is a pair as well, because both neighbours of a rank are the same rank.
         if self.partners == "random" or size == 2:
             order: list[int] = torch.randperm(size, generator=self._generator, device="cpu").tolist()
             place = order.index(rank)
@@ -141,7 +144,7 @@ class Gossip(LocalOptimizer):
 
 
 class _Exchange:
-    """An exchange of this rank's parameters with its partners'."""
+    """An exchange of parameters between this rank and its partners."""
 
     def __init__(self, tensors: list[Tensor], ranks: list[tuple[int, int]], comm: Communicator) -> None:
         self.tensors = tensors
@@ -153,7 +156,10 @@ class _Exchange:
         ]
 
     def finish(self) -> None:
-        """Add the differences to the partners, with equal weights for this rank and each partner."""
+        """Wait for the partners' parameters, and correct this rank's parameters towards them.
+
+        The correction would change the parameters that were sent to the mean over this rank and its partners.
+        """
         wait_all(self.handles)
         difference = torch.stack([x - self.sent for x in self.received]).sum(0) / (1 + len(self.received))
         changes = torch.split(difference, [tensor.numel() for tensor in self.tensors])

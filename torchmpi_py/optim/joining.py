@@ -1,11 +1,12 @@
 """Training when ranks run out of data at different times.
 
-The idea: each reduction of gradients begins with a count of the ranks that have data. A rank that has left its loop
-repeats these steps: take part in the count, stop if no rank has data, and otherwise send zeros in the reduction.
-Averages are over the ranks that have data. At the end, all ranks get parameters, buffers and optimizer state of a rank
-with the most steps. Alternative: cut all ranks to the same number of batches. Why not: the other batches are lost.
+The idea: each reduction of gradients begins by counting the ranks that have data. A rank that has left its loop keeps
+joining these counts. If no rank has data, the rank stops; otherwise it contributes zeros to the reduction. Gradients
+are averaged over the ranks that have data. At the end, all ranks get the parameters, buffers and optimizer state of a
+rank that took the most steps. Alternative: stop all ranks after the same number of batches. Why not: the surplus
+batches would be lost.
 
-Source: the semantics of torch.distributed.algorithms.Join, which does not support an optimizer over MPI.
+Source: torch.distributed.algorithms.Join has the same semantics, but does not support an optimizer over MPI.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from torchmpi_py.optim.distributed import DistributedOptimizer
 
 
 class JoiningBackward(AsyncBackward):
-    """A registration inside ``join``: each reduction begins with a count of the ranks that have data."""
+    """A registration inside ``join``. Each reduction begins by counting the ranks that have data."""
 
     compares_steps = False
 
     def begin(self) -> None:
-        """Start the block, with data on this rank."""
-        self.has_data = True  # whether this rank has data
+        """Enter the ``join`` block. This rank has data, and has not taken a step."""
+        self.has_data = True  # whether this rank is still in the loop
         self.num_present = torch.zeros(1, dtype=torch.int64, device="cpu")  # ranks with data in the last reduction
-        self.num_steps = 0  # number of steps with data on this rank
+        self.num_steps = 0  # number of steps that this rank has taken with data
 
     def go_on_without_data(self) -> None:
-        """Send zeros in the reductions of the ranks that still have data, until no rank has data."""
+        """Contribute zeros to the reductions of the ranks that still have data, until no rank has data."""
         self.has_data, self.num_passes = False, 0
         while True:
-            for parameter in self.names:  # A parameter without a gradient counts as zero.
+            for parameter in self.names:  # A parameter without a gradient contributes zeros.
                 parameter.grad = None
             self._start_reduction()
             wait_all(self._handles)
@@ -58,7 +59,7 @@ class JoiningBackward(AsyncBackward):
 
     def _finish(self) -> None:
         super()._finish()
-        # Averages over all ranks become averages over the ranks that have data.
+        # Turn averages over all ranks into averages over the ranks that have data.
         num_present = int(self.num_present)
         if self.op == "avg" and num_present < self.buckets.comm.size:
             for bucket in self.buckets.all:
@@ -67,29 +68,30 @@ class JoiningBackward(AsyncBackward):
 
 @contextmanager
 def join(module_or_optimizer: torch.nn.Module | DistributedOptimizer, *stateful: Any) -> Iterator[None]:
-    """Run a training loop that some ranks leave earlier than others, because they have fewer batches.
+    """Run a training loop in which some ranks have fewer batches than others.
 
-    Every rank of the optimizer's ``comm`` must enter the block. Gradients are averages over the ranks that still have
-    data (or sums, with ``average=False``). A rank that leaves the loop waits at the end of the block until all ranks
-    have left it. Then all ranks get the parameters, buffers and optimizer state of the rank with the most steps, the
-    lowest one of several.
+    Every rank of the optimizer's ``comm`` must enter the block. Gradients are averaged (with ``average=False``, summed)
+    over the ranks that still have data. A rank that leaves the loop waits at the end of the block until all ranks have
+    left the loop. Then all ranks get the parameters, buffers and optimizer state of the rank that took the most steps.
+    If several ranks took the most steps, the lowest of these ranks is the source.
 
-    Gradients of backward passes after the last whole step (see ``backward_passes_per_step``) are dropped. Do not call
-    other collectives in the loop (SyncBatchNorm, metrics over ranks, a closure for ``step``), because ranks that have
-    left it do not make these calls. An error in the loop is raised unchanged.
+    Gradients of backward passes after the last complete step (see ``backward_passes_per_step``) are dropped. Do not
+    call other collectives in the loop (SyncBatchNorm, metrics over ranks, a closure for ``step``), because the ranks
+    that have left the loop do not make these calls. An error in the loop is raised unchanged.
 
     Args:
         module_or_optimizer (DistributedOptimizer or torch.nn.Module): optimizer, or a module whose gradients
             ``register_async_backward`` reduces once per step.
-        *stateful (object): objects with ``state_dict`` and ``load_state_dict`` that change in each step and must be
-            equal afterwards, such as a scheduler or a GradScaler; with a module also its optimizer.
+        *stateful (object): objects with ``state_dict`` and ``load_state_dict`` that change in each step, such as a
+            scheduler or a GradScaler. They get the state of the same rank. If you pass a module, pass its optimizer
+            here.
 
     Yields:
         None.
 
     Raises:
         TypeError: ``module_or_optimizer`` is neither a module nor a DistributedOptimizer.
-        ValueError: the module has no registration.
+        ValueError: ``register_async_backward`` was not called for the module.
 
     Examples:
         >>> net = torch.nn.Linear(4, 1)
@@ -107,19 +109,19 @@ def join(module_or_optimizer: torch.nn.Module | DistributedOptimizer, *stateful:
     module: Any = module_or_optimizer if optimizer is None else optimizer.module
     if not isinstance(module, torch.nn.Module):
         raise TypeError(
-            f"join: expected a module or an optim.DistributedOptimizer, found a {type(module).__name__}; a "
-            "ShardedOptimizer needs the same number of batches on every rank (use mpi.shard or drop_last=True)"
+            f"join: expected a torch.nn.Module or an optim.DistributedOptimizer, found {type(module).__name__}. For a "
+            "ShardedOptimizer, give every rank the same number of batches (use mpi.shard or drop_last=True)"
         )
-    # A registration of register_async_backward is its own owner.
+    # Only a registration by register_async_backward is its own owner.
     own = [each for each in registered.get(module, []) if each._owner() is each]
     reduction: Any = optimizer.reduction if optimizer is not None else own[-1] if own else None
     if reduction is None:
         raise ValueError(
-            "join: expected reduced gradients; call register_async_backward first, or pass a DistributedOptimizer"
+            "join: gradients of the module are not reduced; call register_async_backward or pass a DistributedOptimizer"
         )
     if optimizer is not None:
         optimizer.check_equal()
-    # Changing the class keeps the hooks and the object that the user holds.
+    # Change the class of the object, so that its hooks and the user's reference stay valid.
     plain, reduction.__class__ = reduction.__class__, JoiningBackward
     reduction.begin()
     try:
@@ -127,7 +129,7 @@ def join(module_or_optimizer: torch.nn.Module | DistributedOptimizer, *stateful:
         reduction.go_on_without_data()
     finally:
         reduction.__class__ = plain
-        # The ranks have made different numbers of steps in the block, so their counts differ.
+        # Reset the count of updates, because the ranks have taken different numbers of steps in the block.
         reduction.order.num_updates = 0
     steps = verbs.allgather_object(reduction.num_steps, comm=reduction.buckets.comm)
     root = steps.index(max(steps))

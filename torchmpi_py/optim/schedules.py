@@ -23,22 +23,24 @@ def large_batch(
     rule: Literal["linear", "sqrt"] = "linear",
     warmup_steps: int = 0,
 ) -> LinearLR:
-    """Scale the learning rates of ``optimizer`` for a batch ``factor`` times as large, and warm up to them.
+    """Scale the learning rates of ``optimizer`` for a larger batch, with an optional warm-up.
 
-    **Overwrites** the learning rates of ``optimizer``. The learning rate grows in equal steps from its present value to
-    ``factor`` times that value (with "sqrt", to the square root of ``factor`` times that value). The ranks do not
-    communicate; call it with the same arguments on every rank.
+    **Overwrites** the learning rates of ``optimizer``. In a warm-up, each learning rate grows in equal steps from its
+    original value to the scaled value. The ranks do not communicate, so call this function with the same arguments on
+    every rank.
 
     Args:
         optimizer (torch.optim.Optimizer): any torch optimizer, plain or wrapped.
-        factor (float): ratio of the new batch size to the old one, above 0; default None, the number of ranks of the
-            current level.
-        rule (str): "linear" (default) multiplies the learning rate by ``factor``, "sqrt" by its square root.
-        warmup_steps (int): number of steps until the full learning rate; default 0, the full rate at once.
+        factor (float): ratio of the large batch size to the original batch size, above 0; default None, the number of
+            ranks of the current level.
+        rule (str): "linear" (default) multiplies the learning rates by ``factor``, "sqrt" by the square root of
+            ``factor``.
+        warmup_steps (int): number of steps until the scaled learning rate is reached; default 0, no warm-up.
 
     Returns:
-        A torch ``LinearLR``. Call its ``step`` after each step of the optimizer (in an engine: in ``on_update``). A
-        SequentialLR may hold it, but not together with OneCycleLR, which has its own warm-up, or MultiplicativeLR.
+        A torch ``LinearLR``. Call its ``step`` method after each step of the optimizer (with an engine, in
+        ``on_update``). You can put it into a SequentialLR, but not together with MultiplicativeLR or with OneCycleLR,
+        which has a warm-up of its own.
 
     Raises:
         ValueError: ``rule`` is unknown, ``factor`` is not above 0, ``factor`` is below 1 with a warm-up, or
@@ -54,12 +56,12 @@ def large_batch(
     """
     factor = resolve(None).size if factor is None else factor
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
-        raise ValueError(f"large_batch: factor={factor!r}: expected a number above 0 (large batch / original batch)")
+        raise ValueError(f"large_batch: expected factor > 0 (large batch / original batch), found factor={factor!r}")
     if rule not in ("linear", "sqrt"):
-        raise ValueError(f"large_batch: rule={rule!r}: expected 'linear' or 'sqrt'")
+        raise ValueError(f"large_batch: expected rule='linear' or 'sqrt', found rule={rule!r}")
     check_count("large_batch: warmup_steps", warmup_steps, 0, "steps")
     if warmup_steps and factor < 1:
-        raise ValueError(f"large_batch: factor={factor!r}: a warm-up needs a factor of at least 1; use warmup_steps=0")
+        raise ValueError(f"large_batch: a warm-up needs factor >= 1, found factor={factor!r}; use warmup_steps=0")
     scale = factor if rule == "linear" else math.sqrt(factor)
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * scale

@@ -1,11 +1,12 @@
 """A sharded optimizer (ZeRO-1): the state is divided among the ranks, and each rank updates a part of the parameters.
 
-1. The backward pass reduces each bucket of gradients to the owners of its parts, while other gradients are computed.
+1. The backward pass reduces each bucket of gradients to the owners of the bucket's parts, while it computes other
+   gradients.
 2. ``step`` updates this rank's parts, bucket by bucket, with a plain torch optimizer.
 3. ``step`` sends the updated parameters of a bucket to all ranks, while later buckets are updated.
 
-The ranks send as many bytes as with plain averaging. Each rank holds 1/P of the state. Sources: see
-``sharded_buckets``.
+The ranks send the same number of bytes as with plain averaging, and each of P ranks holds 1/P of the state. The sources
+are listed in ``sharded_buckets``.
 """
 
 from __future__ import annotations
@@ -32,41 +33,44 @@ from torchmpi_py.optim.wrapper import ReducingOptimizer, evaluated
 class ShardedOptimizer(ReducingOptimizer):
     """Run ``optimizer_class(parameters, **defaults)`` with its state divided among the ranks of ``comm`` (ZeRO-1).
 
-    Every rank creates it with the same arguments, runs the same number of backward passes, and calls ``step`` equally
-    often. Gradients are averaged during the backward pass, so plain training loops need no other change. Afterwards
-    each rank has the gradients of its own shards. Reading or changing another ``p.grad`` raises RuntimeError until
-    ``step``. So clip with this object's ``clip_grad_norm_``, and drop gradients with its ``zero_grad``; ``step`` drops
-    them too.
+    Every rank must create the optimizer with the same arguments, run the same number of backward passes, and call
+    ``step`` the same number of times. Gradients are averaged during the backward pass, so plain training loops need no
+    other change. After a backward pass, each rank has only the gradients of its own shards. Reading or changing any
+    other ``p.grad`` raises RuntimeError until ``step``. So clip with this optimizer's ``clip_grad_norm_``, and drop
+    gradients with its ``zero_grad``. ``step`` also drops the gradients.
 
-    **Overwrites** ``p.data``: parameters become views of flat memory. ``torch.save`` would store all of that memory, so
-    save clones. ``step`` of ``optimizer_class`` runs once per bucket, and so do its step hooks. Sparse gradients
-    (``Embedding(sparse=True)``) are made dense. A parameter that no rank used in a step is not changed.
+    **Overwrites** ``p.data``: parameters become views of flat memory. ``torch.save`` of a parameter would store all of
+    this memory, so save clones. ``step`` of ``optimizer_class`` and its step hooks run once per bucket. Sparse
+    gradients (``Embedding(sparse=True)``) are converted to dense ones. A parameter that no rank used in a step is not
+    changed.
 
     ``param_groups`` holds this rank's shards, and works with schedulers and GradScaler. ``parameters`` holds the whole
-    parameters. ``state_dict`` is collective. It returns the state of the plain optimizer, the same on every rank and
-    for any number of ranks. Call ``load_state_dict`` on every rank. ``from_optimizer`` converts an existing optimizer,
-    and ``remove()`` ends the sharding.
+    parameters. Call ``state_dict`` and ``load_state_dict`` on every rank. The state has the format of the plain
+    optimizer's state, is equal on every rank, and can be loaded on any number of ranks. ``from_optimizer`` converts an
+    existing optimizer, and ``remove()`` ends the sharding.
 
     Args:
-        parameters (iterable): parameters or parameter groups, as in torch. They must be on one device, and equal on all
-            ranks; the first step checks this.
-        optimizer_class (type): class of torch optimizers that needs no closure (not LBFGS). The update of a parameter
+        parameters (iterable): parameters or parameter groups, as in torch. They must be on one device. Their values
+            must be equal on all ranks, which the first step checks.
+        optimizer_class (type): torch optimizer class that needs no closure (so not LBFGS). The update of a parameter
             must not depend on other parameters.
-        placement (str or callable): which rank updates what. "size" (default) makes equal slices, if the class treats
-            every element in the same way (SGD, Adam, AdamW and others of torch.optim). For any other class it assigns
-            whole parameters, the largest first, each to the rank with the fewest elements. "round_robin" and "hash" (of
-            the parameter's number) assign whole parameters. A function of (number, parameter) returns the rank.
+        placement (str or callable): rule that assigns parameters to ranks. "size" (default) assigns equal slices if the
+            class updates every element in the same way (SGD, Adam, AdamW and others of torch.optim). For any other
+            class, "size" assigns whole parameters, the largest first, each to the rank with the fewest elements.
+            "round_robin" and "hash" assign whole parameters by their number. A function receives (number, parameter)
+            and returns the rank.
         comm (Communicator): ranks that share the state; default None, the current level.
         average (bool): True (default) computes the mean of the gradients over the ranks; False computes the sum.
         backward_passes_per_step (int): number of backward passes whose gradients are added up before a step; default 1.
-        compression (Compression): compression of gradients on their way to the owners; default None. Updated parameters
-            are sent uncompressed.
+        compression (Compression): compression of the gradients that are sent to the owners; default None. Updated
+            parameters are sent uncompressed.
         **defaults (object): options of ``optimizer_class``, such as ``lr``.
 
     Raises:
         TypeError: a parameter is not a torch.nn.Parameter, or ``optimizer_class`` needs a closure.
-        ValueError: a parameter occurs twice, another registration already reduces it, or ``placement`` is unknown.
-        RanksDisagree: on every rank, at the latest in the first step, if parameters differ between ranks.
+        ValueError: a parameter occurs twice, another registration already reduces a parameter, or ``placement`` is
+            unknown.
+        RanksDisagree: on every rank, no later than in the first step, if parameters differ between ranks.
 
     Examples:
         >>> net = torch.nn.Linear(4, 1)
@@ -81,7 +85,7 @@ class ShardedOptimizer(ReducingOptimizer):
         >>> optimizer.remove()
     """
 
-    ends_by = "use the plain optimizer that its to_optimizer() returns"
+    ends_by = "use the plain optimizer that to_optimizer() returns"
 
     def __init__(
         self,
@@ -119,7 +123,7 @@ class ShardedOptimizer(ReducingOptimizer):
 
     @classmethod
     def from_optimizer(cls, optimizer: torch.optim.Optimizer, **options: Any) -> ShardedOptimizer:
-        """Create a sharded optimizer from ``optimizer``, with its groups and its state. Every rank must make this call.
+        """Create a sharded optimizer with the groups and the state of ``optimizer``. Every rank must make this call.
 
         The state of ``optimizer`` must be equal on all ranks. Schedulers of ``optimizer`` keep working.
         ``to_optimizer`` reverses this call.
@@ -139,7 +143,7 @@ class ShardedOptimizer(ReducingOptimizer):
         return cls(optimizer.param_groups, lambda groups: optimizer, **options)
 
     def to_optimizer(self) -> torch.optim.Optimizer:
-        """End the sharding. Every rank must make this call.
+        """End the sharding, and return the plain optimizer. Every rank must make this call.
 
         Returns:
             The plain optimizer, with the whole parameters and the whole state.
@@ -160,15 +164,15 @@ class ShardedOptimizer(ReducingOptimizer):
                 None (default).
 
         Returns:
-            The loss of the closure; None without a closure.
+            The loss that the closure returned, or None without a closure.
         """
         loss = evaluated(closure)
         self.synchronize()
         for bucket in self._buckets:
             for shard, part in bucket.shards.items():
-                if part.parameter.grad is None:  # No rank used it, or the user dropped its gradient.
+                if part.parameter.grad is None:  # No rank used the parameter, or the user dropped the gradient.
                     shard.grad = None
-        # A bucket's parameters are sent while the next bucket is updated. Every rank starts all buckets, in one order.
+        # Send the parameters of a bucket while the next bucket is updated. Every rank sends all buckets, in one order.
         handles: list[Handle[Any]] = []
         groups, new_groups = self.optimizer.param_groups, {}
         try:
@@ -180,7 +184,7 @@ class ShardedOptimizer(ReducingOptimizer):
                 handles.append(bucket.spread())
         finally:
             self.optimizer.param_groups = groups
-        # An optimizer that counts in a group must count once per step, not once per bucket.
+        # Some optimizers count their steps in a group. The count must grow once per step, not once per bucket.
         for index, group in new_groups.items():
             groups[index].update({**group, "params": groups[index]["params"]})
         self._is_reduced = False
@@ -195,11 +199,11 @@ class ShardedOptimizer(ReducingOptimizer):
         ``step``. Gradients that are not reduced yet are reduced first.
 
         Args:
-            max_norm (float): largest norm of all gradients together.
+            max_norm (float): upper limit for the norm of all gradients together.
             norm_type (float): order of the norm; default 2.0.
 
         Returns:
-            The norm before scaling, a float64 tensor on the CPU, the same on every rank.
+            The norm before scaling: a float64 tensor on the CPU, equal on every rank.
         """
         self.synchronize()
         gradients = self._gradients_here()
@@ -215,8 +219,8 @@ class ShardedOptimizer(ReducingOptimizer):
         """Drop the gradients.
 
         Args:
-            set_to_none (bool): passed to the plain optimizer; default True. The gradients of the parameters become
-                None.
+            set_to_none (bool): passed to the plain optimizer; default True. The gradients of the whole parameters
+                always become None.
 
         Raises:
             RuntimeError: some, but not all, backward passes of a step have run, so their gradients would be lost.
@@ -226,9 +230,9 @@ class ShardedOptimizer(ReducingOptimizer):
             p.grad = None
 
     def remove(self) -> None:
-        """End the reductions, and give the parameters and the plain optimizer back.
+        """End the reductions and the sharding.
 
-        The parameters get their own memory, and the plain optimizer holds them again. You may still call
+        Each parameter gets its own memory, and the plain optimizer holds the whole parameters again. You may still call
         ``state_dict``.
         """
         super().remove()
@@ -237,25 +241,25 @@ class ShardedOptimizer(ReducingOptimizer):
         self._hold_parameters()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the plain optimizer's state, the same on every rank. Every rank must make this call.
+        """Return the plain optimizer's state, equal on every rank. Every rank must make this call.
 
         Returns:
-            A dict of torch's form, which ``load_state_dict`` accepts on any number of ranks.
+            A dict in the format of ``torch.optim``. ``load_state_dict`` accepts it on any number of ranks.
 
         Raises:
             RanksDisagree: on every rank, if only some ranks have loaded a state.
-            RuntimeError: some, but not all, backward passes of a step have run; a state has no gradients.
+            RuntimeError: some, but not all, backward passes of a step have run. A state contains no gradients.
         """
         groups: Any = self.optimizer.param_groups
         state: Any = self.optimizer.state
         self._check_between_steps("state_dict")
-        # The options of a group come from a rank that updates some of its parameters.
+        # Take the options of each group from a rank that updates parameters of the group.
         here = {bucket.group: {**groups[bucket.group], "params": None} for bucket in self._shards.values()}
         of_ranks = verbs.allgather_object((self._num_loads, here), comm=self.comm)
         if len({num_loads for num_loads, _ in of_ranks}) > 1:
             raise RanksDisagree("ShardedOptimizer: only some ranks called load_state_dict; call it on every rank")
         options_of_group = collections.ChainMap(*(groups_there for _, groups_there in of_ranks))
-        # Entries outside the shards belong to frozen parameters, for example.
+        # Keep the entries that belong to no shard, such as entries of frozen parameters.
         whole = {key: entries for key, entries in state.items() if key not in self._shards}
         for bucket in self._buckets:
             whole |= bucket.join(state)
@@ -270,10 +274,10 @@ class ShardedOptimizer(ReducingOptimizer):
             self.optimizer.param_groups, self.optimizer.state = groups, state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a plain optimizer of these parameters, or of this class. Every rank must make this call.
+        """Load a state that ``state_dict`` returned, here or on a plain optimizer. Every rank must make this call.
 
         Args:
-            state_dict (dict): state to load; it may come from any number of ranks.
+            state_dict (dict): state to load. It may have been saved by a job with any number of ranks.
         """
         self._hold_parameters()
         try:
@@ -283,12 +287,12 @@ class ShardedOptimizer(ReducingOptimizer):
             self._hold_shards()
 
     def _hold_parameters(self) -> None:
-        """Let the optimizer hold the whole parameters."""
+        """Put the whole parameters into the groups of the plain optimizer."""
         for group, members in zip(self.optimizer.param_groups, self.whole_groups, strict=True):
             group["params"] = members
 
     def _hold_shards(self) -> None:
-        """Let the optimizer hold this rank's shards, with their part of the state, instead of the parameters."""
+        """Replace the parameters and their state, in the plain optimizer, by this rank's shards and their state."""
         trained, whole = self.reduction.names, self.optimizer.state
         state: dict[Any, Any] = {key: entries for key, entries in whole.items() if key not in trained}
         for bucket in self._buckets:
@@ -306,7 +310,10 @@ class ShardedOptimizer(ReducingOptimizer):
         return [shard.grad for shard in self._shards if shard.grad is not None]
 
     def _end_reduction(self) -> None:
-        """Show an overflow on all ranks, so that a GradScaler skips the step on all ranks or on no rank. Collective."""
+        """Finish a reduction, and copy an overflow of one rank to all ranks. All ranks of ``comm`` must call it.
+
+        So GradScaler skips the step on all ranks or on no rank.
+        """
         super()._end_reduction()
         is_finite_here = all(map(is_finite, self._gradients_here()))
         is_everywhere = verbs.allreduce(int(is_finite_here), op="min", comm=self.comm)
@@ -315,13 +322,13 @@ class ShardedOptimizer(ReducingOptimizer):
     def check_pass(self) -> None:
         super().check_pass()
         if not all(bucket.is_in_place() for bucket in self._buckets):
-            raise RuntimeError("the memory of the parameters has changed; create the optimizer after module.to(...)")
+            raise RuntimeError("the parameters have moved to other memory; create the optimizer after module.to(...)")
 
 
 def _check(parameters: list[Any], optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "eval"):  # Schedule-free optimizers have eval.
+    if isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "eval"):  # Schedule-free ones have ``eval``.
         name = type(optimizer).__name__
-        raise TypeError(f"ShardedOptimizer: {name} needs all parameters and gradients; use optim.DistributedOptimizer")
+        raise TypeError(f"ShardedOptimizer: {name} cannot update shards of parameters; use optim.DistributedOptimizer")
     for number, p in enumerate(parameters):
         if not isinstance(p, torch.nn.Parameter):
             raise TypeError(f"ShardedOptimizer: expected torch.nn.Parameters; number {number} is a {type(p).__name__}")

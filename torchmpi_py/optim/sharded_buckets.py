@@ -1,18 +1,21 @@
-"""Buckets of which each rank updates a part: gradients are reduced to the owner of each part, which sends parameters.
+"""The buckets of a sharded optimizer. Each part of a bucket has an owner, which is the rank that updates the part.
 
-A bucket holds parameters and their gradients in two flat tensors; ``p.data`` are views of the first. There are two
-kinds of parts:
+Gradients are reduced to the owner of each part, and the owner sends the updated parameters to all ranks. A bucket holds
+its parameters and their gradients in two flat tensors; ``p.data`` are views of the first tensor. A bucket is divided in
+one of two ways:
 
-- *slices*: P equal parts. A reduce_scatter gives a rank the gradients of its slice, and an allgather sends the updated
-  slices to all ranks. For S elements each moves S (P-1)/P elements, together as much as one allreduce. A slice may
-  begin or end within a parameter, so the optimizer must treat every element in the same way.
-- *whole*: the bucket has one owner, which updates its parameters: reduce, then broadcast.
+- *slices*: P equal parts, one per rank. A reduce_scatter gives each rank the gradients of its slice, and an allgather
+  sends the updated slices to all ranks. For S elements, each of the two moves S (P-1)/P elements, so together they move
+  as many elements as one allreduce. A slice may begin or end within a parameter, so the optimizer must treat every
+  element in the same way.
+- *whole*: one rank owns the bucket. A reduce sends the gradients to the owner, and a broadcast sends the updated
+  parameters to all ranks.
 
-In both cases a rank has one shard per parameter of its part. A shard is the whole parameter, or the flat piece of it
-that lies in the slice. So the optimizer keeps a separate state for each parameter, as without sharding. Gradients
-compressed to 16 bits use the same collectives. TopK and PowerSGD send their data to all ranks.
+In both cases a rank has one shard for each parameter of its part. A shard is the whole parameter, or the flat piece of
+the parameter that is in the slice. So the optimizer keeps a separate state for each parameter, as without sharding.
+Gradients compressed to 16 bits use the same collectives. TopK and PowerSGD send their data to all ranks.
 
-Sources: PaddlePaddle's reduce, update, broadcast; Rajbhandari et al., ZeRO (2020), stage 1.
+Sources: PaddlePaddle, for the sequence of reduce, update and broadcast. Rajbhandari et al., ZeRO (2020), stage 1.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from torchmpi_py.nn.gradient_reducer import views_of
 
 _State = Mapping[Any, dict[str, Any]]
 _Numbers = Mapping[Parameter, int]
-_ELEMENTWISE = {  # These treat each element of a parameter in the same way, whatever the other elements are.
+_ELEMENTWISE = {  # These classes update each element of a parameter independently of the other elements.
     getattr(torch.optim, name)
     for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()  # noqa: SIM905
 }
@@ -49,13 +52,13 @@ Placement = Literal["size", "round_robin", "hash"] | Callable[[int, Parameter], 
 
 
 def owners(parameters: list[Parameter], placement: Placement, optimizer_class: Any, size: int) -> dict[Parameter, int]:
-    """Return the owner of each parameter; an empty dict means slices."""
+    """Return the rank that owns each parameter; an empty dict means that every bucket is cut into slices."""
     if placement == "size":
         return {} if optimizer_class in _ELEMENTWISE else _balanced(parameters, size)
     rules = {"round_robin": lambda n, p: n % size, "hash": lambda n, p: zlib.crc32(str(n).encode()) % size}
     rule = placement if callable(placement) else rules.get(placement)
     if rule is None:
-        raise ValueError(f"placement={placement!r}: expected 'size', 'round_robin', 'hash', or a function")
+        raise ValueError(f"ShardedOptimizer: {placement=} is unknown; use 'size', 'round_robin', 'hash' or a function")
     return {
         p: check_rank("ShardedOptimizer", f"placement's owner of parameter {n}", rule(n, p), size)
         for n, p in enumerate(parameters)
@@ -63,7 +66,7 @@ def owners(parameters: list[Parameter], placement: Placement, optimizer_class: A
 
 
 def _balanced(parameters: list[Parameter], size: int) -> dict[Parameter, int]:
-    """Assign the largest parameters first, each to the rank that has the fewest elements."""
+    """Assign the parameters, the largest first, each to the rank with the fewest elements; return the owners."""
     num_elements, owners = [0] * size, {}
     for p in sorted(parameters, key=lambda p: -p.numel()):
         owners[p] = num_elements.index(min(num_elements))
@@ -72,7 +75,7 @@ def _balanced(parameters: list[Parameter], size: int) -> dict[Parameter, int]:
 
 
 class _Sharded(Destination):
-    """A destination where each rank needs a part of a bucket."""
+    """A destination of reductions in which each rank needs only a part of the bucket."""
 
     def largest(self, part: Tensor) -> float:
         here = largest_amount(part)
@@ -80,11 +83,11 @@ class _Sharded(Destination):
 
 
 class Slices(_Sharded):
-    """A destination where each rank needs its slice of the reduced gradients."""
+    """A destination that gives each rank its slice of the reduced gradients."""
 
     def __init__(self, comm: Communicator) -> None:
         super().__init__(comm)
-        self._reduced: dict[torch.dtype, Tensor] = {}  # It is kept because new memory costs more than the reduction.
+        self._reduced: dict[torch.dtype, Tensor] = {}  # Reused, because new memory costs more than the reduction.
 
     def reduced(self, x: Tensor) -> Tensor:
         """Return the memory into which this rank's slice of ``x`` is reduced."""
@@ -100,12 +103,12 @@ class Slices(_Sharded):
         return self.comm.rank * length, (self.comm.rank + 1) * length
 
     def spread(self, flat: Tensor) -> Handle[Tensor]:
-        """Start to send the parts of all ranks to all ranks. Collective."""
+        """Start to send each rank's slice to all ranks. All ranks of ``comm`` must call it."""
         return verbs.allgather_async(self.part(flat), out=flat, comm=self.comm)
 
 
 class Owner(_Sharded):
-    """A destination where one rank needs all the reduced gradients."""
+    """A destination that gives one rank all the reduced gradients."""
 
     def __init__(self, owner: int, comm: Communicator) -> None:
         super().__init__(comm)
@@ -125,12 +128,12 @@ class Owner(_Sharded):
         return 0, count if self.comm.rank == self.owner else 0
 
     def spread(self, flat: Tensor) -> Handle[Tensor]:
-        """Start to send the owner's values to all ranks. Collective."""
+        """Start to send the owner's values to all ranks. All ranks of ``comm`` must call it."""
         return verbs.broadcast_async(flat, self.owner, comm=self.comm)
 
 
 class GradientOfOwners(AbsentGradient):
-    """Stand-in for a gradient from the backward pass to ``step``, while the owners have its parts."""
+    """A stand-in for a gradient, used from the backward pass to ``step`` while only the owners have the gradient."""
 
     place = (
         "on other ranks of a ShardedOptimizer, in part or as a whole: clip with optimizer.clip_grad_norm_(...), or "
@@ -139,18 +142,18 @@ class GradientOfOwners(AbsentGradient):
 
 
 class Part(NamedTuple):
-    """The position of a shard in its parameter."""
+    """The parameter of a shard, the shard's position in the parameter, and the memory of the shard's gradient."""
 
     parameter: Parameter
-    begin: int  # offset in the memory of the parameter
-    gradient: Tensor  # memory where the gradient is reduced, with the shard's shape
+    begin: int  # offset of the shard in the parameter's memory
+    gradient: Tensor  # memory into which the gradient is reduced, in the shard's shape
 
 
 class ShardedReducer(CompressedReducer):
-    """The parameters of one group of the optimizer, number ``group``, and their memory.
+    """A bucket: some parameters of the optimizer's group number ``group``, and the memory of these parameters.
 
-    ``shards`` are the parameters, or pieces of them, that this rank updates. They have gradients when a reduction is
-    finished. ``p.grad`` of the other parameters is a stand-in until ``spread``.
+    The keys of ``shards`` are the parameters, or pieces of parameters, that this rank updates. The shards have
+    gradients when a reduction is finished. ``p.grad`` of every other parameter is a stand-in until ``spread``.
     """
 
     absent_kind = GradientOfOwners
@@ -159,14 +162,14 @@ class ShardedReducer(CompressedReducer):
         owner, comm, compression = buckets.owner_of.get(parameters[0]), buckets.comm, buckets.compression
         self.group = buckets.group_of[parameters[0]]
         self.destination = Slices(comm) if owner is None else Owner(owner, comm)
-        self.values, gradients = memory.chunk(2)  # padded, so that there are P equal slices
+        self.values, gradients = memory.chunk(2)  # Both are padded to P equal slices.
         padding = gradients[sum(p.numel() for p in parameters) :]  # The padding may be empty.
         of_bucket = gradients, [*views_of(gradients, parameters), padding], comm, self.destination
         compressor = compression.compressor(*of_bucket) if compression is not None and comm.size > 1 else None
         self.has_state = compressor is not None
         if compressor is None:
             compressor = Compressor(*of_bucket)
-            compressor.part = self.destination.reduced(gradients)  # The gradients stay where they are reduced.
+            compressor.part = self.destination.reduced(gradients)  # Reduced gradients are not copied to other memory.
         super().__init__(parameters, gradients, comm, compressor)
         self.views = list(views_of(self.values, parameters))
         with torch.no_grad():
@@ -192,19 +195,19 @@ class ShardedReducer(CompressedReducer):
             yield shard, Part(p, start - begin, gradient)
 
     def finish(self, op: str) -> None:
-        """Set the gradients of ``shards``."""
+        """Finish a reduction with ``op``, and set the gradients of ``shards``."""
         self.compressor.finish(op)
         for shard, part in self.shards.items():
             shard.grad = part.gradient.detach()
 
     def spread(self) -> Handle[Any]:
-        """Start to send the updated parameters to all ranks."""
+        """Drop the gradients, and start to send the updated parameters to all ranks. All ranks must call it."""
         for p in (*self.shards, *self.parameters):
             p.grad = None
         return self.destination.spread(self.values)
 
     def leave(self) -> None:
-        """Give the parameters their own memory."""
+        """Give each parameter its own memory, and drop the stand-ins of gradients."""
         for p in self.parameters:
             p.data = p.detach().clone()
             p.grad = None if p.grad is self._absent[p] else p.grad
@@ -214,7 +217,7 @@ class ShardedReducer(CompressedReducer):
         return all(p.data_ptr() == view.data_ptr() for p, view in zip(self.parameters, self.views, strict=True))
 
     def cut(self, state: _State) -> dict[Any, dict[str, Any]]:
-        """Return the state of each shard, copied from the ``state`` of whole parameters."""
+        """Return the state of each shard, copied from the ``state`` of the whole parameters."""
         return {
             shard: {name: _cut(x, shard, part) for name, x in state[part.parameter].items()}
             for shard, part in self.shards.items()
@@ -222,7 +225,10 @@ class ShardedReducer(CompressedReducer):
         }
 
     def join(self, state: _State) -> dict[Any, dict[str, Any]]:
-        """Return the state of each whole parameter, joined from the ``state`` of all ranks' shards. Collective."""
+        """Return the state of each whole parameter, joined from the states of all ranks' shards.
+
+        ``state`` is the state of this rank's shards. All ranks of ``comm`` must make this call.
+        """
         number_of = {p: number for number, p in enumerate(self.parameters)}
         here = {number_of[part.parameter]: state[shard] for shard, part in self.shards.items() if state.get(shard)}
         of_ranks = verbs.allgather_object(tree_map_only(Tensor, lambda x: x.detach().cpu(), here), comm=self.comm)
@@ -235,14 +241,14 @@ class ShardedReducer(CompressedReducer):
 
 def _cut(x: Any, shard: Tensor, part: Part) -> Any:
     if not isinstance(x, Tensor) or x.shape != part.parameter.shape:
-        return copy.deepcopy(x)  # for example a number of steps
+        return copy.deepcopy(x)  # The value may be a number of steps, for example.
     flat = x.new_empty(x.numel())
     next(views_of(flat, [part.parameter])).copy_(x)  # Copy in the order of the parameter's memory.
     return next(views_of(flat[part.begin :], [shard])).clone()
 
 
 def _joined(p: Tensor, parts: list[Any]) -> Any:
-    """Return one value of the state of ``p`` from the values of its shards, in rank order."""
+    """Return one entry of the state of ``p``, joined from the entries of the shards (``parts``, in rank order)."""
     if not isinstance(parts[0], Tensor) or not parts[0].dim():
         return parts[0]
     whole = parts[0] if len(parts) == 1 else next(views_of(torch.cat(parts), [p]))
@@ -250,10 +256,10 @@ def _joined(p: Tensor, parts: list[Any]) -> Any:
 
 
 class ShardedBuckets(Buckets):
-    """The buckets of a ShardedOptimizer. Creating them is collective over ``comm``.
+    """The buckets of a ShardedOptimizer. All ranks of ``comm`` must create them together.
 
-    group_of: the optimizer's group of each trainable parameter.
-    owner_of: the owner of each parameter; an empty mapping means slices.
+    ``group_of`` maps each trainable parameter to the number of its group in the optimizer. ``owner_of`` maps each
+    parameter to its owner; an empty mapping means that every bucket is cut into slices.
     """
 
     all: list[ShardedReducer]  # type: ignore[assignment]

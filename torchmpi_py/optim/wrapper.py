@@ -1,4 +1,4 @@
-"""Optimizers that wrap a torch optimizer and can be used in its place."""
+"""Base classes for optimizers that wrap a torch optimizer and can be used in its place."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torchmpi_py.nn.synchronize import check_whole, fused
 
 
 class OptimizerWrapper(torch.optim.Optimizer):
-    """Base of wrappers around ``optimizer``, which provides groups, state and other attributes."""
+    """Base class for wrappers around ``optimizer``, which provides the groups, the state and other attributes."""
 
     optimizer: torch.optim.Optimizer
-    _step_supports_amp_scaling = False  # So GradScaler unscales gradients before ``step``.
+    _step_supports_amp_scaling = False  # This value makes GradScaler unscale the gradients before ``step``.
 
     def __init__(self) -> None:
-        """Skip Optimizer.__init__, because the wrapped optimizer has its attributes. A subclass sets ``optimizer``."""
+        """Skip Optimizer.__init__, because the wrapped optimizer has the attributes. A subclass sets ``optimizer``."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -34,7 +34,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
         self.optimizer.param_groups = groups
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # __init__ has not set it yet, or a copy is being created.
+        if name == "optimizer":  # ``optimizer`` is not set yet, or a copy is being created.
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
@@ -42,7 +42,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
         return f"{type(self).__name__}({self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled; keep its state_dict()")
+        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled; use its state_dict() instead")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, as in torch.
@@ -74,11 +74,11 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
 
 class ReducingOptimizer(OptimizerWrapper):
-    """Base of wrappers that reduce gradients: the gradients are reduced when ``backward()`` returns."""
+    """Base class for wrappers that reduce the gradients before ``backward()`` returns."""
 
     reduction: AsyncBackward
     comm: Communicator
-    ends_by = "call remove(), and use the plain optimizer, its .optimizer"
+    ends_by = "call remove(), and use the plain optimizer, which is its attribute .optimizer"
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,28 +87,29 @@ class ReducingOptimizer(OptimizerWrapper):
 
     @OptimizerWrapper.param_groups.getter  # type: ignore[attr-defined, untyped-decorator]
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups. Before GradScaler reads them, which unscales the gradients, these are reduced."""
-        # Otherwise a reduction would add unscaled gradients of this rank to scaled gradients of other ranks.
+        """The parameter groups. If GradScaler reads them to unscale the gradients, the gradients are reduced first."""
+        # Otherwise a later reduction would add this rank's unscaled gradients to the other ranks' scaled gradients.
         if not self._is_reduced and sys._getframe(1).f_globals.get("__name__", "").endswith("grad_scaler"):
             self.synchronize()
         return self.optimizer.param_groups
 
     def _register(self, module: torch.nn.Module, **options: Any) -> None:
-        """Reduce the gradients of a module in its backward passes. Collective."""
+        """Reduce the gradients of ``module`` in its backward passes from now on. All ranks must make this call."""
         self.reduction = AsyncBackward(module, comm=self.comm, owner=self, **options)
 
     def synchronize(self) -> None:
-        """Reduce gradients that are not reduced yet. Every rank must take part.
+        """Reduce gradients that are not reduced yet. All ranks must reduce, here or in a backward pass.
 
-        It does nothing after a backward pass that has reduced the gradients. Before you clip gradients, call it on each
-        rank that ran fewer backward passes than the other ranks in this step. If you do not clip, ``step`` calls it.
+        This call does nothing if a backward pass has reduced the gradients. Before you clip gradients, make this call
+        on each rank that ran fewer backward passes than the other ranks in this step. If you do not clip, ``step``
+        makes it.
 
         Raises:
             RuntimeError: ``remove()`` was called.
             RanksDisagree: on every rank, if the ranks are in different steps.
         """
         if self.reduction.names and not self.reduction._hooks:
-            raise RuntimeError(f"{type(self).__name__}: remove() has ended it; create a new one")
+            raise RuntimeError(f"{type(self).__name__}: the optimizer cannot be used after remove(); create a new one")
         if not self._is_reduced:
             self.reduction.reduce_now()
             self._end_reduction()
@@ -127,7 +128,7 @@ class ReducingOptimizer(OptimizerWrapper):
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise TypeError, because the buckets are created with the optimizer.
+        """Raise TypeError, because the buckets cannot change after the optimizer is created.
 
         Args:
             param_group (dict): not used.
@@ -136,15 +137,15 @@ class ReducingOptimizer(OptimizerWrapper):
             TypeError: always.
         """
         raise TypeError(
-            f"add_param_group: a {type(self).__name__} takes no more parameters; {self.ends_by}. Add the group to "
-            f"that optimizer, and create a new {type(self).__name__} from it"
+            f"add_param_group: a {type(self).__name__} cannot get more parameters; {self.ends_by}. Add the group to "
+            f"the plain optimizer, and use that to create a new {type(self).__name__}"
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the wrapped optimizer.
 
         Raises:
-            RuntimeError: some, but not all, backward passes of a step have run; a state has no gradients.
+            RuntimeError: some, but not all, backward passes of a step have run. A state contains no gradients.
         """
         self._check_between_steps("state_dict")
         return super().state_dict()
@@ -152,7 +153,7 @@ class ReducingOptimizer(OptimizerWrapper):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of the wrapped optimizer. Every rank must make this call.
 
-        Drops the gradients of an unfinished step, and what compression has kept.
+        This call drops the gradients of an unfinished step, and the data that compression keeps between steps.
 
         Args:
             state_dict (dict): state to load.
@@ -171,14 +172,14 @@ class ReducingOptimizer(OptimizerWrapper):
         self.check_equal()
 
     def check_pass(self) -> None:
-        """Check at the start of a backward pass that no reduced gradients would be added to."""
+        """Raise RuntimeError if the backward pass that starts now would add to reduced gradients."""
         if self._is_reduced and self.reduction.buckets.hold_gradients():
             raise RuntimeError(
-                "backward() ran again before step(): it would add to reduced gradients. Accumulate with "
-                "backward_passes_per_step=, or call zero_grad(). For a pass for other parameters (a GAN's), set "
-                "requires_grad_(False) on these. Activation checkpointing needs checkpoint(..., use_reentrant=False)"
+                "backward() ran again before step() and would add to reduced gradients. Accumulate gradients with "
+                "backward_passes_per_step=, or call zero_grad(). In a pass for another network (GAN), freeze this one "
+                "with requires_grad_(False). For activation checkpointing, use checkpoint(..., use_reentrant=False)"
             )
-        self._is_reduced = False  # GradScaler may have skipped a step whose gradients the module has dropped.
+        self._is_reduced = False  # If GradScaler skipped a step, module.zero_grad() may have dropped its gradients.
 
     def _check_between_steps(self, call: str) -> None:
         if self.reduction.num_passes:
@@ -188,34 +189,40 @@ class ReducingOptimizer(OptimizerWrapper):
             )
 
     def check_equal(self) -> None:
-        """Raise RanksDisagree on all ranks if the parameters differ. Call it once, after a reduction. Collective."""
+        """Raise RanksDisagree on all ranks if the parameters differ; all ranks must call it.
+
+        Only the first call compares the parameters.
+        """
         if not self._is_checked:
             self._is_checked = True
             check_all_with_allreduce({name: p for p, name in self.reduction.names.items()}, comm=self.comm)
 
     def remove(self) -> None:
-        """End the reductions. Afterwards only the plain optimizer, ``optimizer``, can be used."""
+        """End the reductions. Afterwards, you can use only ``optimizer``, the plain optimizer."""
         self.reduction.remove()
 
 
 class LocalOptimizer(OptimizerWrapper):
-    """Base of wrappers whose ranks take local steps, the same number on each rank.
+    """Base class for wrappers that take local steps. Every rank must take the same number of steps.
 
     If GradScaler finds an overflow on one rank, only that rank skips the update.
     """
 
-    _step_supports_amp_scaling = True  # So GradScaler always calls ``step``, and passes what it found.
+    _step_supports_amp_scaling = True  # With this value, GradScaler always calls ``step``, and reports an overflow.
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
         if isinstance(optimizer, LocalOptimizer) or hasattr(optimizer, "whole_groups"):
-            raise TypeError(f"{type(self).__name__}: expected a plain optimizer, not a {type(optimizer).__name__}")
+            raise TypeError(f"{type(self).__name__}: expected a plain optimizer, found {type(optimizer).__name__}")
         self.optimizer = optimizer
         check_whole(type(self).__name__, dict(enumerate(self.parameters())))
 
     @torch.no_grad()
     def take_own_step(self, closure: Callable[[], Any] | None) -> Any:
-        """Evaluate the closure once, take a step of the wrapped optimizer, and return the loss."""
+        """Evaluate the closure once, take a step of the wrapped optimizer, and return the loss.
+
+        If GradScaler found an overflow, no step is taken.
+        """
         loss, set_by_scaler = evaluated(closure), vars(self)
         if float(set_by_scaler.get("found_inf", 0.0)) > 0:
             return loss
@@ -227,7 +234,7 @@ class LocalOptimizer(OptimizerWrapper):
         return loss
 
     def average_over(self, comm: Communicator) -> None:
-        """Make the parameters equal to their average over the ranks of ``comm``. Collective."""
+        """Set the parameters to their average over the ranks of ``comm``. All ranks of ``comm`` must call it."""
         fused([p.detach() for p in self.parameters()], lambda flat: verbs.allreduce(flat, op="avg", comm=comm))
 
     def parameters(self) -> list[torch.Tensor]:
@@ -236,7 +243,7 @@ class LocalOptimizer(OptimizerWrapper):
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
-    """Return the loss of a closure, evaluated once with gradients enabled; None without a closure."""
+    """Evaluate a closure once, with gradients enabled, and return the loss; return None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
