@@ -153,7 +153,7 @@ def test_ranks_that_disagree(mpi):
     with pytest.raises(ValueError, match=r"is unknown.* \(rank 1\)"):
         ps.init(torch.zeros(5), optimizer="rank 0's")
     ps.register_rule("of both", lambda *_: None, num_slots=1 + me % 2)
-    with pytest.raises(RanksDisagree, match=r"'of both' of 1 slots, rank 1: .* of 2 slots"):
+    with pytest.raises(RanksDisagree, match=r"'of both' with num_slots=1, rank 1: .* num_slots=2"):
         ps.init(torch.zeros(5), optimizer="of both")
     with pytest.raises(RanksDisagree, match=r"tensor 0 is \[[24]\] torch.float32 on cpu on rank \d and \[[24]\]"):
         ps.init_tensors([torch.zeros(n) for n in ([2, 4] if me == 1 else [4, 2])])

@@ -1,4 +1,4 @@
-"""Parameter servers: tensors in shards over the ranks, to which every rank sends and from which it fetches at any time.
+"""Parameter servers: tensors in shards over the ranks. Every rank can send updates and fetch values at any time.
 
 The design follows TorchMPI's parameter server (reference section 5).
 """

@@ -1,13 +1,13 @@
-"""Exchange of weight differences: a worker sends the change of its parameters, and adds the changes of the others.
+"""Exchange of weight differences: a worker sends the change of its parameters, and adds the other workers' changes.
 
-Every worker keeps its *base*, the values of the server at its last fetch. In an exchange it sends the scaled difference
-between its parameters and the base, starts to fetch the server's values, and continues to train. When the values
-arrive, it adds to its parameters the difference between these values and its parameters at the time of the send. So the
-steps since the send are not lost. The server's values become the new base. The alternative, to replace the parameters
-by the server's values, loses the steps between the send and the arrival.
+Every worker keeps a *base*: the server's values at the worker's last fetch. In an exchange, the worker sends the scaled
+difference between its parameters and the base, starts to fetch the server's values, and continues to train. When the
+values arrive, the worker adds to its parameters the difference between the values and the parameters at the time of the
+send. So the steps since the send are not lost. The fetched values become the new base. The alternative, replacing the
+parameters by the server's values, would lose the steps between the send and the arrival.
 
-The method is that of multi-node Caffe. Its solvers exchange weight differences between nodes, and the threads of a node
-share the weights. Here ranks that share their parameters by ``Hogwild`` take the place of the threads.
+The method comes from multi-node Caffe, whose solvers exchange weight differences between nodes, while the threads of a
+node share the weights. Here, ranks that share their parameters with ``Hogwild`` replace the threads.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from torchmpi_py.runtime.process import barrier
 class DifferenceUpdate(Update):
     """Exchange weight differences with the server every ``update_frequency`` steps, while training continues.
 
-    A worker sends its difference ``prefetch`` steps before it integrates the server's values, and keeps what it has
-    learned in between. All ranks of the sharding level must call the constructor. Call ``update(step)`` after each
-    optimizer step, as ``Update`` describes.
+    A worker sends its difference ``prefetch`` steps before it integrates the server's values, and keeps the steps that
+    it takes in between. All ranks of the sharding level must call the constructor. Call ``update(step)`` after each
+    optimizer step, as described for ``Update``.
 
     Args:
         network (torch.nn.Module): network to train. The server holds its trainable parameters.
-        scale (float): factor that the server applies to a difference. Default None, 1 / number of workers, with which
-            the server moves by the mean of the workers' changes.
-        shares_memory (bool): whether the ranks of a group (``dataparallel_communicator``) share their parameters, by
-            ``Hogwild``, for example. The root then sends no parameters to the group, and the steps of the other ranks
-            during an exchange are not lost. Default False.
+        scale (float): factor that the server applies to a difference. Default None, 1 / number of workers, which moves
+            the server by the mean of the workers' changes.
+        shares_memory (bool): whether the ranks of a group (``dataparallel_communicator``) share their parameters, for
+            example with ``Hogwild``. If they do, the root sends no parameters to the group, and the steps of the other
+            ranks during an exchange are not lost. Default False.
         **options: other arguments of ``Update``: ``update_frequency``, ``init_delay``, ``prefetch``,
-            ``sharding_communicator`` and ``dataparallel_communicator``. ``send_frequency`` is not valid, because each
-            exchange sends.
+            ``sharding_communicator`` and ``dataparallel_communicator``. ``send_frequency`` is not accepted, because
+            every exchange sends.
 
     Raises:
         TypeError: ``send_frequency`` was passed.
@@ -63,11 +63,11 @@ class DifferenceUpdate(Update):
     def __init__(
         self, network: torch.nn.Module, *, scale: float | None = None, shares_memory: bool = False, **options: Any
     ) -> None:
-        refuse_options("DifferenceUpdate", options, ["send_frequency"], "it sends when it starts to fetch")
+        refuse_options("DifferenceUpdate", options, ["send_frequency"], "every exchange sends")
         super().__init__(network, **options)
         if shares_memory and self.group is None:
             raise ValueError(
-                "shares_memory=True: pass the level whose groups share parameters as dataparallel_communicator"
+                "shares_memory=True needs dataparallel_communicator; pass the level whose groups share parameters"
             )
         self.check_alike(shares_memory=shares_memory)
         self.scale = 1 / self.num_workers if scale is None else scale
@@ -76,24 +76,24 @@ class DifferenceUpdate(Update):
         self._when_sent: list[Tensor] = []  # parameters at the time of the send; empty unless an exchange is pending
 
     def begin(self, served: tensor_lists.ServedTensors) -> None:
-        """Fetch the first values of the server. They are the first base of all workers. Collective."""
+        """Fetch the server's first values as the base of this worker. All ranks of the sharding level must call it."""
         if self.is_root:
             bases: dict[Tensor, Tensor] = {}
             tensor_lists.integrate_tensors(served, lambda fetched, p: bases.update({p: fetched.clone()}))
             self._base = [bases[p] for p in self.parameters]
-        barrier(self.sharding)  # so that no rank sends before all have the same base
+        barrier(self.sharding)  # No rank may send before all ranks have the same base.
 
     def prefetch(self, served: tensor_lists.ServedTensors) -> None:
-        """Send the difference, and start to fetch the values that the server has after the send."""
-        since = self._when_sent or self._base  # a pending exchange has already sent the difference up to _when_sent
+        """Send the difference, and then start to fetch the server's values."""
+        since = self._when_sent or self._base  # A pending exchange has already sent the difference up to _when_sent.
         self._when_sent = [p.detach().clone() for p in self.parameters]
         changes = [now - then for now, then in zip(self._when_sent, since, strict=True)]
         tensor_lists.send_tensors(served, changes, "scaled_add", scale=self.scale)
         tensor_lists.prefetch_tensors(served)
 
     def integrate(self, served: tensor_lists.ServedTensors) -> None:
-        """Add the difference between the server's values and the parameters at the time of the send."""
-        if not self._when_sent:  # because take_result has ended the exchange
+        """Add to the parameters the difference between the server's values and the parameters when they were sent."""
+        if not self._when_sent:  # take_result may have ended the exchange.
             self.prefetch(served)
         indices: dict[Tensor, int] = {p: index for index, p in enumerate(self.parameters)}
 
@@ -118,21 +118,24 @@ class DifferenceUpdate(Update):
             self.prefetch(served)
 
     def share(self) -> None:
-        """Copy the root's parameters to the group, unless its ranks share memory. Collective over the group."""
+        """Copy the root's parameters to the other ranks of the group, unless the ranks share memory.
+
+        All ranks of the group must call it.
+        """
         if not self.shares_memory:
             super().share()
 
     def free(self) -> None:
-        """Free the server and the base. All ranks of the sharding level must call it. Idempotent."""
+        """Free the server and the base. All ranks of the sharding level must call it; repeated calls have no effect."""
         super().free()
         self._base, self._when_sent = [], []
 
     def worker_state(self) -> dict[str, Any]:
-        """Return the base, and the parameters at the time of the send if an exchange is pending."""
+        """Return the base and, if an exchange is pending, the parameters at the time of the send."""
         return {"base": [x.clone() for x in self._base], "when_sent": [x.clone() for x in self._when_sent]}
 
     def load_worker_state(self, state: dict[str, Any]) -> None:
-        """Restore the saved base. An exchange that was pending is completed later."""
+        """Restore the saved base. A later step completes an exchange that was pending."""
         copy_all(self._base, state["base"])
         self._when_sent = [
             p.detach().clone().copy_(x) for p, x in zip(self.parameters, state["when_sent"], strict=False)

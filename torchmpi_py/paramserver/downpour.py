@@ -1,9 +1,10 @@
-"""Downpour SGD: workers send accumulated gradients, and replace their parameters by the server's from time to time.
+"""Downpour SGD: workers send accumulated gradients, and periodically replace their parameters by the server's values.
 
-As in the paper, the server can take the steps of an optimizer, so that Adagrad adapts to the gradients of all workers.
+As in the paper, the server can run an optimizer. So Adagrad, for example, adapts to the gradients of all workers.
 
 Source: Dean et al., Large Scale Distributed Deep Networks (2012). TorchMPI's ``DownpourUpdate`` (reference 5.9) adds
-the gradients from before the creation of the server once per worker; here the server's first values contain them.
+the gradients from before the server's creation once per worker. Here, the server's first values already contain these
+gradients.
 """
 
 from __future__ import annotations
@@ -21,27 +22,27 @@ from torchmpi_py.paramserver.update import Update, copy_all
 
 
 class DownpourUpdate(Update):
-    """Downpour SGD: sum the gradients and send the sum; fetch the server's parameters every ``update_frequency`` steps.
+    """Train with Downpour SGD: send sums of gradients, and fetch the parameters every ``update_frequency`` steps.
 
-    Every ``send_frequency`` steps a worker sends the sum of its gradients since the last send. The server adds the
+    Every ``send_frequency`` steps, a worker sends the sum of its gradients since the last send. The server adds the
     result of ``local_update``, or takes a step of its own optimizer. All ranks of the sharding level must call the
-    constructor. A sum that is not finite is an error and is not sent. If you use a GradScaler, do not call ``update``
-    for the steps that it skips, and do not count them.
+    constructor. A sum that is not finite is not sent, and ``update`` raises ParameterServerError. If a GradScaler skips
+    a step, do not call ``update`` for this step, and do not count it.
 
     Args:
         network (torch.nn.Module): network to train. The server holds its trainable parameters.
-        local_update (callable): function that turns a sum of gradients into the value that the server adds, in place
-            or as its result, such as ``lambda g: g.mul_(-lr)``. It is required without ``optimizer``. With
-            ``optimizer`` its result is the gradient. Default None, the sum itself.
+        local_update (callable): function that computes the value that the server adds from a sum of gradients, such as
+            ``lambda g: g.mul_(-lr)``. It changes the sum in place, or returns another tensor. Without ``optimizer``, it
+            is required. With ``optimizer``, its result is the gradient. Default None, the sum itself.
         optimizer (str): optimizer of the server, which takes one step with each sum: "sgd", "adagrad", "adam", or a
-            name that ``register_rule`` registered with ``num_slots``. Default None, the server adds.
+            name that ``register_rule`` registered with ``num_slots``. Default None: the server adds.
         optimizer_options (dict): options of the server's optimizer, such as ``{"lr": 0.01}``. Default None, torch's
             defaults. You may change them between steps, in the attribute ``optimizer_options``.
         **options: other arguments of ``Update``: ``update_frequency``, ``init_delay``, ``prefetch``,
             ``send_frequency``, ``sharding_communicator`` and ``dataparallel_communicator``.
 
     Raises:
-        TypeError: ``local_update`` is not callable, or options do not belong to the optimizer.
+        TypeError: ``local_update`` is not callable, or the optimizer does not accept the options.
         ValueError: the optimizer is unknown, or a number is out of range.
         RanksDisagree: the ranks pass different settings, or train different parameters.
 
@@ -75,8 +76,8 @@ class DownpourUpdate(Update):
         self.optimizer_options = dict(optimizer_options or {})
         if not callable(local_update) and (local_update is not None or optimizer is None):
             raise TypeError(
-                f"local_update={local_update!r}: pass a function, such as lambda g: g.mul_(-lr), or "
-                'optimizer="adagrad", with which the server takes the step'
+                f"DownpourUpdate: expected a function, found local_update={local_update!r}; pass a function such as "
+                'lambda g: g.mul_(-lr), or choose an optimizer for the server, such as optimizer="adagrad"'
             )
         if optimizer is not None:
             trained = [p for p in network.parameters() if p.requires_grad]
@@ -98,13 +99,13 @@ class DownpourUpdate(Update):
         """Add the gradients of a step to the sums, except in the step that creates the server."""
         if step <= self.timetable.init_delay:
             return
-        # Only the first step is checked, because a rank without samples in a later step has no gradients there.
+        # Check only the first step, because a rank without samples in a later step has no gradients in that step.
         if step == self.timetable.init_delay + 1 and self.parameters and all(p.grad is None for p in self.parameters):
             raise ParameterServerError(
                 f"update({step}): no parameter has a gradient; call update before optimizer.zero_grad"
             )
         for total, p in zip(self._sums, self.parameters, strict=True):
-            if p.grad is not None and p.requires_grad:  # a frozen parameter may still have an old gradient
+            if p.grad is not None and p.requires_grad:  # A frozen parameter may still have an old gradient.
                 total.add_(p.grad)
         self._num_steps += 1
 
@@ -115,7 +116,7 @@ class DownpourUpdate(Update):
     def send(self, served: tensor_lists.ServedTensors) -> None:
         """Send the sums of the gradients since the last send, and start new sums.
 
-        Raise ParameterServerError if a sum is not finite. The sums are dropped then, and nothing is sent.
+        If a sum is not finite, drop the sums, send nothing, and raise ParameterServerError.
         """
         has_overflow = not all(is_finite(total) for total in self._sums)
         if not has_overflow:
@@ -127,31 +128,31 @@ class DownpourUpdate(Update):
         num_steps, self._num_steps = self._num_steps, 0
         if has_overflow:
             raise ParameterServerError(
-                f"DownpourUpdate: the sum of the last {num_steps} gradients is not finite, and was dropped. With a "
-                "GradScaler, do not call update for the steps that it skips, and do not count them"
+                f"DownpourUpdate: the sum of the gradients since the last send (number of steps: {num_steps}) is not "
+                "finite, and was dropped. If a GradScaler skips a step, do not call update for it, and do not count it"
             )
 
     def send_rest(self, served: tensor_lists.ServedTensors) -> None:
-        """Send the sums if they contain the gradients of any step."""
+        """Send the sums if they contain the gradients of at least one step."""
         if self._num_steps > 0:
             self.send(served)
 
     def free(self) -> None:
-        """Free the server and the sums. All ranks of the sharding level must call it. Idempotent."""
+        """Free the server and the sums. All ranks of the sharding level must call it; repeated calls have no effect."""
         super().free()
         self._sums = []
 
     def worker_state(self) -> dict[str, Any]:
-        """Return the sums, and the number of steps in them."""
+        """Return copies of the sums, and the number of steps whose gradients the sums contain."""
         return {"sums": [total.clone() for total in self._sums], "num_steps": self._num_steps}
 
     def load_worker_state(self, state: dict[str, Any]) -> None:
-        """Restore the saved sums."""
+        """Restore the saved sums and number of steps."""
         copy_all(self._sums, state["sums"])
         self._num_steps = state["num_steps"]
 
     def _apply_local_update(self, part: Tensor) -> None:
-        """Apply ``local_update`` to the copy of a sum. The function changes it in place, or returns another tensor."""
+        """Overwrite ``part``, a copy of a sum, with the result of ``local_update``."""
         assert self.local_update is not None, "send passes this function only with a local_update"
         result = self.local_update(part)
         if isinstance(result, Tensor) and result is not part:

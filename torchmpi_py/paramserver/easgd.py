@@ -1,11 +1,11 @@
-"""Elastic averaging SGD: the workers and the centre, which is the value of the server, attract each other.
+"""Elastic averaging SGD: the workers and the centre, which is stored on the server, attract each other.
 
-An exchange of worker i with the centre c, where a = beta / number of workers, is d = a (c - x_i), x_i += d, c -= d.
-The sum of all workers and the centre does not change. Between two exchanges each worker trains alone. The alternative,
-to replace a worker's parameters by the server's as Downpour does, ends the worker's exploration at every exchange.
+In an exchange of worker i with the centre c, d = a (c - x_i), x_i += d and c -= d, where a = beta / number of workers.
+The sum of all workers and the centre does not change. Between two exchanges, each worker trains alone. The alternative,
+replacing a worker's parameters by the server's as Downpour does, would end the worker's exploration at every exchange.
 
 EAMSGD is the version for workers that train with Nesterov's momentum: v' = m v - lr g(x + m v), x' = x + v'. The centre
-attracts x. torch's optimizer keeps p = x + m v as the parameters, because it computes the next gradient at p, and keeps
+attracts x. torch's optimizer keeps p = x + m v as the parameters, because the next gradient is computed at p, and keeps
 b = -v / lr as its ``momentum_buffer``. So x = p + lr m b, and p and x move by the same amount.
 
 Source: Zhang, Choromanska, LeCun: Deep learning with elastic averaging SGD (2015). TorchMPI's ``EASGDUpdate``
@@ -24,18 +24,19 @@ from torchmpi_py.paramserver.update import Update, refuse_options
 
 
 class EASGDUpdate(Update):
-    """Elastic averaging SGD: every ``update_frequency`` steps a worker and the centre move towards each other.
+    """Train with elastic averaging SGD: every ``update_frequency`` steps, a worker and the centre attract each other.
 
-    The centre is the value of the server, as it was ``prefetch`` steps before the exchange. All ranks of the sharding
-    level must call the constructor. Call ``update(step)`` after each optimizer step, as ``Update`` describes.
+    The server holds the centre. An exchange uses the centre's values of ``prefetch`` steps before. All ranks of the
+    sharding level must call the constructor. Call ``update(step)`` after each optimizer step, as described for
+    ``Update``.
 
     Args:
         network (torch.nn.Module): network to train. The server holds its trainable parameters.
         beta (float): fraction of the distance to the workers' mean by which all workers together move the centre,
             between 0 and 1. Default 0.9.
         **options: other arguments of ``Update``: ``update_frequency``, ``init_delay``, ``prefetch``,
-            ``sharding_communicator`` and ``dataparallel_communicator``. ``send_frequency`` is not valid, because each
-            exchange sends.
+            ``sharding_communicator`` and ``dataparallel_communicator``. ``send_frequency`` is not accepted, because
+            every exchange sends.
 
     Raises:
         TypeError: ``send_frequency`` was passed.
@@ -59,9 +60,9 @@ class EASGDUpdate(Update):
     """
 
     def __init__(self, network: torch.nn.Module, *, beta: float = 0.9, **options: Any) -> None:
-        refuse_options(type(self).__name__, options, ["send_frequency"], "it sends whenever it integrates")
+        refuse_options(type(self).__name__, options, ["send_frequency"], "every exchange sends")
         if not 0 < beta < 1:
-            raise ValueError(f"beta={beta}: pass a number between 0 and 1, both excluded")
+            raise ValueError(f"{type(self).__name__}: expected 0 < beta < 1, found beta={beta}")
         super().__init__(network, **options)
         self.beta = beta
 
@@ -78,7 +79,7 @@ class EASGDUpdate(Update):
         tensor_lists.send_tensors(served, [differences[p] for p in served.tensors], "add")
 
     def position(self, p: Tensor) -> Tensor:
-        """Return the position of a parameter, which the centre attracts.
+        """Return the position that the centre attracts.
 
         Args:
             p (Tensor): parameter of the network.
@@ -90,15 +91,15 @@ class EASGDUpdate(Update):
 
 
 class EAMSGDUpdate(EASGDUpdate):
-    """Elastic averaging SGD for workers that train with Nesterov's momentum.
+    """Train with elastic averaging SGD and Nesterov's momentum.
 
     An exchange with the centre uses the parameters without the look-ahead of the momentum. Each worker keeps its own
     momentum, and the learning rate may change from step to step. All ranks of the sharding level must call the
-    constructor. Call ``update(step)`` after each optimizer step, as ``Update`` describes.
+    constructor. Call ``update(step)`` after each optimizer step, as described for ``Update``.
 
     Args:
         network (torch.nn.Module): network to train. The server holds its trainable parameters.
-        optimizer (torch.optim.SGD): optimizer of exactly the parameters of ``network``, with ``momentum=`` and
+        optimizer (torch.optim.SGD): optimizer that trains exactly the parameters of ``network``, with ``momentum=`` and
             ``nesterov=True``.
         **options: other arguments of ``EASGDUpdate``: ``beta``, ``update_frequency``, ``init_delay``, ``prefetch``,
             ``sharding_communicator`` and ``dataparallel_communicator``.
@@ -119,7 +120,7 @@ class EAMSGDUpdate(EASGDUpdate):
         self._group_of: dict[Tensor, dict[str, Any]] = {}
 
     def integrate(self, served: tensor_lists.ServedTensors) -> None:
-        """Move worker and centre towards each other, with the learning rate and momentum of this step."""
+        """Move the worker and the centre towards each other, using the current learning rate and momentum."""
         self._group_of = {p: group for group in self.optimizer.param_groups for p in group["params"]}
         super().integrate(served)
 
@@ -133,34 +134,34 @@ class EAMSGDUpdate(EASGDUpdate):
             A new tensor, or the parameter itself before its first gradient.
         """
         buffer = self.optimizer.state[p].get("momentum_buffer") if p in self.optimizer.state else None
-        if buffer is None:  # because the parameter has had no gradient so far
+        if buffer is None:  # The parameter has had no gradient so far.
             return p
         group = self._group_of[p]
         return p.add(buffer, alpha=float(group["lr"] * group["momentum"]))
 
 
 def _check_optimizer(optimizer: object, network: torch.nn.Module) -> None:
-    """Check that ``optimizer`` is SGD with Nesterov's momentum for exactly the trained parameters.
+    """Raise an error unless ``optimizer`` is SGD with Nesterov's momentum for exactly the trained parameters.
 
-    Raise TypeError or ValueError.
+    The error is a TypeError for another class, and a ValueError otherwise.
     """
-    remedy = "pass the torch.optim.SGD(network.parameters(), lr=..., momentum=..., nesterov=True) of the network"
+    remedy = "pass torch.optim.SGD(network.parameters(), lr=..., momentum=..., nesterov=True)"
     if not isinstance(optimizer, torch.optim.SGD):
-        raise TypeError(f"EAMSGDUpdate: optimizer={optimizer!r}: {remedy}")
+        raise TypeError(f"EAMSGDUpdate: expected a torch.optim.SGD, found optimizer={optimizer!r}; {remedy}")
     for group in optimizer.param_groups:
         if not group["nesterov"]:
             raise ValueError(
-                f"EAMSGDUpdate: the optimizer has momentum={group['momentum']} and nesterov=False; {remedy}. For "
-                "any other optimizer use EASGDUpdate"
+                f"EAMSGDUpdate: the optimizer has momentum={group['momentum']} and nesterov=False; {remedy}. With "
+                "any other optimizer, use EASGDUpdate"
             )
     optimized = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     trained = {p: name for name, p in network.named_parameters() if p.requires_grad}
     if missing := [name for p, name in trained.items() if p not in optimized]:
         raise ValueError(
-            f"EAMSGDUpdate: the optimizer lacks parameters of the network ({', '.join(missing)}): {remedy}"
+            f"EAMSGDUpdate: the optimizer lacks parameters of the network ({', '.join(missing)}); {remedy}"
         )
     if others := len(optimized - set(trained)):
         raise ValueError(
             f"EAMSGDUpdate: the optimizer trains {others} parameters outside the network, which the server would not "
-            f"hold: {remedy}"
+            f"contain; {remedy}"
         )

@@ -1,15 +1,15 @@
 """Hogwild: the ranks of a node train one copy of the parameters, without locks.
 
-The copy lies in the root's part of a segment of symmetric memory (``symmetric.py``), and the parameters of every rank
-become views of it. Each rank's optimizer steps in place, so the other ranks see the step at once. When two ranks write
-the same number at the same moment, one of the two changes may be lost. The loss does not matter if gradients are sparse
-or steps are small. Gradients, buffers and optimizer states stay separate on each rank. The alternative, a lock around
-each step, lets only one rank step at a time.
+The copy is in rank 0's part of a segment of symmetric memory (``symmetric.py``), and the parameters of every rank
+become views of the copy. Each rank's optimizer changes the parameters in place, so the other ranks see the change
+immediately. When two ranks write the same number at the same moment, one of the two changes may be lost. The loss does
+not matter if gradients are sparse or steps are small. Gradients, buffers and optimizer states stay separate on each
+rank. The alternative, a lock around each step, would let only one rank step at a time.
 
-Whole storages move, not single tensors. So tied or overlapping parameters still share memory, and strides do not
-change. The views keep the mapping alive, so they are valid as long as a view exists, even after ``mpi.stop()``. A
-parameter that leaves the memory (``network.to(dtype)``) would be trained by its rank alone. To detect that, a hook
-checks where the parameters are before every step of an optimizer.
+Hogwild moves whole storages, not single tensors. So tied or overlapping parameters still share memory, and strides do
+not change. The views keep the memory mapped, so they remain valid even after ``mpi.stop()``. If a parameter leaves the
+shared memory (``network.to(dtype)``), only its own rank would train it. To detect this case, a hook checks the
+addresses of the parameters before every step of an optimizer.
 
 Source: Niu, Recht, Re, Wright: Hogwild: a lock-free approach to parallelizing stochastic gradient descent (2011).
 """
@@ -32,27 +32,27 @@ from torchmpi_py.memory import symmetric
 from torchmpi_py.nn import BlockSequential
 from torchmpi_py.paramserver.update import gathered, wait_for_all, wait_for_all_after_training
 
-_ALIGNMENT = 512  # bytes: no two storages share a cache line
+_ALIGNMENT = 512  # bytes. Two storages must not share a cache line.
 
 
 class Hogwild:
-    """Share one copy of a network's parameters among the ranks of a node, which train it without locks.
+    """Share one copy of a network's parameters among the ranks of a node, which train the copy without locks.
 
-    All ranks of ``comm`` must call the constructor, which **overwrites** the parameters with rank 0's values. Then
-    every rank trains as if it were alone, with an optimizer of its own and without a call per step. With n ranks
-    there are n times as many steps, so use a smaller learning rate and less momentum. If one rank calls
+    All ranks of ``comm`` must call the constructor, which **overwrites** the parameters with rank 0's values.
+    Afterwards, every rank trains like a single process, with its own optimizer and without any call per step. With n
+    ranks, there are n times as many steps, so use a smaller learning rate and less momentum. If one rank calls
     ``network.load_state_dict``, the parameters of all ranks change.
 
     A parameter that is added, replaced, or moved to other memory (``network.to(dtype)``, ``p.data = ...``) is not
-    shared. The next step of an optimizer that trains it raises ParameterServerError on that rank, and ``free`` raises
-    it on every rank. A step inside a compiled function does not check.
+    shared. On that rank, the next step of an optimizer with the parameter raises ParameterServerError. ``free`` raises
+    the error on every rank. Steps inside compiled functions are not checked.
 
     Args:
         network (torch.nn.Module): network on the CPU whose parameters are shared.
         comm (Communicator): communicator of ranks on one node. Default None, the current level.
 
     Raises:
-        Unavailable: the ranks are on several nodes. Raised on every rank, as all errors here.
+        Unavailable: the ranks are on several nodes. Each of these errors is raised on every rank.
         ValueError: a parameter is not on the CPU.
         RanksDisagree: the ranks have different parameters.
 
@@ -82,19 +82,19 @@ class Hogwild:
         if self._comm.rank == 0:
             for storage, place in zip(storages, places, strict=True):
                 place.copy_(_bytes(storage))
-        wait_for_all(self._comm, "Hogwild")  # so that no rank trains before rank 0's values are in place
+        wait_for_all(self._comm, "Hogwild")  # No rank may train before rank 0's values are in place.
         _move(parameters, storages, places)
         self._watch = _Watch(network, places)
         self.is_free = False
 
     def free(self) -> None:
-        """End the sharing: give every rank its own copy of the parameters, with the same values. Idempotent.
+        """End the sharing, and give every rank its own copy of the parameters.
 
-        All ranks must call it. Each rank sleeps until the last one has called it.
+        All ranks must call it, and each rank sleeps until all ranks have called it. Repeated calls have no effect.
 
         Raises:
-            ParameterServerError: a parameter of any rank had left the shared memory. Raised on every rank. The sharing
-                has ended nevertheless.
+            ParameterServerError: a parameter of any rank had left the shared memory. The error is raised on every rank,
+                after the sharing has ended.
         """
         if self.is_free:
             return
@@ -102,7 +102,7 @@ class Hogwild:
         unshared = next((name for name, p in self.network.named_parameters() if not _is_shared(p)), None)
         by_rank = [unshared]
         if communicators.is_started() and not self._comm.is_free:
-            wait_for_all_after_training(self._comm, "Hogwild.free")  # so that all ranks copy the final values
+            wait_for_all_after_training(self._comm, "Hogwild.free")  # All ranks must copy final values.
             by_rank = gathered(self._comm, "Hogwild.free", unshared)
         parameters = [p for p in self.network.parameters() if self._watch.holds(_address(p))]
         storages = _storages(parameters)
@@ -116,8 +116,8 @@ class Hogwild:
 class _Watch:
     """The shared memory of a Hogwild, and a hook that runs before every step of an optimizer.
 
-    The memory stays mapped, so that no other memory can get its addresses. The hook stays until the Hogwild is freed or
-    the network is garbage collected.
+    The memory stays mapped, so that its addresses cannot be reused. The hook remains until the Hogwild is freed or the
+    network is garbage-collected.
     """
 
     def __init__(self, network: torch.nn.Module, places: list[Tensor]) -> None:
@@ -130,11 +130,11 @@ class _Watch:
         weakref.finalize(network, self.end)
 
     def holds(self, address: int) -> bool:
-        """Return whether an address lies in the memory."""
+        """Return whether an address is in the shared memory."""
         return self._begin <= address < self._end
 
     def end(self) -> None:
-        """Remove the hook. Idempotent."""
+        """Remove the hook. Repeated calls have no effect."""
         self._hook.remove()
         if self in _watches:
             _watches.remove(self)
@@ -153,7 +153,10 @@ _watches: list[_Watch] = []
 
 
 def _is_shared(p: Tensor) -> bool:
-    """Return whether a parameter lies in the memory of any Hogwild, because a later one may share the same network."""
+    """Return whether a parameter is in the shared memory of any Hogwild.
+
+    Every Hogwild counts, because a later one may share the same network.
+    """
     if p.layout is not torch.strided:
         return False
     address = p.data_ptr()
@@ -162,28 +165,28 @@ def _is_shared(p: Tensor) -> bool:
 
 def _why(name: str) -> str:
     return (
-        f"parameter {name} is not in the memory that the ranks share, so this rank would train it alone. It was added, "
-        "replaced, or moved to other memory (.to(), .data) after Hogwild was created. Call free() before such a "
-        "change, and create another Hogwild after it"
+        f"parameter {name} is not in the memory that the ranks share, so only this rank would train it. It was added, "
+        "replaced, or moved to other memory (.to(), .data) after the Hogwild was created. Call free() before such a "
+        "change, and create a new Hogwild after the change"
     )
 
 
 def _flatten(network: torch.nn.Module) -> None:
-    """Flatten all blocks now, because their first use would move their parameters out of the shared memory."""
+    """Flatten all blocks of the network now. Otherwise, a block's first use would move parameters to other memory."""
     for module in network.modules():
         for block in module.blocks if isinstance(module, BlockSequential) else ():
             _ = block.weights
 
 
 def _check(parameters: list[torch.nn.Parameter], comm: Communicator) -> None:
-    """Check that all ranks can share one copy. Collective.
+    """Raise an error on every rank unless all ranks can share one copy. All ranks of ``comm`` must call it.
 
-    Raise Unavailable, ValueError or RanksDisagree, on every rank.
+    The error is Unavailable, ValueError or RanksDisagree.
     """
     if comm.num_nodes > 1:
         raise Unavailable(
-            f"Hogwild: {comm!r}: ranks on different nodes cannot share memory; share within each node, with "
-            "comm=mpi.communicator(1), and exchange between nodes with paramserver.DifferenceUpdate"
+            f"Hogwild: the ranks of {comm!r} are on different nodes and cannot share memory; share within each node "
+            "with comm=mpi.communicator(1), and exchange between nodes with paramserver.DifferenceUpdate"
         )
     storages = {s.data_ptr(): (index, s.nbytes()) for index, s in enumerate(_storages(parameters))}
     mine = [
@@ -200,12 +203,12 @@ def _check(parameters: list[torch.nn.Parameter], comm: Communicator) -> None:
     if (rank_that_differs := agree.first_different(everyone)) is not None:
         raise RanksDisagree(
             f"Hogwild: the parameters of rank {rank_that_differs} differ from rank 0's in number, shape, stride, dtype "
-            "or in which of them share memory; create the same network on all ranks"
+            "or shared storages; create the same network on all ranks"
         )
 
 
 def _storages(parameters: list[torch.nn.Parameter]) -> list[torch.UntypedStorage]:
-    """Return the storages of the parameters, each once, without the empty storages of parameters without elements."""
+    """Return the distinct storages of the parameters, except empty ones."""
     storages = {_address(p): p.untyped_storage() for p in parameters}
     return [storage for storage in storages.values() if storage.nbytes() > 0]
 
@@ -219,7 +222,7 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _places(channel: Channel, storages: list[torch.UntypedStorage]) -> list[Tensor]:
-    """Allocate memory for each storage in the root's part of a new segment. Collective."""
+    """Allocate memory for each storage in rank 0's part of a new segment. All ranks of the channel must call it."""
     offsets = [0, *itertools.accumulate(-(-s.nbytes() // _ALIGNMENT) * _ALIGNMENT for s in storages)]
     memory = symmetric.shared_bytes(channel, offsets[-1])[0].numpy()
     return [
@@ -229,7 +232,7 @@ def _places(channel: Channel, storages: list[torch.UntypedStorage]) -> list[Tens
 
 
 def _move(parameters: list[torch.nn.Parameter], storages: list[torch.UntypedStorage], places: list[Tensor]) -> None:
-    """Make the parameters views of other memory, with the same offsets, shapes and strides."""
+    """Turn the parameters into views of ``places``, with the same offsets, shapes and strides."""
     place_of = {storage.data_ptr(): place for storage, place in zip(storages, places, strict=True)}
     for p in parameters:
         if (place := place_of.get(_address(p))) is not None:

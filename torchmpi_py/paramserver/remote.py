@@ -1,15 +1,15 @@
-"""Shards on other nodes: the client's side of the messages to the service of another node (``service.py``).
+"""Access to shards on other nodes: the client side of the messages to the service of another node (``service.py``).
 
-A *request* is for one shard. Its message holds the action and the bytes of a small payload. The pieces of a large
-payload follow in messages of their own. The *reply* holds the error, if any, and small values. The pieces of large
-values follow. A message consists of plain numbers and bytes, and the name and options of a rule are pickled inside it.
-So the service unpickles them where it can report a failure to the sender. Requests and replies have separate
-communicators, because a rank may be the client of one service and run another.
+A *request* concerns one shard. Its message contains the action and, if the payload is small, the bytes of the payload.
+A large payload follows in pieces, in separate messages. The *reply* contains the error, if any, or small values. Large
+values follow in pieces. A message consists of plain numbers and bytes. The name and the options of a rule are bytes of
+a pickle, so the service can report to the sender if it cannot unpickle them. Requests and replies have separate
+communicators, because a rank may be a client of one service while it runs another service.
 
 MPI keeps the order of messages between two ranks, and a service carries out the requests of a rank in order. So a rank
-sends further requests without a wait for replies. The next reply of a service belongs to the oldest pending request to
-this service, and the next pieces belong to the oldest reply whose pieces are not complete. The alternative, a number
-in every message and a table of pending requests, would allow other orders, which no caller needs.
+can send further requests without waiting for replies. The next reply of a service belongs to the oldest pending request
+to this service, and the next pieces belong to the oldest reply with missing pieces. The alternative, a number in every
+message and a table of pending requests, would allow other orders, which no caller needs.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from torchmpi_py.core.channels import Channel
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.errors import ParameterServerError
 
-HEADER_TAG, BYTES_TAG = 0, 1  # tags of requests and replies, and of the pieces that follow
-_SMALL_BYTES = 16 << 10  # up to this size bytes are part of a message, because two copies cost less than a message
+HEADER_TAG, BYTES_TAG = 0, 1  # tags of requests and replies, and of pieces
+_SMALL_BYTES = 16 << 10  # Payloads up to this size are part of a message, because two copies cost less than a message.
 _PIECE_BYTES = 4 << 20
 
 
 class Kind(enum.IntEnum):
-    """The action that a request asks for."""
+    """The action of a request."""
 
     APPLY = 0  # apply a rule with the payload
     READ = 1  # return the values
@@ -43,7 +43,7 @@ class Kind(enum.IntEnum):
 
     @property
     def gives(self) -> bool:
-        """Whether the reply carries the bytes; otherwise the request carries them."""
+        """Whether bytes of the shard are part of the reply; otherwise, bytes are part of the request."""
         return self in (Kind.READ, Kind.SAVE)
 
 
@@ -55,11 +55,11 @@ class ShardRequest(NamedTuple):
     kind: int
     num_bytes: int
     rule: bytes = b""  # pickled name and options of the rule
-    payload: bytearray | None = None  # None if the payload is large or missing
+    payload: bytearray | None = None  # None for a large or missing payload
 
 
 class Links:
-    """The communicators of a channel for requests and replies. The constructor is collective."""
+    """The communicators of a channel for requests and replies. All ranks must call the constructor."""
 
     def __init__(self, channel: Channel) -> None:
         self.requests = channel.mpi.Dup()
@@ -71,13 +71,13 @@ class Links:
         return [self.requests, self.replies]
 
     def free(self) -> None:
-        """Free both communicators. Collective."""
+        """Free both communicators. All ranks of the channel must call it."""
         self.replies.Free()
         self.requests.Free()
 
 
 def is_small(num_bytes: int) -> bool:
-    """Return whether a payload of this size is part of a message, and not sent in pieces."""
+    """Return whether a payload of this size is part of a message, instead of being sent in pieces."""
     return num_bytes <= min(_SMALL_BYTES, config.current.message_bytes)
 
 
@@ -87,7 +87,7 @@ def pieces(x: Tensor) -> list[np.ndarray[Any, Any]]:
 
 
 def to_bytes(x: Tensor) -> bytearray:
-    """Copy the memory of a flat tensor for a message."""
+    """Return a copy of the bytes of a flat tensor, for a message."""
     return bytearray(x.view(torch.uint8).numpy())
 
 
@@ -97,20 +97,20 @@ def unpacked(data: bytes) -> Exception:
         error: Exception = pickle.loads(data)
         return error
     except Exception as failure:
-        return ParameterServerError(f"a rule on another node raised an error that cannot be unpickled here: {failure}")
+        return ParameterServerError(f"a rule on another node raised an error that this rank cannot unpickle: {failure}")
 
 
 class PendingReply:
-    """A pending request. ``memory`` holds its payload, or receives the values of its reply."""
+    """A pending request. ``memory`` contains the payload of the request, or receives the values of the reply."""
 
     def __init__(self, request: ShardRequest, memory: Tensor | None) -> None:
         self.error: BaseException | None = None  # exception that the service reported
         self.is_complete = False
-        self._request, self._memory = request, memory  # keeps the memory alive until all transfers are complete
+        self._request, self._memory = request, memory  # The memory must live until all transfers are complete.
         self._transfers: list[Any] = []
 
     def send(self, requests: MPI.Comm, service: int) -> None:
-        """Send the request, with a small payload inside the message or the pieces of a large payload after it."""
+        """Send the request. A small payload is part of the message, and a large payload follows in pieces."""
         message, following = self._request, []
         if self._memory is not None and not Kind(message.kind).gives:
             if is_small(message.num_bytes):
@@ -122,8 +122,8 @@ class PendingReply:
             self._transfers.append(requests.Isend(piece, service, BYTES_TAG))
 
     def arrive(self, replies: MPI.Comm, service: int, error: bytes | None, values: bytearray | None) -> None:
-        """Take the content of the reply, and start to receive the pieces of large values."""
-        # A reply with an error has no values. Small values are in the message, and pieces of large values follow it.
+        """Store the content of the reply, and start to receive the pieces of large values."""
+        # A reply with an error has no values. Small values are part of the reply, and large values follow in pieces.
         if error is not None:
             self.error = unpacked(error)
         elif self._memory is not None and values is not None:
@@ -156,16 +156,16 @@ class PendingReply:
 class Client:
     """A rank's requests to the services of other nodes. Only the request thread uses it.
 
-    Only the order tells which request a reply belongs to. So no request is sent after an error of the communication,
-    because the client would take the reply to an earlier request for the reply to a later one.
+    The client matches replies with requests only by their order. So it sends no request after a communication error,
+    because it could then match a reply with the wrong request.
     """
 
     def __init__(self, links: Links) -> None:
         self._links = links
         self._failure: Exception | None = None
-        self._failed: list[PendingReply] = []  # stored because MPI may still access their memory
+        self._failed: list[PendingReply] = []  # MPI may still access the memory of these requests.
         self._awaited: dict[int, deque[PendingReply]] = {}  # requests without a reply, by service, the oldest first
-        self._arriving: list[PendingReply] = []  # requests whose reply has arrived, but not all pieces
+        self._arriving: list[PendingReply] = []  # requests whose reply has arrived, but lacks pieces
 
     @property
     def is_idle(self) -> bool:
@@ -173,7 +173,7 @@ class Client:
         return not self._arriving and not any(self._awaited.values())
 
     def ask(self, service: int, request: ShardRequest, memory: Tensor | None) -> PendingReply:
-        """Send a request, and return without a wait for the reply.
+        """Send a request, and return without waiting for the reply.
 
         Raise ParameterServerError if the communication of an earlier request has failed.
         """
@@ -194,9 +194,9 @@ class Client:
         return reply
 
     def advance(self) -> bool:
-        """Take all replies that have arrived, and return whether there were any.
+        """Process all replies that have arrived, and return whether any reply has arrived.
 
-        An error of the communication ends all pending requests.
+        A communication error ends all pending requests, and the call returns True.
         """
         try:
             status, has_replies = MPI.Status(), False

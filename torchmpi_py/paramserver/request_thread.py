@@ -1,14 +1,14 @@
 """The thread that runs a rank's requests to parameter servers, in the order of the calls.
 
-A request first sends messages to other nodes, then works on the shards of its own node, and is complete when the
-replies have arrived. In the meantime the next request to the same server starts, so a request between nodes costs a
-round trip only if the program waits for it. Each shard carries out the requests of a rank in order, and the handles of
-a rank complete in the same order. The alternative, to complete each request before the next one starts, would add a
-round trip to every request.
+A request first sends messages to other nodes, and then works on the shards of this node. It is complete when all
+replies have arrived, but the next request to the same server may start earlier. So a request to other nodes costs a
+round trip only if the program waits for the request. Each shard carries out the requests of a rank in order, and the
+handles of a rank complete in the same order. The alternative, completing each request before the next one starts, would
+add a round trip to every request.
 
-A request to another server starts when all requests before it are complete. A program may use one server to announce
-that it has sent to another, as the clocks of bounded staleness do. A request also waits for all earlier requests if it
-uses a tensor that a pending request writes, or writes a tensor that a pending request reads.
+A request to another server starts only when all earlier requests are complete, because a program may use one server to
+announce that it has sent to another server. The clocks of bounded staleness do this. A request also waits for all
+earlier requests if it uses a tensor that a pending request writes, or writes a tensor that a pending request reads.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from torchmpi_py.core.handles import Handle, ThreadHandle, Work
 from torchmpi_py.paramserver.remote import Client, PendingReply
 
 R = TypeVar("R")
-_MOST_UNDER_WAY = 64  # pending requests; the limit exists because a service stores the messages of pending requests
-_LONGEST_NAP_SECONDS = 0.0001  # sleep between two looks for a reply
+_MOST_UNDER_WAY = 64  # limit on pending requests. A service stores the messages of pending requests.
+_LONGEST_NAP_SECONDS = 0.0001  # longest sleep between two checks for a reply
 
 
 class Answers:
-    """The outcome of a request so far: its errors, and the expected replies of other nodes."""
+    """The current outcome of a request: its errors, and the replies that it expects from other nodes."""
 
     def __init__(self) -> None:
         self._errors: list[BaseException] = []
         self._replies: list[tuple[Client, PendingReply]] = []
 
     def attempt(self, work: Callable[[], object]) -> None:
-        """Do one part of the request. Store an exception instead of raising it, so that the other parts are done."""
+        """Run one part of the request. Store an exception instead of raising it, so that the other parts still run."""
         try:
             work()
         except BaseException as error:
             self._errors.append(error)
 
     def expect(self, client: Client, reply: PendingReply) -> None:
-        """Register a reply without which the request is not complete."""
+        """Register a reply that must arrive before the request is complete."""
         self._replies.append((client, reply))
 
     def clients(self) -> list[Client]:
@@ -67,7 +67,7 @@ class Answers:
 
 
 class Uses(NamedTuple):
-    """The objects that a request uses: a server, and a tensor of the program, which it reads or ``writes``."""
+    """The objects that a request uses: a server, and a tensor of the program, which the request reads or ``writes``."""
 
     server: object
     memory: Tensor | None = None
@@ -75,7 +75,7 @@ class Uses(NamedTuple):
 
 
 class _Request(Work[R]):
-    """A request: ``begin`` sends messages to other nodes and works on this node, and ``end`` returns the result."""
+    """A request. ``begin`` sends messages to other nodes and works on this node, and ``end`` returns the result."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class _Request(Work[R]):
         return self._label
 
     def begin(self) -> None:
-        """Send the messages to other nodes, and do the work on this node. ``run`` raises the errors."""
+        """Send the messages to other nodes, and do the work on this node. Store errors; ``run`` raises them."""
         assert self._steps is not None, "a request runs once"
         if self.entry is not None:
             journal.begin(self.entry)
@@ -128,29 +128,29 @@ class _Pipeline(CommunicationThread):
         super().__init__(inline=False, name="parameter-server")
         self._under_way: deque[ThreadHandle[Any]] = deque()
         self._server: object = None  # server of the pending requests
-        self._in_use: Counter[tuple[int, bool]] = Counter()  # pending uses of a storage: (address, is written)
+        self._in_use: Counter[tuple[int, bool]] = Counter()  # number of pending uses by (address, is written)
         self._clients: list[Client] = []  # clients that expect replies
         self._nap = Nap(_LONGEST_NAP_SECONDS, share=0.25)
 
-    @torch.inference_mode()  # because the caller may pass tensors that were created in inference mode
+    @torch.inference_mode()  # The caller may pass tensors that were created in inference mode.
     def _loop(self) -> None:
         end_sleeps_in_time()
         while (handle := self._next()) is not None:
             self._begin(handle)
-            del handle  # so that its buffers are released before the next request comes
+            del handle  # Release the buffers of the request before waiting for the next request.
         while self._under_way:
             self._wait()
 
     def _next(self) -> ThreadHandle[Any] | None:
-        """Return the next request, or None at the end. Take replies while the queue is empty."""
-        # The thread sleeps in the queue only if no request is pending, because otherwise it has to look for replies.
+        """Return the next request, or None if the thread must end. Process replies while the queue is empty."""
+        # Block on the queue only if no request is pending. Otherwise, the thread must check for replies.
         while self._under_way and (self._queue.empty() or len(self._under_way) >= _MOST_UNDER_WAY):
             self._wait()
         return self._queue.get()
 
     def _begin(self, handle: ThreadHandle[Any]) -> None:
         request = handle._work
-        if isinstance(request, _Request):  # an end mark is not a request
+        if isinstance(request, _Request):  # The queue may also contain an end mark.
             while self._under_way and self._has_to_wait(request):
                 self._wait()
             self._server = request.server
@@ -163,18 +163,18 @@ class _Pipeline(CommunicationThread):
 
     def _has_to_wait(self, request: _Request[Any]) -> bool:
         """Return whether a request must not start before all pending requests are complete."""
-        # Several pending requests may read the same tensor. A request that writes it excludes all others.
+        # Several pending requests may read the same tensor. A request that writes a tensor excludes all other uses.
         is_written = self._in_use[request.storage, True]
         is_in_use = is_written or (request.writes and self._in_use[request.storage, False])
         return request.server is not self._server or bool(request.storage and is_in_use)
 
     def _wait(self) -> None:
-        """Take replies, or sleep for a short time if there are none."""
+        """Process the replies that have arrived, or sleep briefly if no reply has arrived."""
         if not self._take_replies():
             self._nap.take()
 
     def _take_replies(self) -> bool:
-        """Take the replies that have arrived, complete their requests, and return whether there were any."""
+        """Process the replies that have arrived, complete requests, and return whether any reply has arrived."""
         has_moved = False
         for client in list(self._clients):
             has_moved |= client.advance()
@@ -191,7 +191,7 @@ class _Pipeline(CommunicationThread):
 
     def _is_complete(self, work: Work[Any] | None) -> bool:
         if not isinstance(work, _Request):
-            return True  # because an end mark expects no replies
+            return True  # An end mark expects no replies.
         if is_complete := work.answers.are_complete():
             key = work.storage, work.writes
             self._in_use[key] -= 1
@@ -201,15 +201,15 @@ class _Pipeline(CommunicationThread):
 
 
 class RequestThread:
-    """The thread of a rank's requests, which is stored with the channel of all ranks.
+    """The thread that runs a rank's requests. It is stored with the channel of all ranks.
 
-    It is separate from the thread of asynchronous collectives, because a collective waits for other ranks, and a
+    This thread is separate from the thread of asynchronous collectives. A collective waits for other ranks, but a
     request to a parameter server must not. The thread starts with the first request, ends when a server is freed, and
     starts again with the next request.
     """
 
     def __init__(self, world: Channel) -> None:
-        self._lock = threading.Lock()  # so that no request is queued on a thread that is about to end
+        self._lock = threading.Lock()  # No request may be queued on a thread that is about to end.
         self._thread = _Pipeline()
 
     def submit(
@@ -221,10 +221,11 @@ class RequestThread:
         *,
         is_recorded: bool = True,
     ) -> Handle[R]:
-        """Queue a request. ``end`` returns the result of the handle when all replies that ``begin`` expects are there.
+        """Queue a request, and return its handle.
 
-        Pass ``is_recorded=False`` for a request that a longer operation repeats many times. Its records would displace
-        all others in the flight recorder, and the longer operation has a record of its own.
+        When all replies that ``begin`` expects have arrived, ``end`` returns the result of the handle. Pass
+        ``is_recorded=False`` for a request that a longer operation repeats many times. The records of such requests
+        would displace all other records in the flight recorder, and the longer operation has its own record.
         """
         entry = journal.record_own(label, communicators.stack().levels[0]) if is_recorded else None
         with self._lock:

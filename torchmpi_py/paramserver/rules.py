@@ -1,12 +1,12 @@
-"""Rules: how a shard of a parameter server changes when it receives its part of a tensor.
+"""Rules: functions that change a shard of a parameter server when a part of a tensor is sent to the shard.
 
 A rule is a function ``fn(shard, payload, **options)`` of two flat tensors of equal size and dtype, which changes the
 shard in place. A rule with a state also gets a ``Memory``: ``fn(shard, payload, memory, **options)``. The sending rank
-runs the rule under the lock of the shard. For a shard on another node the service of that node runs it.
+runs the rule while it holds the lock of the shard. For a shard on another node, the service of that node runs the rule.
 
-Optimizers are rules whose payload is a gradient and whose state lies beside the shard. They call torch's own functions,
-so one send of a gradient is one step of the optimizer of that name in ``torch.optim``, with the same options and
-defaults. Every send of every worker is a step, so n workers take n times as many steps.
+Optimizers are rules whose payload is a gradient and whose state is stored with the shard. They call torch's functions.
+So one send of a gradient is one step of the ``torch.optim`` optimizer with the same name, options and defaults. Every
+send of every worker is a step, so n workers take n times as many steps.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _IN_ONE_TENSOR: dict[str, Any] = {"foreach": False, "maximize": False}  # argume
 
 
 class Memory(NamedTuple):
-    """The state of a rule for one shard: ``slots`` are tensors like the shard, and ``times`` is a float64 number.
+    """The state of a rule for one shard. All values start at 0.
 
-    All of them are 0 at first.
+    ``slots`` are tensors of the shard's size and dtype, and ``times`` is a float64 tensor with one number.
     """
 
     slots: list[Tensor]
@@ -42,9 +42,10 @@ class Memory(NamedTuple):
 class Rule(NamedTuple):
     """A rule: its function, and its requirements on the server.
 
-    ``memory`` is "mean" for a counter that every server has, or "optimizer" for ``num_slots`` slots and a counter on a
-    server that was created for this rule. ``needs_bits`` is the least number of bits of a floating-point element, or 0
-    if the rule accepts every dtype. ``needs_payload`` is False if the rule ignores the payload.
+    If ``memory`` is "mean", the state of the rule is a counter that every server has. If it is "optimizer", the state
+    is ``num_slots`` slots and a counter on a server that was created for this rule. ``needs_bits`` is the minimum
+    number of bits of a floating-point element, or 0 if the rule accepts every dtype. ``needs_payload`` is False if the
+    rule ignores the payload.
     """
 
     fn: Callable[..., object]
@@ -80,14 +81,15 @@ def _elastic(shard: Tensor, payload: Tensor, *, weight: float) -> None:
 
 
 def _average(shard: Tensor, payload: Tensor, memory: Memory) -> None:
-    """Keep the mean of all payloads of this rule since the last send with a different rule, without earlier values."""
+    """Set the shard to the mean of the payloads of this rule since the last send with a different rule."""
     memory.times.add_(1)
     _move(shard, payload, 1 / memory.times.item())
 
 
 def _move(shard: Tensor, payload: Tensor, weight: float) -> None:
     """Move the shard towards the payload by the fraction ``weight`` of their distance."""
-    # Copy if the fraction is 1, because the distance is not finite if the shard is not, or if it is too large.
+    # If the fraction is 1, copy the payload. The distance may overflow, or the shard may contain values that are not
+    # finite, so adding the distance to the shard could fail to reach the payload.
     if weight == 1:
         shard.copy_(payload)
     else:
@@ -172,21 +174,23 @@ def register_rule(name: str, fn: Callable[..., object], num_slots: int = 0) -> N
     """Register a function as a rule for ``send(tensor, rule=name)``. Register the same function on every rank.
 
     ``fn(shard, payload, **options)`` gets two flat tensors of the same size and dtype, and changes ``shard`` in place.
-    It must not change ``payload``, which may be the sender's own memory, and must not keep references to either. It
-    runs without autograd in another thread, perhaps of another process, so the options of a send must be picklable.
+    It must not change ``payload``, which may be the sender's own memory, and must not keep references to ``shard`` or
+    ``payload``. It runs without autograd in another thread, which may belong to another process, so the options of a
+    send must be picklable.
 
-    With ``num_slots`` > 0 the rule is an optimizer for servers from ``init(tensor, optimizer=name)``. Its function is
-    ``fn(shard, payload, memory, **options)``, where ``memory.slots`` are ``num_slots`` tensors like the shard, and
-    ``memory.times`` is a number in a tensor. The server keeps them from send to send, and they are 0 at first.
+    With ``num_slots`` > 0, the rule is an optimizer for servers from ``init(tensor, optimizer=name)``. Its function is
+    ``fn(shard, payload, memory, **options)``, where ``memory.slots`` is a list of ``num_slots`` tensors with the size
+    and dtype of the shard, and ``memory.times`` is a tensor with one number. All of these values start at 0, and the
+    server keeps them between sends.
 
     Args:
         name (str): name of the rule. A later call with the same name replaces the function.
         fn (callable): function that changes the shard in place.
-        num_slots (int): number of tensors that the rule keeps per shard. Default 0, a rule without a state.
+        num_slots (int): number of tensors that the rule keeps per shard. Default 0: the rule has no state.
 
     Raises:
-        TypeError: ``name`` is not a string or is empty, ``fn`` is not callable, or ``num_slots`` is not an int.
-        ValueError: ``name`` is a built-in rule, or ``num_slots`` is negative.
+        TypeError: ``name`` is not a string or is empty, or ``fn`` is not callable.
+        ValueError: ``name`` is a built-in rule, or ``num_slots`` is not an int of at least 0.
 
     Examples:
         >>> mpi.paramserver.register_rule("largest", lambda shard, payload: shard.copy_(shard.maximum(payload)))
@@ -197,10 +201,10 @@ def register_rule(name: str, fn: Callable[..., object], num_slots: int = 0) -> N
         >>> server.free()
     """
     if not isinstance(name, str) or not name:
-        raise TypeError(f"register_rule: name={name!r}: pass a string that is not empty")
+        raise TypeError(f"register_rule: expected a name that is not empty, found name={name!r}; pass a string")
     if not callable(fn):
         raise TypeError(
-            f"register_rule: fn={fn!r}: pass a function of (shard, payload) that changes the shard in place"
+            f"register_rule: found fn={fn!r}; pass a function of (shard, payload) that changes the shard in place"
         )
     check_count("register_rule: num_slots", num_slots, 0)
     if name in _BUILT_IN:
@@ -209,7 +213,7 @@ def register_rule(name: str, fn: Callable[..., object], num_slots: int = 0) -> N
 
 
 def named(call: str, name: str) -> Rule:
-    """Return the rule called ``name``. Raise a ValueError that lists all rules if it is unknown."""
+    """Return the rule called ``name``. If the name is unknown, raise a ValueError that lists all rules."""
     if name not in _rules:
         raise ValueError(f"{call}: rule {name!r} is unknown; known rules: {', '.join(_rules)}")
     return _rules[name]
@@ -223,7 +227,7 @@ def check_optimizer(name: str, options: Mapping[str, Any], parameters: Iterable[
 
 
 def optimizer(name: str) -> Rule:
-    """Return the optimizer called ``name``. Raise a ValueError that lists all optimizers if it is unknown."""
+    """Return the optimizer called ``name``. If the name is unknown, raise a ValueError that lists all optimizers."""
     known = [known for known, rule in _rules.items() if rule.memory == "optimizer"]
     if name not in known:
         raise ValueError(f"paramserver.init: optimizer={name!r} is unknown; known optimizers: {', '.join(known)}")
@@ -231,17 +235,17 @@ def optimizer(name: str) -> Rule:
 
 
 def checked(name: str, options: Mapping[str, Any], dtype: torch.dtype, of_server: str | None) -> Rule:
-    """Return the rule called ``name``, for a server of this dtype that was created for the optimizer ``of_server``.
+    """Return the rule called ``name`` for a server of this dtype that was created for the optimizer ``of_server``.
 
-    Raise ValueError if the rule is unknown or does not suit the server, and TypeError if it does not accept the
-    options.
+    Raise ValueError if the rule is unknown, does not fit the server, or does not accept the value of an option. Raise
+    TypeError if the rule does not accept options of these names.
     """
     rule = named("send", name)
     if rule.memory == "optimizer" and name != of_server:
         of_this = "without an optimizer" if of_server is None else f"for optimizer {of_server!r}"
         raise ValueError(
-            f"send: rule {name!r} needs a server that was created for it, but this one was created {of_this}; use "
-            f"paramserver.init(tensor, optimizer={name!r})"
+            f"send: rule {name!r} needs a server that was created for the rule, but this server was created {of_this}; "
+            f"use paramserver.init(tensor, optimizer={name!r})"
         )
     if rule.needs_bits:
         bits = 8 * dtype.itemsize if dtype.is_floating_point else 4 * dtype.itemsize if dtype.is_complex else 0
@@ -256,7 +260,7 @@ def checked(name: str, options: Mapping[str, Any], dtype: torch.dtype, of_server
 
 
 def _wrong_values(options: Mapping[str, Any], dtype: torch.dtype) -> str:
-    """Return why a built-in rule does not accept these values, or "" if it does."""
+    """Return the reason why a built-in rule does not accept these values, or "" if it accepts them."""
     for option, value in options.items():
         if option == "betas":
             if not (isinstance(value, (tuple, list)) and len(value) == 2 and all(0 <= beta < 1 for beta in value)):
@@ -268,17 +272,17 @@ def _wrong_values(options: Mapping[str, Any], dtype: torch.dtype) -> str:
         elif option in _NOT_NEGATIVE and not value >= 0:  # type: ignore[operator]
             return f"{option}={value!r}: torch accepts no negative number"
     if options.get("nesterov") and (not options.get("momentum", 0) or options.get("dampening", 0)):
-        return "nesterov=True needs a momentum, and a dampening of 0"
+        return "nesterov=True needs a momentum above 0, and dampening=0"
     return ""
 
 
 @functools.lru_cache(maxsize=1024)
 def _wrong_names(rule: Rule, options: tuple[str, ...]) -> str:
-    """Return why a rule does not accept options of these names, or "" if it does."""
+    """Return the reason why a rule does not accept options of these names, or "" if it accepts them."""
     try:
         inspect.signature(rule.fn).bind(*[None] * (2 if rule.memory is None else 3), **dict.fromkeys(options))
     except TypeError as error:
         return str(error)
     except ValueError:
-        pass  # a function written in C may have no signature that Python can read
+        pass  # Python cannot read the signatures of some functions that are written in C.
     return ""

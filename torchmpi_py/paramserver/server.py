@@ -1,13 +1,14 @@
 """A parameter server: a tensor whose shards are distributed over the ranks of a communicator.
 
-Within a node no rank acts as a server. All ranks of the node map the memory of the shards, and a rank that sends or
-receives works on each shard directly, under the lock of the shard (``store.py``). A rank starts with its own shard, so
-ranks that start together do not queue for the same lock. For a shard on another node the rank sends a request to the
-service of that node (``remote.py``). All requests of a rank run in one thread of that rank, in the order of the calls.
-So a receive contains everything that the same rank has sent before, even if the rank did not wait for its sends.
+Within a node, no rank acts as a server. All ranks of the node map the memory of the shards, and a rank that sends or
+receives works on each shard directly while it holds the shard's lock (``store.py``). A rank starts with its own shard,
+so ranks that start simultaneously do not queue for the same lock. For a shard on another node, the rank sends a request
+to the service of that node (``remote.py``). All requests of a rank run in one thread of that rank, in the order of the
+calls. So a receive returns values that contain all earlier sends of the same rank, even if the rank did not wait for
+these sends.
 
 The alternative is TorchMPI's design (reference section 5): each rank serves its shard from a thread that polls. A
-polling thread takes time from training, and there a receive could overtake an earlier send of the same rank.
+polling thread takes time from training, and in that design a receive could overtake an earlier send of the same rank.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ _servers: list[ParameterServer] = []  # in the order of their creation
 def init(tensor: Tensor, *, comm: Communicator | None = None, optimizer: str | None = None) -> ParameterServer:
     """Create a parameter server for a tensor. All ranks of ``comm`` must call it.
 
-    The flat tensor is cut into one shard per rank, as equal as possible; shards may be empty. Rank r holds shard r in
-    host memory and fills it from its own ``tensor``. All shards are filled when the function returns. The server lives
-    until ``free``, ``free_all``, or the end of its communicator. Before Python 3.13 it uses one file descriptor.
+    The flat tensor is cut into one shard per rank. The sizes of shards differ by at most one element, and a shard may
+    be empty. Rank r holds shard r in host memory, and fills it from its own ``tensor``. All shards are filled when the
+    function returns. The server exists until ``free``, ``free_all`` or the end of its communicator. Before Python 3.13,
+    each server uses one file descriptor.
 
     Args:
-        tensor (Tensor): first values, a dense tensor on the CPU or a GPU, with the same shape and dtype on every rank.
-            It is copied, and not changed.
+        tensor (Tensor): initial values: a dense tensor on the CPU or a GPU, with the same shape and dtype on every
+            rank. The server copies the values.
         comm (Communicator): communicator whose ranks hold the shards. Default None, the current level.
         optimizer (str): optimizer whose state the server keeps: "sgd", "adagrad", "adam", or a name that
             ``register_rule`` registered with ``num_slots``. ``send(grad, rule=optimizer)`` then takes one step of this
@@ -51,7 +53,7 @@ def init(tensor: Tensor, *, comm: Communicator | None = None, optimizer: str | N
         The server.
 
     Raises:
-        TypeError: ``tensor`` is not a dense tensor. Raised on every rank, as all errors here.
+        TypeError: ``tensor`` is not a dense tensor. Each of these errors is raised on every rank.
         ValueError: the optimizer is unknown, or the tensor is neither on the CPU nor on a CUDA device.
         RanksDisagree: the ranks pass different shapes, dtypes or optimizers.
         Unavailable: the ranks of a node cannot share memory; or the ranks are on several nodes, and MPI does not
@@ -69,8 +71,8 @@ def init(tensor: Tensor, *, comm: Communicator | None = None, optimizer: str | N
     source, num_slots = journal.run_together("paramserver.init", comm, lambda: _agreed(tensor, optimizer, comm))
     if comm.num_nodes > 1 and communication_thread.current().inline:
         raise Unavailable(
-            f"paramserver.init: {comm!r} is on several nodes, and this MPI does not provide MPI_THREAD_MULTIPLE, which "
-            "the service between nodes needs; pass a communicator within a node, such as mpi.communicator(1)"
+            f"paramserver.init: {comm!r} has several nodes, but this MPI does not provide MPI_THREAD_MULTIPLE, which "
+            "servers over several nodes need; pass a communicator within a node, such as mpi.communicator(1)"
         )
     server = ParameterServer(comm, source, optimizer, num_slots)
     _servers[:] = [*(other for other in _servers if not other._router.is_free), server]
@@ -81,16 +83,16 @@ def free_all() -> None:
     """Free all parameter servers, in the order of their creation. All ranks of each server must call it.
 
     Raises:
-        RanksDisagree: the ranks free different servers, because they did not create the same ones in the same order.
+        RanksDisagree: the ranks free different servers, because they did not create the servers in the same order.
     """
     for server in list(_servers):
         server.free()
 
 
 def _agreed(tensor: Tensor, optimizer: str | None, comm: Communicator) -> tuple[Tensor, int]:
-    """Return the flat tensor and the optimizer's number of slots, once all ranks agree on shape, dtype and optimizer.
+    """Check the arguments of ``init`` on all ranks; return the flat tensor and the optimizer's number of slots.
 
-    Collective. An error in the arguments of one rank is raised on every rank.
+    All ranks of ``comm`` must call it. An error in the arguments of one rank is raised on every rank.
     """
 
     def checked() -> tuple[Tensor, int]:
@@ -102,18 +104,18 @@ def _agreed(tensor: Tensor, optimizer: str | None, comm: Communicator) -> tuple[
     source, num_slots = agree.run_on_all_ranks(allgather, checked, caught, agree.kind_and_text, agree.same_error)
     kind = f"{list(source.shape)} {source.dtype}"
     if optimizer is not None:
-        kind += f" for {optimizer!r} of {num_slots} slots"
+        kind += f" for optimizer {optimizer!r} with num_slots={num_slots}"
     kinds = allgather(kind)
     if agree.first_different(kinds) is not None:
         by_rank = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
-        raise RanksDisagree(f"paramserver.init: the ranks pass different tensors ({by_rank}); pass equal ones")
+        raise RanksDisagree(f"paramserver.init: the arguments differ between ranks ({by_rank}); pass equal arguments")
     return source, num_slots
 
 
 class ParameterServer:
-    """A tensor in shards, created by ``init``.
+    """A tensor that is divided into shards, one per rank. ``init`` creates it.
 
-    Any rank may send and receive at any time, without the other ranks. Only ``free`` is collective.
+    Any rank may send and receive at any time, without a call on the other ranks. All ranks must call ``free``.
 
     Attributes:
         shape (torch.Size): shape of the whole tensor.
@@ -141,22 +143,22 @@ class ParameterServer:
         """Send a tensor, which a rule combines with the values of the server. Any rank may call it, at any time.
 
         Each shard applies the rule to its part of the tensor, exactly once and without interruption. Different shards
-        may apply the sends of several ranks in different orders. The rule has been applied to all shards when the
-        handle is complete. Do not change ``tensor`` before.
+        may apply the sends of several ranks in different orders. When the handle is complete, the rule has been applied
+        to all shards. Do not change ``tensor`` before the handle is complete.
 
         Args:
             tensor (Tensor): tensor on the CPU or a GPU, with the shape and dtype of the server.
-            rule (str): what each shard does with the tensor. "add" (default) adds it, "copy" replaces the values by
-                it, "zero" sets the values to 0, and "scaled_add" adds ``scale * tensor``. The rule "elastic" moves the
-                values towards the tensor by the fraction ``weight`` of the distance. The rule "average" keeps the
-                mean of all sends since the last send with a different rule. The name of the server's optimizer takes
-                one step with the tensor as the gradient. Names from ``register_rule`` are valid too.
+            rule (str): operation that each shard applies. "add" (default) adds the tensor, "copy" replaces the values
+                by the tensor, "zero" sets the values to 0, and "scaled_add" adds ``scale * tensor``. The rule "elastic"
+                moves the values towards the tensor by the fraction ``weight`` of the distance. The rule "average" sets
+                the values to the mean of all sends since the last send with a different rule. The name of the server's
+                optimizer takes one step with the tensor as the gradient. Names from ``register_rule`` are also valid.
             **options: options of the rule: ``scale=`` for "scaled_add", ``weight=`` for "elastic", and the options of
                 the optimizer, such as ``lr=0.1``.
 
         Returns:
-            A handle whose ``wait()`` returns ``tensor``. ``wait()`` also raises an error of the rule. Shards on which
-            the rule did not fail have applied the send.
+            A handle whose ``wait()`` returns ``tensor``, or raises an error of the rule. Even if the rule fails on some
+            shards, the other shards apply the send.
 
         Raises:
             TypeError: ``tensor`` is not a dense tensor, or the rule does not accept the options.
@@ -178,7 +180,7 @@ class ParameterServer:
 
         def begin(answers: Answers) -> None:
             nonlocal payload
-            # Copy here and not in the call of send, because an earlier request may still write to the tensor.
+            # Copy here and not when send is called, because an earlier request may still write to the tensor.
             payload = (flat(payload) if copy is None else copy.to_host()).view(-1)
             self._router.apply(rule, known, options, payload, answers)
 
@@ -227,7 +229,7 @@ class ParameterServer:
         return self._requests.submit("receive from a parameter server", begin, end, Uses(self, target, True))
 
     def peek(self, target: Tensor) -> None:
-        """Receive into a tensor on the CPU, wait, and leave no record of the call. For loops that poll the server.
+        """Receive into a tensor on the CPU, and wait. The call is not recorded, so that loops can use it to poll.
 
         Args:
             target (Tensor): flat, contiguous tensor on the CPU, with the size and dtype of the server. It is
@@ -240,8 +242,8 @@ class ParameterServer:
     def take_in(self, source: ParameterServer, rule: str = "add", **options: Any) -> Handle[None]:
         """Apply a rule to this rank's own shard, with this rank's shard of another server as the payload.
 
-        **Overwrites** the shard of ``source`` with zeros. Use it for synchronous training: all ranks send
-        gradients to ``source`` and synchronize, then every rank takes the optimizer's step for its own shard.
+        **Overwrites** the shard of ``source`` with zeros. Use this method for synchronous training: all ranks send
+        gradients to ``source`` and synchronize. Then each rank takes the optimizer's step for its own shard.
 
         Args:
             source (ParameterServer): another server, with the same number of elements, dtype and communicator.
@@ -254,7 +256,7 @@ class ParameterServer:
         Raises:
             TypeError: the rule does not accept the options.
             ValueError: the rule is unknown, or ``source`` does not match this server.
-            ParameterServerError: one of the two servers was freed.
+            ParameterServerError: this server or ``source`` was freed.
         """
         known = rules.checked(rule, options, self.dtype, self.optimizer)
         for server in (self, source):
@@ -271,10 +273,10 @@ class ParameterServer:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values and the optimizer's state of all shards. Any one rank may call it, at any time.
+        """Return the values and the optimizer's state of all shards. Any rank may call it alone, at any time.
 
         No shard is read in the middle of a send, but different shards may be read at different times. For a consistent
-        state wait for all sends, and call ``mpi.barrier`` on all ranks before and after.
+        state, wait for all sends, and call ``mpi.barrier`` on all ranks before and after this call.
 
         Returns:
             A dictionary for ``torch.save`` and ``load_state_dict``.
@@ -289,9 +291,10 @@ class ParameterServer:
         return shard.joined(list(saved.values()), self.shape, self.dtype, self.optimizer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state, which may come from a job with a different number of ranks. **Overwrites** all shards.
+        """Restore a saved state, even from a job with a different number of ranks. **Overwrites** all shards.
 
-        Call it on one rank. The other ranks must not use the server until it has returned; call ``mpi.barrier`` after.
+        Call this method on one rank. The other ranks must not use the server until the call has returned, so call
+        ``mpi.barrier`` on all ranks afterwards.
 
         Args:
             state (dict): dictionary that ``state_dict`` returned.
@@ -306,7 +309,7 @@ class ParameterServer:
         self._requests.submit("restore a parameter server", begin, _nothing, Uses(self)).wait()
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Check, without a change to the server, that ``load_state_dict`` accepts a state.
+        """Raise ValueError unless ``load_state_dict`` accepts a state. The server does not change.
 
         Args:
             state (dict): dictionary that ``state_dict`` returned.
@@ -320,27 +323,28 @@ class ParameterServer:
         return shard.parted(state, self.bounds, self.shape, self.dtype, self.optimizer, self._router.num_slots)
 
     def free(self) -> None:
-        """Free the memory once all ranks have called ``free`` and all requests are complete. Idempotent.
+        """Free the memory after all ranks have called ``free`` and all requests are complete.
 
-        All ranks of the server must call it. A rank sleeps until the other ranks call it too. So a rank without work
-        of its own can call it at once, and the other ranks can still use its shard.
+        All ranks of the server must call it, and each rank sleeps until the other ranks also call it. So a rank that
+        has finished its work can call ``free`` early, and the other ranks can still use its shard. Repeated calls have
+        no effect.
 
         Raises:
-            RanksDisagree: the ranks free different servers. Raised on every rank, and no server is freed.
+            RanksDisagree: the ranks free different servers. The error is raised on every rank, and no server is freed.
         """
         try:
             if not self._router.is_free:
-                communicators.stack()  # raises NotStarted in a forked child
+                communicators.stack()  # This raises NotStarted in a forked child.
                 journal.run_while_others_work("ParameterServer.free", self._comm, lambda: self._channel.give_back(self))
         finally:
             if self in _servers and (self._router.is_free or self._comm.is_broken):
                 _servers.remove(self)
 
     def _check_alive(self, call: str) -> None:
-        communicators.stack()  # raises NotStarted in a forked child and after stop
+        communicators.stack()  # This raises NotStarted in a forked child and after stop.
         if self._router.is_free:
             raise ParameterServerError(
-                f"{call}: this parameter server was freed, or lost when a rank died; create one with paramserver.init"
+                f"{call}: the server was freed, or lost when a rank died; create a new server with paramserver.init"
             )
 
     def _checked(self, call: str, tensor: Tensor) -> Tensor:

@@ -1,17 +1,18 @@
 """The service of a node: a thread that works on the node's shards for the ranks of other nodes.
 
 The thread runs in the first rank of the node while there are servers over several nodes. ``remote.py`` defines the
-messages. MPI cannot wake a thread, so the service polls for messages and sleeps in between. The sleep grows to 50 us
-within a fifth of a millisecond after a request. Then it grows by half a percent of the time since the request, up to
-2 ms. So a request is late by at most half a percent of the idle time before it, and an idle service takes about a
-hundredth of a core. The alternative, one-sided MPI operations without a service, cannot run a rule on the target.
+messages. MPI cannot wake a thread, so the service polls for messages, and sleeps between two polls. Within 0.2 ms after
+a request, the sleep grows to 50 us. Later, the sleep is half a percent of the time since the last request, up to 2 ms.
+So a request is delayed by at most 50 us or half a percent of the idle time before it, whichever is longer. An idle
+service uses about a hundredth of a core. The alternative, one-sided MPI operations without a service, cannot run a rule
+on the target.
 
 The requests of a rank are carried out in order, but no rank waits for the payload of another rank. The service receives
-the next payload of a rank while it applies a rule to the one before, so the network does not wait for the rule. Only a
-few payloads and a few replies with large values are in transfer at a time, which bounds their memory. A rule is applied
-when the whole payload has arrived, so a slow network does not hold the lock of a shard. If a request fails, the reply
-holds the reason, and the service continues. The service does wait for locks: a rank of this node that works long on a
-shard delays the requests of other nodes.
+the next payload of a rank while it applies a rule to the previous payload, so the network does not wait for the rule.
+Only a few payloads and a few replies with large values are in transfer at the same time, which limits the memory that
+they use. A rule is applied after the whole payload has arrived, so the lock of a shard is not held while the service
+waits for the network. If a request fails, the reply contains the error, and the service continues. The service does
+wait for locks: if a rank of this node works on a shard for a long time, requests from other nodes are delayed.
 """
 
 from __future__ import annotations
@@ -36,16 +37,19 @@ from torchmpi_py.watch import abort
 
 logger = logging.getLogger("torchmpi_py")
 
-_LONGEST_NAP_SECONDS = 0.002  # sleep of an idle service
+_LONGEST_NAP_SECONDS = 0.002  # longest sleep of an idle service
 _NAP_SHARE = 0.005  # sleep as a fraction of the time since the last request
 _SHORT_NAP_SECONDS = 0.00005
 _LONGEST_NAP_IN_TRANSFER_SECONDS = 0.0001
-_MOST_UNDER_WAY = 4  # payloads in transfer, and also replies with large values
-_MOST_OF_A_CLIENT = 2  # payloads of one client, so that one arrives while the rule is applied to the other
+_MOST_UNDER_WAY = 4  # limit on payloads in memory, and on replies with large values in transfer
+_MOST_OF_A_CLIENT = 2  # limit per client. One payload can arrive while the rule is applied to the other.
 
 
 def packed(error: BaseException) -> bytes:
-    """Pickle an exception, or a ParameterServerError with its text if it is not an Exception or cannot be pickled."""
+    """Return a pickled exception.
+
+    If ``error`` is not an Exception or cannot be pickled, the result is a ParameterServerError with its text.
+    """
     try:
         if isinstance(error, Exception):
             data = pickle.dumps(error)
@@ -61,7 +65,7 @@ def packed(error: BaseException) -> bytes:
 
 
 class _Job:
-    """A request that was not carried out yet."""
+    """A request that the service has not carried out yet."""
 
     def __init__(self, request: remote.ShardRequest) -> None:
         self.request = request
@@ -73,11 +77,11 @@ class _Job:
 
 
 class _Jobs:
-    """The requests of a client that were not carried out yet, in the order of their arrival."""
+    """A client's requests that the service has not carried out yet, in the order of arrival."""
 
     def __init__(self) -> None:
         self.waiting: deque[_Job] = deque()
-        self._announced: deque[_Job] = deque()  # requests whose payloads are not being received yet
+        self._announced: deque[_Job] = deque()  # requests whose payloads are not being received
         self.num_payloads = 0  # number of payloads in memory, complete or in transfer
 
     def append(self, job: _Job) -> None:
@@ -87,13 +91,13 @@ class _Jobs:
             self._announced.append(job)
 
     def popleft(self) -> _Job:
-        """Remove and return the oldest request, which is ready."""
+        """Remove the oldest request, which must be ready to be carried out, and return it."""
         job = self.waiting.popleft()
         self.num_payloads -= job.comes_in_pieces
         return job
 
     def receive_payloads(self, requests: MPI.Comm, client: int, room: int) -> None:
-        """Start to receive the next payloads, at most ``room``."""
+        """Start to receive the client's next payloads, at most ``room`` of them."""
         for _ in range(min(room, _MOST_OF_A_CLIENT - self.num_payloads, len(self._announced))):
             job = self._announced.popleft()
             job.payload = torch.empty(job.request.num_bytes, dtype=torch.uint8, device="cpu")
@@ -102,20 +106,20 @@ class _Jobs:
 
 
 class Service:
-    """The service for the stores that are added to it. Its thread ends when the last store is removed."""
+    """A service for stores. Its thread starts when the first store is added, and ends when the last one is removed."""
 
     def __init__(self, links: remote.Links) -> None:
         self._links = links
         self._stores: dict[int, Store] = {}
         self._jobs: dict[int, _Jobs] = {}  # by client
-        # The requests of MPI keep the memory of their messages alive.
+        # An MPI request keeps the memory of its message alive.
         self._values: list[list[MPI.Request]] = []  # sends of the pieces of each reply with large values
         self._replies: list[MPI.Request] = []
         self._thread: threading.Thread | None = None
         self._is_ending = threading.Event()
 
     def add(self, number: int, store: Store) -> None:
-        """Start to serve a store."""
+        """Add a store, and start the thread if it is not running."""
         self._stores[number] = store
         if self._thread is None:
             self._is_ending.clear()
@@ -123,7 +127,7 @@ class Service:
             self._thread.start()
 
     def remove(self, number: int) -> None:
-        """Stop to serve a store, after the replies to all its requests were sent."""
+        """Remove a store that has no pending requests. If no store is left, wait for the thread to end."""
         del self._stores[number]
         if not self._stores and self._thread is not None:
             self._is_ending.set()
@@ -131,7 +135,7 @@ class Service:
             self._thread = None
 
     def abandon(self) -> None:
-        """Wait for the end of the thread, after a rank has died and the links were revoked."""
+        """End the thread, and wait for it. A rank must have died, and the links must be revoked."""
         if self._thread is not None:
             self._is_ending.set()
             self._thread.join()
@@ -149,15 +153,15 @@ class Service:
                     nap.take(_LONGEST_NAP_IN_TRANSFER_SECONDS if is_moving else _longest_nap(nap.seconds))
         except BaseException as error:
             if ulfm.is_death(error):
-                for comm in self._links.comms():  # so that ranks that wait for a reply get an error
+                for comm in self._links.comms():  # Ranks that wait for a reply then get an error.
                     ulfm.revoke(comm)
                 return
-            logger.exception("the service of parameter servers failed; the job ends, because other nodes wait for it")
+            logger.exception("the parameter-server service failed; the job ends, because other nodes wait for replies")
             abort.abort(1)
 
     def _turn(self) -> bool:
-        """Do everything that can be done now, and return whether there was anything."""
-        # Drop the requests of complete sends, which releases the memory of their messages.
+        """Process all messages and requests that are ready, and return whether there were any."""
+        # Drop the MPI requests of complete sends, to release the memory of their messages.
         self._replies = [reply for reply in self._replies if not reply.Test()]
         self._values = [values for values in self._values if not MPI.Request.Testall(values)]
         is_busy = self._receive_requests()
@@ -166,12 +170,15 @@ class Service:
         return is_busy
 
     def _carry_out_one(self) -> bool:
-        """Carry out one ready request, of the client that has waited longest, and return whether there was one."""
+        """Carry out a ready request of the client that was served least recently.
+
+        Return whether any request was ready.
+        """
         for client, jobs in self._jobs.items():
             room = _MOST_UNDER_WAY - sum(each.num_payloads for each in self._jobs.values())
             jobs.receive_payloads(self._links.requests, client, room)
             if jobs.waiting and self._is_ready(jobs.waiting[0]):
-                self._jobs[client] = self._jobs.pop(client)  # move the client to the end of the order
+                self._jobs[client] = self._jobs.pop(client)  # Move the client to the end of the order.
                 self._carry_out(client, jobs.popleft())
                 return True
         return False
@@ -186,7 +193,10 @@ class Service:
         return has_requests
 
     def _is_ready(self, job: _Job) -> bool:
-        """Return whether a request can be carried out: its payload has arrived, or a further reply may be sent."""
+        """Return whether a request can be carried out now.
+
+        A large payload must have arrived. A large reply must not exceed the limit on replies in transfer.
+        """
         if job.gives_pieces:
             return len(self._values) < _MOST_UNDER_WAY
         return not job.comes_in_pieces or (job.arriving is not None and MPI.Request.Testall(job.arriving))
@@ -199,15 +209,16 @@ class Service:
                     self._give(client, job, shard)
                     return
                 self._change(job.request, job.payload, shard)
-        except MPI.Exception:  # the reply may be on its way, and a second reply would count for the next request
+        except MPI.Exception:
+            # The reply may already be in transfer. The client would match a second reply with its next request.
             raise
-        except BaseException as failure:  # the service survives an error of a rule, which concerns only its sender
+        except BaseException as failure:  # Report an error of the rule to the sender. The service continues.
             self._reply(client, packed(failure))
         else:
             self._reply(client)
 
     def _change(self, request: remote.ShardRequest, payload: Tensor | None, shard: Shard) -> None:
-        """Apply a rule to a shard, or restore the shard. The caller holds its lock."""
+        """Apply a rule to a shard, or restore the shard. The caller must hold the lock of the shard."""
         if request.kind == remote.Kind.APPLY:
             name, options = pickle.loads(request.rule)
             values = shard.values[:0] if payload is None else payload.view(shard.values.dtype)
@@ -217,7 +228,7 @@ class Service:
             shard.memory.copy_(payload)
 
     def _give(self, client: int, job: _Job, shard: Shard) -> None:
-        """Reply with the bytes of a shard. The caller holds its lock."""
+        """Reply with the bytes of a shard. The caller must hold the lock of the shard."""
         source = (shard.memory if job.request.kind == remote.Kind.SAVE else shard.values).view(torch.uint8)
         if not job.gives_pieces:
             self._reply(client, None, remote.to_bytes(source))
@@ -226,7 +237,7 @@ class Service:
         self._reply(client)
         leaving = []
         for piece, into in zip(remote.pieces(source), remote.pieces(copy), strict=True):
-            into[:] = piece  # MPI sends the first pieces while the others are copied
+            into[:] = piece  # MPI sends the first pieces while the loop copies further pieces.
             leaving.append(self._links.replies.Isend(into, client, remote.BYTES_TAG))
         self._values.append(leaving)
 
@@ -253,10 +264,10 @@ class ShardExchange:
         self.service = Service(self.links) if is_first else None
 
     def free(self) -> None:
-        """Free the links. Collective."""
+        """Free the links. All ranks of the channel must call it."""
         self.links.free()
 
     def abandon(self) -> None:
-        """Wait for the end of the service after a rank has died, whose communicators were revoked."""
+        """End this rank's service, if any, and wait for it. A rank must have died, and the links must be revoked."""
         if self.service is not None:
             self.service.abandon()

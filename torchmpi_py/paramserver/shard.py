@@ -1,8 +1,8 @@
 """A shard, the part of a parameter server that one rank holds: its bounds, its memory, and its saved form.
 
-The memory contains two counters, the values, and the slots of the server's optimizer. Each slot has as many elements as
-the values, and each part is aligned to 64 bytes. So a copy of the memory is a copy of the shard. A saved state joins
-the shards into whole tensors, so that any number of ranks can load it.
+The memory contains two counters, the values, and the slots of the server's optimizer, so a copy of the memory is a copy
+of the shard. Each slot has as many elements as the values, and each part of the memory is aligned to 64 bytes. A saved
+state joins the shards into whole tensors, so that any number of ranks can load it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ _ALIGNMENT = 64  # bytes
 
 
 def shards(count: int, size: int) -> list[Bounds]:
-    """Divide ``count`` elements among ``size`` ranks in order; the first ``count % size`` ranks get one more.
+    """Divide ``count`` elements among ``size`` ranks in order, and return the bounds of each shard.
 
-    With fewer elements than ranks some shards are empty. The layout is TorchMPI's (reference 5.2).
+    Each of the first ``count % size`` ranks gets one element more than the other ranks. If there are fewer elements
+    than ranks, some shards are empty. The layout is TorchMPI's (reference 5.2).
     """
     least, more = divmod(count, size)
     begins = [least * rank + min(more, rank) for rank in range(size + 1)]
@@ -31,7 +32,7 @@ def shards(count: int, size: int) -> list[Bounds]:
 
 
 def num_bytes(count: int, dtype: torch.dtype, num_slots: int) -> int:
-    """Return the size of the memory of a shard of ``count`` elements."""
+    """Return the number of bytes that a shard of ``count`` elements needs."""
     return _ALIGNMENT + (1 + num_slots) * _aligned(count * dtype.itemsize)
 
 
@@ -40,9 +41,9 @@ def _aligned(size: int) -> int:
 
 
 class Shard:
-    """The flat ``values`` of a shard, and the states of the rule "average" (``mean``) and of the ``optimizer``.
+    """A shard: the flat ``values``, the state of the rule "average" (``mean``), and the state of the ``optimizer``.
 
-    ``memory`` is a flat tensor of bytes, which is zero for a new shard.
+    ``memory`` is a flat tensor of bytes, which must be zero for a new shard.
     """
 
     def __init__(self, memory: Tensor, count: int, dtype: torch.dtype, num_slots: int) -> None:
@@ -61,7 +62,7 @@ class Shard:
         return cls(memory, count, dtype, num_slots)
 
     def apply(self, rule: Rule, payload: Tensor, options: dict[str, Any]) -> None:
-        """Apply a rule to the values. The caller holds the lock of the shard."""
+        """Apply a rule to the values. The caller must hold the lock of the shard."""
         if rule.memory != "mean":
             self.mean.times.zero_()
         if rule.memory is None:
@@ -71,7 +72,7 @@ class Shard:
 
 
 def joined(parts: Sequence[Shard], shape: torch.Size, dtype: torch.dtype, optimizer: str | None) -> dict[str, Any]:
-    """Join the shards that are not empty into the dictionary of a saved state."""
+    """Return the dictionary of a saved state from ``parts``, the shards that are not empty."""
 
     def whole(lines: Sequence[Tensor]) -> Tensor:
         return (torch.cat(list(lines)) if lines else torch.empty(0, dtype=dtype, device="cpu")).view(shape)
@@ -94,20 +95,20 @@ def parted(
     optimizer: str | None,
     num_slots: int,
 ) -> list[Shard]:
-    """Cut a saved state into the shards that are not empty.
+    """Cut a saved state into shards, and return the shards that are not empty.
 
     Raise ValueError if the state belongs to a server of a different shape, dtype or optimizer.
     """
     keys = {"values", "optimizer", "slots", "num_averaged", "num_steps"}
     if not keys <= set(state) or not isinstance(state["values"], Tensor):
-        raise ValueError(f"load_state_dict: expected the state_dict() of a parameter server, with {sorted(keys)}")
+        raise ValueError(f"load_state_dict: pass the state_dict() of a parameter server, with the keys {sorted(keys)}")
     values: Tensor = state["values"]
     num_saved = len(state["slots"]) if values.numel() else num_slots
     saved = (tuple(values.shape), values.dtype, state["optimizer"], num_saved)
     if saved != (tuple(shape), dtype, optimizer, num_slots):
         raise ValueError(
-            f"load_state_dict: saved from a server of shape {saved[0]}, {saved[1]}, optimizer {saved[2]!r} "
-            f"with {saved[3]} slots, but this one has {tuple(shape)}, {dtype}, optimizer {optimizer!r} with {num_slots}"
+            f"load_state_dict: the state has shape {saved[0]}, {saved[1]}, optimizer {saved[2]!r} and {saved[3]} slots"
+            f", but the server has shape {tuple(shape)}, {dtype}, optimizer {optimizer!r} and {num_slots} slots"
         )
     nonempty = [(begin, end) for begin, end in bounds if begin < end]
     averaged, steps = (_counts(state[key], len(nonempty)) for key in ("num_averaged", "num_steps"))
@@ -123,8 +124,8 @@ def parted(
 
 
 def _counts(saved: Sequence[float], number: int) -> list[float]:
-    """Return the counter of each shard, or the largest saved counter for all if the number of shards has changed.
+    """Return one counter per shard. If the number of shards has changed, all shards get the largest saved counter.
 
-    The counters of the shards differ only while a send is in progress.
+    The counters of different shards are equal unless a send is in progress.
     """
     return list(saved) if len(saved) == number else [max(saved, default=0.0)] * number

@@ -1,4 +1,4 @@
-"""The distribution of a request to all shards of a parameter server.
+"""Distribution of a rank's requests to all shards of a parameter server.
 
 A rank works on the shards of its own node directly (``store.py``), and sends messages to the services of other nodes
 (``remote.py``).
@@ -25,15 +25,15 @@ from torchmpi_py.paramserver.service import ShardExchange
 from torchmpi_py.paramserver.shard import Shard, shards
 from torchmpi_py.paramserver.store import Store
 
-OnShard = Callable[[Shard, int], object]  # function of a shard and of the rank that holds it
+OnShard = Callable[[Shard, int], object]  # function of a shard and of the rank that holds the shard
 _LONGEST_NAP_SECONDS = 0.02  # longest sleep of a rank that waits in free
 
 
 class ShardRouter:
-    """The requests of a server to all its shards. It is stored with the channel of the server's ranks.
+    """A distributor of requests to the shards of one server. It is stored with the channel of the server's ranks.
 
-    The constructor is collective, and each rank fills its shard from ``source``. All methods run in the request thread,
-    except the constructor, ``new_shards``, ``abandon`` and ``free``.
+    All ranks of the channel must call the constructor, in which each rank fills its shard from ``source``. All methods
+    run in the request thread, except the constructor, ``new_shards``, ``abandon`` and ``free``.
     """
 
     def __init__(self, channel: Channel, source: Tensor, num_slots: int, requests: RequestThread) -> None:
@@ -46,10 +46,10 @@ class ShardRouter:
         self._number = self._store.number
         if self._exchange is not None and self._exchange.service is not None:
             self._exchange.service.add(self._number, self._store)
-        backoff.fenced(channel.mpi.Barrier)()  # so that all shards are filled, and served, before the first request
+        backoff.fenced(channel.mpi.Barrier)()  # All shards must be filled, and served, before the first request.
 
     def apply(self, name: str, rule: Rule, options: dict[str, Any], payload: Tensor, answers: Answers) -> None:
-        """Apply a rule to all shards, even if it fails on one of them."""
+        """Apply a rule to all shards, even if the rule fails on some shards."""
         packed = pickle.dumps((name, options)) if self._exchange is not None else b""
 
         def ask(rank: int) -> None:
@@ -59,7 +59,7 @@ class ShardRouter:
         self._on_all(answers, ask, lambda shard, rank: shard.apply(rule, self._part(payload, rank), options))
 
     def read(self, target: Tensor, answers: Answers) -> None:
-        """Copy all values into a flat tensor."""
+        """Copy the values of all shards into a flat tensor."""
         self._on_all(
             answers,
             lambda rank: self._ask(answers, rank, Kind.READ, self._part(target, rank)),
@@ -67,7 +67,7 @@ class ShardRouter:
         )
 
     def save(self, copies: dict[int, Shard], answers: Answers) -> None:
-        """Copy the shards into the shards that ``new_shards`` has created."""
+        """Copy the shards into ``copies``, which ``new_shards`` has returned."""
         self._on_all(
             answers,
             lambda rank: self._ask(answers, rank, Kind.SAVE, copies[rank].memory),
@@ -84,9 +84,9 @@ class ShardRouter:
         )
 
     def take_in(self, source: ShardRouter, rule: Rule, options: dict[str, Any]) -> None:
-        """Apply a rule to this rank's shard, with its shard of another server of the same layout as the payload.
+        """Apply a rule to this rank's shard, with this rank's shard of ``source`` as the payload.
 
-        The shard of the other server becomes zero.
+        ``source`` is another server with the same layout, whose shard is then set to zero.
         """
         rank = self._channel.rank
         with self._store.held(rank) as mine, source._store.held(rank) as payload:
@@ -95,17 +95,20 @@ class ShardRouter:
                 payload.apply(rules.named("take_in", "zero"), payload.values, {})
 
     def new_shards(self) -> dict[int, Shard]:
-        """Allocate a copy for each shard that is not empty, by rank."""
+        """Return a new shard of zeros, in host memory, for each rank whose shard is not empty."""
         counts = {rank: self.bounds[rank][1] - self.bounds[rank][0] for rank in self._ranks()}
         return {rank: Shard.zeros(count, self._dtype, self.num_slots) for rank, count in counts.items()}
 
     def abandon(self) -> None:
-        """Mark the server as lost, because a rank has died and its shard is gone."""
-        self._requests.drain()  # returns, because the requests to other nodes have failed
+        """Mark the server as lost, because a rank has died and its shard is lost."""
+        self._requests.drain()  # This returns, because the requests to other nodes have failed.
         self.is_free = True
 
     def free(self) -> None:
-        """Wait for the requests of all ranks, and release the memory. Collective. The ranks sleep while they wait."""
+        """Wait until the requests of all ranks are complete, and release the memory.
+
+        All ranks of the server must call it. A rank sleeps until the other ranks also call it.
+        """
         self._requests.drain()
         self._wait_for_all()
         if self._exchange is not None and self._exchange.service is not None:
@@ -114,8 +117,8 @@ class ShardRouter:
         del self._store
 
     def _wait_for_all(self) -> None:
-        """Wait until all ranks free this server. Raise RanksDisagree, on every rank, if they free different ones."""
-        # The attribute keeps the memory alive, because MPI may still write to it if the wait ends early.
+        """Wait until all ranks call ``free``. Raise RanksDisagree, on every rank, if they free different servers."""
+        # Keep the memory alive in an attribute, because MPI may still write to the memory if the wait ends early.
         numbers = self._all_numbers = torch.tensor([self._number, -self._number], device="cpu")
         request = self._channel.mpi.Iallreduce(MPI.IN_PLACE, numbers.numpy(), MPI.MAX)
         backoff.complete(request, backoff.Nap(_LONGEST_NAP_SECONDS))
@@ -133,7 +136,7 @@ class ShardRouter:
 
     def _on_all(self, answers: Answers, ask: Callable[[int], object], here: OnShard) -> None:
         """Send messages for the shards of other nodes, then work on the shards of this node."""
-        # The order starts with this rank's own shard, so that ranks do not queue for the lock of the same shard.
+        # Start with this rank's own shard, so that ranks do not queue for the lock of the same shard.
         first, size = self._channel.rank, self._channel.size
         ranks = sorted(self._ranks(), key=lambda rank: (rank - first) % size)
         for rank in ranks:

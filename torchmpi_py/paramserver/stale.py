@@ -1,15 +1,15 @@
 """Bounded staleness (SSP): a worker may run ahead of the slowest worker by at most ``staleness`` steps.
 
-Every worker has a *clock*, the number of steps that it has completed. In each step it sends the change that its
-optimizer made, and advances its clock. It starts step c when the slowest clock is at c - s or later, where s is the
-staleness, and sleeps until then. Its parameters contain the updates of all workers from the steps before c - s, all of
-its own updates, and perhaps some later ones of other workers. A worker fetches only if the values of its last fetch are
-too old for its next step. Workers of equal speed fetch every s + 1 steps.
+Every worker has a *clock*, the number of steps that the worker has completed. In each step, a worker sends the change
+that its optimizer made, and advances its clock. Before step c, it sleeps until the slowest clock is at c - s or later,
+where s is the staleness. In step c, its parameters contain all of its own updates, the updates of all workers from the
+steps before c - s, and perhaps some later updates of other workers. A worker fetches only if the values of its last
+fetch are too old for its next step. Workers of equal speed fetch every s + 1 steps.
 
-The alternatives are Downpour, which bounds no distance between workers, and synchronous training, in which every step
-lasts as long as the slowest worker's. With s = 0 the method is synchronous training. In that case no worker may fetch
-an update of the step that has just started. So a second set of clocks counts the fetches of each worker, and a worker
-sends when all workers have fetched.
+The alternatives are Downpour, which does not bound the distance between workers, and synchronous training, in which
+every step takes as long as the slowest worker's step. With s = 0, the method is synchronous training. In that case, no
+worker may fetch an update of the step that has just started. So a second set of clocks counts the fetches of each
+worker, and a worker sends only after all workers have fetched.
 
 Source: Ho et al.: More effective distributed ML via a stale synchronous parallel parameter server (2013); Cui et al.:
 Exploiting bounded staleness to speed up big data analytics (2014).
@@ -40,25 +40,25 @@ _LONGEST_NAP_SECONDS = 0.01
 
 
 class StaleSynchronousUpdate(Update):
-    """Train with bounded staleness: a worker waits if it is more than ``staleness`` steps ahead of the slowest one.
+    """Train with bounded staleness: a worker may be at most ``staleness`` steps ahead of the slowest worker.
 
-    Call ``update(step)`` on every rank after each step of the optimizer, which may be any optimizer of torch. The call
-    returns when the next step may start. In step ``init_delay`` all workers take over rank 0's parameters. A worker
-    with fewer steps than the others must call ``finish`` or ``free`` after its last step, so that the other workers do
-    not wait for it. All ranks of the sharding level must call the constructor.
+    Call ``update(step)`` on every rank after each step of the optimizer, which may be any torch optimizer. The call
+    returns when the next step may start. In step ``init_delay``, all workers adopt rank 0's parameters. A worker that
+    takes fewer steps than other workers must call ``finish`` or ``free`` after its last step, so that the other workers
+    do not wait for it. All ranks of the sharding level must call the constructor.
 
     Args:
         network (torch.nn.Module): network to train. The server holds its trainable parameters.
-        staleness (int): number of steps by which the fastest worker may be ahead of the slowest one; 0 is synchronous
-            training.
-        scale (float): factor of the optimizer's changes. Default None, 1 / number of workers, with which the learning
-            rate is the same as for one process with all data. The paper uses 1.
+        staleness (int): number of steps by which the fastest worker may be ahead of the slowest worker; 0 is
+            synchronous training.
+        scale (float): factor by which the optimizer's changes are multiplied. Default None, 1 / number of workers, so
+            that the learning rate can be the same as for one process that trains on all data. The paper uses 1.
         **options: other arguments of ``Update``: ``init_delay``, ``sharding_communicator`` and
-            ``dataparallel_communicator``. ``update_frequency``, ``prefetch`` and ``send_frequency`` are not valid.
+            ``dataparallel_communicator``. ``update_frequency``, ``prefetch`` and ``send_frequency`` are not accepted.
 
     Raises:
-        TypeError: ``staleness`` is not an int, or an option is not valid.
-        ValueError: ``staleness`` is negative, or ``init_delay`` is out of range.
+        TypeError: an option is not accepted.
+        ValueError: ``staleness`` is not an int of at least 0, or ``init_delay`` is out of range.
         RanksDisagree: the ranks pass different settings, or train different parameters.
 
     Examples:
@@ -79,7 +79,7 @@ class StaleSynchronousUpdate(Update):
 
     def __init__(self, network: torch.nn.Module, *, staleness: int, scale: float | None = None, **options: Any) -> None:
         refused = ["update_frequency", "prefetch", "send_frequency"]
-        refuse_options("StaleSynchronousUpdate", options, refused, "it sends in every step and fetches when needed")
+        refuse_options("StaleSynchronousUpdate", options, refused, "every step sends, and a step fetches if necessary")
         check_count("staleness", staleness, 0, "steps")
         super().__init__(network, **options)
         self.check_alike(staleness=staleness)
@@ -93,28 +93,28 @@ class StaleSynchronousUpdate(Update):
         self._is_finished = False
 
     def begin(self, served: tensor_lists.ServedTensors) -> None:
-        """Replace the parameters of all workers by the server's values. Collective."""
+        """Replace the parameters by the server's values. All ranks of the sharding level must call it."""
         self.adopt(served)
         self._before = [p.detach().clone() for p in self.parameters]
-        # The collective constructor also ensures that no worker sends before all workers have fetched.
+        # The constructor also synchronizes the ranks, so that no worker sends before all workers have fetched.
         self._completed = Clocks(self.sharding, self.is_root)
         if self.staleness == 0:
             self._fetched = Clocks(self.sharding, self.is_root)
 
     def exchange(self, served: tensor_lists.ServedTensors, step: int, due: Due) -> None:
-        """Send the change that this step made, and return when the next step may start."""
+        """Send the change of the parameters in this step, and return when the next step may start."""
         if self._is_finished:
-            raise ParameterServerError(f"update({step}): this worker has called finish; call it after the last step")
+            raise ParameterServerError(f"update({step}): this worker has called finish; call finish after all steps")
         if due.shard:
             return
         assert self._completed is not None, "begin creates the clocks"
         updates = self._scaled_changes()
         if self.is_root:
-            # With staleness 0 no worker may fetch an update of its current step, so wait until all have fetched.
+            # With staleness 0, no worker may fetch an update of its current step. Wait until all workers have fetched.
             if self._fetched is not None:
                 self._fetched.wait_for(self.clock)
             tensor_lists.send_tensors(served, updates, "add")
-            # The clock advances after the updates, because the requests of a rank are carried out in order.
+            # The requests of a rank are carried out in order, so the clock advances after the updates.
             self._completed.advance()
         self.clock += 1
         # If the values of the last fetch are too old for the next step, wait for the slowest worker, and fetch again.
@@ -131,9 +131,10 @@ class StaleSynchronousUpdate(Update):
             copy_all(self._before, self.parameters)
 
     def finish(self) -> None:
-        """End the training of this worker: no other worker waits for it from now on.
+        """End the training of this worker, so that no other worker waits for it.
 
-        Returns when the server has all updates of this worker. Any rank may call it, without the others. Idempotent.
+        The call returns when the server has all updates of this worker. Any rank may call it alone, and repeated calls
+        have no effect.
 
         Raises:
             ParameterServerError: a send has failed.
@@ -147,7 +148,10 @@ class StaleSynchronousUpdate(Update):
             self._is_finished = True
 
     def free(self) -> None:
-        """Call ``finish``, and free the servers. All ranks of the sharding level must call it. Idempotent."""
+        """Call ``finish``, and free the servers.
+
+        All ranks of the sharding level must call it. Repeated calls have no effect.
+        """
         try:
             self.finish()
         finally:
@@ -164,7 +168,7 @@ class StaleSynchronousUpdate(Update):
 
     @torch.no_grad()
     def _scaled_changes(self) -> list[Tensor]:
-        """Return the scaled changes of the optimizer's step, and reduce the step of the parameters to these changes."""
+        """Scale the changes that the optimizer made to the parameters, and return the scaled changes."""
         changes = []
         for p, before in zip(self.parameters, self._before, strict=True):
             changes.append((p - before).mul_(self.scale))
@@ -172,7 +176,7 @@ class StaleSynchronousUpdate(Update):
         return changes
 
     def _flag_of_root(self, group: Communicator, flag: bool) -> bool:
-        """Return the root's flag on all ranks of the group, which sleep because the root may wait for a slow worker."""
+        """Return the root's flag on all ranks of the group. Ranks sleep while the root waits for a slow worker."""
         flags = bytearray([flag])
 
         def receive() -> None:
@@ -183,9 +187,9 @@ class StaleSynchronousUpdate(Update):
 
 
 class Clocks:
-    """One counter per rank, in a small parameter server. Each rank advances its own clock and reads all of them.
+    """One clock per rank, stored in a small parameter server. Each rank advances its own clock and reads all clocks.
 
-    The constructor is collective. A rank with ``is_worker=False`` never delays the others.
+    All ranks of ``comm`` must call the constructor. A rank with ``is_worker=False`` never delays other ranks.
     """
 
     def __init__(self, comm: Communicator, is_worker: bool = True) -> None:
@@ -194,7 +198,7 @@ class Clocks:
         self._server = init(torch.full((comm.size,), start, dtype=torch.int64, device="cpu"), comm=comm)
 
     def advance(self, steps: int = 1) -> None:
-        """Advance this rank's clock once all earlier requests of this rank are complete. Return without a wait."""
+        """Advance this rank's clock after all earlier requests of this rank. Return without waiting."""
         increments = torch.zeros(self._size, dtype=torch.int64, device="cpu")
         increments[self._rank] = steps
         self._server.send(increments, "add")
@@ -208,19 +212,19 @@ class Clocks:
         return slowest
 
     def _wait_beyond(self, slowest: int, least: int, clocks: Tensor) -> None:
-        """Sleep until the slowest clock advances. Update ``clocks`` in place, and log a warning if the wait is long."""
+        """Sleep until the slowest clock advances. **Overwrites** ``clocks``. Log a warning if the wait is long."""
         nap, warn_at = Nap(_LONGEST_NAP_SECONDS), WARN_AFTER_SECONDS
         while int(clocks.min()) == slowest:
             if nap.seconds > warn_at:
                 warn_at += max(WARN_AFTER_SECONDS, nap.seconds)
                 here, last = int(clocks[self._rank]), int(clocks.argmin())
                 text = (
-                    "bounded staleness: rank %d, at clock %d, has waited %.0f s for clock %d of rank %d, which is at %d"
+                    "bounded staleness: rank %d, at step %d, has waited %.0f s for step %d of rank %d (now at step %d)"
                 )
                 logger.warning(text, self._rank, here, nap.seconds, least, last, slowest)
             nap.take()
             self._server.peek(clocks)
 
     def free(self) -> None:
-        """Free the server of the clocks. Collective. Idempotent."""
+        """Free the server of the clocks. All ranks must call it. Repeated calls have no effect."""
         self._server.free()

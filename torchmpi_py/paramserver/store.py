@@ -1,11 +1,11 @@
 """The shards of a parameter server on this node, in memory that all ranks of the node map, with a lock for each shard.
 
-A process that dies releases its locks, and a process that waits for a lock sleeps. Each lock is a lock on one byte of a
-file, which every rank of the node opens separately. A plain mutex in shared memory would be faster, but a rank that
-dies would hold it forever. The locks are OFD locks, which belong to the open file. So other files that the process
-opens or closes do not affect them. All threads of a process share the open file, so each lock also contains a lock
-between threads. A forked child shares the open file too, and would hold the lock of a dead rank, so it closes the file
-at once.
+The kernel releases the locks of a process that dies, and a process sleeps while it waits for a lock. Each lock covers
+one byte of a file, which every rank of the node opens separately. A plain mutex in shared memory would be faster, but
+if a rank died while it held the mutex, the mutex would stay locked forever. The locks are OFD locks, which belong to
+the open file, so opening or closing other files does not affect the locks. All threads of a process share the open
+file, so each lock also contains a lock between threads. A forked child also shares the open file, and would keep the
+locks of a dead rank, so the child closes the file immediately.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from torchmpi_py.paramserver import shard
 from torchmpi_py.paramserver.shard import Bounds, Shard
 
 _WAIT_FOR_LOCK = 38  # F_OFD_SETLKW on Linux, which fcntl lacks if Python was built with an old libc
-_NUM_BYTES = 4096  # size of the lock file; a locked byte may lie beyond its end
+_NUM_BYTES = 4096  # size of the lock file. A locked byte may be beyond the end of the file.
 
 
 class LockFile:
-    """The locks of a channel, in one file per node. It is stored with the channel. The constructor is collective."""
+    """The locks of a channel, in one file per node, stored with the channel. All ranks must call the constructor."""
 
     def __init__(self, channel: Channel) -> None:
         node = channel.places[channel.rank].node
@@ -82,7 +82,7 @@ class Lock:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the lock during a ``with`` block, against all other threads and processes of the node."""
+        """Hold the lock during a ``with`` block, excluding all other threads and processes of the node."""
         with self._between_threads:
             self._set(fcntl.F_WRLCK)
             try:
@@ -97,15 +97,15 @@ class Lock:
 class Store:
     """The shards of one server on this node.
 
-    The constructor is collective, and each rank fills its shard from its flat ``source``. The ranks must synchronize
-    before they use the shards.
+    All ranks must call the constructor, in which each rank fills its shard from its flat ``source``. The ranks must
+    synchronize before they use the shards.
     """
 
     def __init__(self, channel: Channel, source: Tensor, bounds: Sequence[Bounds], num_slots: int) -> None:
         self._locks = channel.keep(LockFile, LockFile).allocate(channel.size)
-        self.number = self._locks[0].byte  # identifies the server, and is the same on all ranks of the channel
+        self.number = self._locks[0].byte  # It identifies the server, and is equal on all ranks.
         largest = shard.num_bytes(bounds[0][1] - bounds[0][0], source.dtype, num_slots)
-        with torch.inference_mode(False):  # because the shards must be ordinary tensors even if the caller is in it
+        with torch.inference_mode(False):  # The shards must be normal tensors, even in the caller's inference mode.
             self._shards = {
                 rank: Shard(memory, bounds[rank][1] - bounds[rank][0], source.dtype, num_slots)
                 for rank, memory in symmetric.shared_bytes(channel, largest).items()
@@ -119,6 +119,6 @@ class Store:
 
     @contextlib.contextmanager
     def held(self, rank: int) -> Iterator[Shard]:
-        """Yield the shard of a rank of this node, under its lock, for a ``with`` block."""
+        """Hold the lock of the shard of a rank on this node during a ``with`` block, and yield the shard."""
         with self._locks[rank].held():
             yield self._shards[rank]

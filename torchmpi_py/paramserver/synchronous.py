@@ -1,10 +1,10 @@
-"""Synchronous training with parameter servers: in every exchange all ranks wait for the slowest one.
+"""Synchronous training with parameter servers: in every exchange, all ranks wait for the slowest rank.
 
-It is the baseline for asynchronous training. ``SynchronousUpdate`` distributes one step of one optimizer, its work and
-its state, over the ranks. All ranks add their gradients, divided by the number of ranks, to a server. Each rank takes
-the optimizer's step for its own shard of the parameters, with the state that only this rank keeps. Then all ranks fetch
-the new parameters. So every rank sends and receives each number once, and keeps 1/n of the optimizer's state. The
-alternative, an allreduce and a whole optimizer on every rank, needs the whole state n times.
+This method is the baseline for asynchronous training. ``SynchronousUpdate`` distributes the work and the state of one
+optimizer over n ranks. All ranks add their gradients, divided by n, to a server. Each rank takes the optimizer's step
+for its own shard of the parameters, and only this rank keeps the state for this shard. Then all ranks fetch the new
+parameters. So every rank sends each gradient once, receives each parameter once, and keeps 1/n of the optimizer's
+state. The alternative, an allreduce and a whole optimizer on every rank, needs the whole state on every rank.
 
 Source: Li et al.: Scaling distributed machine learning with the parameter server (2014), and the synchronous replicas
 of TensorFlow.
@@ -28,17 +28,16 @@ class SynchronousUpdate:
     """Train synchronously with parameter servers: ``update()`` after ``backward`` replaces ``optimizer.step()``.
 
     All ranks of ``comm`` must call the constructor, ``update`` and ``free``. The constructor **overwrites** the
-    parameters with rank 0's values. A parameter without a gradient on a rank counts as a gradient of zero from this
-    rank, and a sparse gradient is sent as a dense one. Buffers, such as the statistics of BatchNorm, stay separate on
-    each rank.
+    parameters with rank 0's values. If a parameter has no gradient on a rank, this rank sends zeros. A sparse gradient
+    is sent as a dense one. Buffers, such as the statistics of BatchNorm, stay separate on each rank.
 
     Args:
         network (torch.nn.Module): network to train, with the same parameters on every rank.
         optimizer (str): optimizer of the server: "sgd" (default), "adagrad", "adam", or a name that ``register_rule``
             registered with ``num_slots``.
         comm (Communicator): ranks that train together. Default None, the current level.
-        **options: options of the optimizer, such as ``lr=0.1``. You may change them between steps, in the attribute
-            ``options`` and equally on all ranks.
+        **options: options of the optimizer, such as ``lr=0.1``. To change an option between steps, set the same value
+            in the attribute ``options`` on all ranks.
 
     Raises:
         TypeError: the optimizer does not accept the options.
@@ -80,33 +79,33 @@ class SynchronousUpdate:
         **Overwrites** the parameters of the network.
 
         Args:
-            step (int): number of the step, which is ignored. It makes the method a substitute for ``Update.update``.
+            step (int): ignored. With this argument, the method can replace ``Update.update``.
 
         Raises:
             ParameterServerError: this object was freed.
-            RuntimeError: a parameter was frozen since the constructor.
+            RuntimeError: a parameter was frozen after this object was created.
         """
         if self.is_free:
             raise ParameterServerError("update: this SynchronousUpdate was freed; create a new one")
         if frozen := [number for number, p in enumerate(self.parameters) if not p.requires_grad]:
             raise RuntimeError(
-                f"trained parameter {frozen[0]} was frozen after the SynchronousUpdate was created, whose optimizer "
-                "state would still change it; call free(), and create a new one"
+                f"update: parameter {frozen[0]} was frozen after this SynchronousUpdate was created, but the state of "
+                "the optimizer would still change the parameter; call free(), and create a new SynchronousUpdate"
             )
         gradients = [_gradient(p) for p in self.parameters]
         wait_all(tensor_lists.send_tensors(self._gradients, gradients, "scaled_add", scale=1 / self._comm.size))
-        wait_for_all(self._comm, "SynchronousUpdate.update")  # so that the sums contain the gradients of all ranks
+        wait_for_all(self._comm, "SynchronousUpdate.update")  # The sums must contain all ranks' gradients.
         wait_all(
             [
                 pack.server.take_in(sums.server, self.optimizer, **self.options)
                 for pack, sums in zip(self.served.packs, self._gradients.packs, strict=True)
             ]
         )
-        wait_for_all(self._comm, "SynchronousUpdate.update")  # so that all shards have taken the step
+        wait_for_all(self._comm, "SynchronousUpdate.update")  # All shards must have taken the step.
         self._fetch()
 
     def free(self) -> None:
-        """Free the servers. All ranks must call it. Idempotent."""
+        """Free the servers. All ranks must call it. Repeated calls have no effect."""
         self.is_free = True
         self._gradients.free()
         self.served.free()

@@ -9,7 +9,7 @@ from torchmpi_py.core.tensors import check_count
 
 
 class Due(NamedTuple):
-    """Whether each action is due in a step, in the order of the actions; the fetch comes last if F = U.
+    """The actions that are due in a step, in the order of execution. If F = U, the fetch is the last action.
 
     ``shard`` creates the server, ``send`` sends an update, ``prefetch`` starts a fetch, and ``integrate`` changes the
     parameters according to the fetched values.
@@ -26,10 +26,10 @@ class Timetable:
     """The steps in which a worker exchanges values with a server.
 
     Let D be ``init_delay``, U ``update_frequency``, F ``prefetch`` and S ``send_frequency``. The server is created in
-    step D. Updates are sent every S steps after D. The server's values are integrated every U steps after D, and their
-    fetch starts F steps before. A step sends before it fetches, so with F = 0 a worker gets back its own last update.
-    With F = U a step integrates first, and then fetches the values for the next integration. EASGD sends after it has
-    integrated.
+    step D. Updates are sent every S steps after D. The server's values are integrated every U steps after D, and each
+    fetch starts F steps before the integration. A step sends before it fetches, so with F = 0 the fetched values
+    contain the worker's own last update. With F = U, a step first integrates, and then fetches the values for the next
+    integration. EASGD sends after it has integrated.
 
     Args:
         init_delay (int): step in which the server is created, from 0. Default 100.
@@ -39,8 +39,7 @@ class Timetable:
         send_frequency (int): number of steps from one send to the next, at least 1. Default 1.
 
     Raises:
-        TypeError: a number is not an int.
-        ValueError: a number is out of range.
+        ValueError: a number is not an int, or is out of range.
 
     Examples:
         >>> timetable = mpi.paramserver.Timetable(init_delay=1, update_frequency=2, prefetch=1, send_frequency=2)
@@ -63,7 +62,7 @@ class Timetable:
         if self.prefetch > self.update_frequency:
             raise ValueError(
                 f"prefetch={self.prefetch} is more than update_frequency={self.update_frequency}, so a fetch would "
-                "start before the values of the fetch before are integrated; choose a smaller prefetch"
+                "start before the values of the previous fetch are integrated; pass a smaller prefetch"
             )
 
     def at(self, step: int) -> Due:
@@ -84,7 +83,7 @@ class Timetable:
         )
 
     def describe(self, num_steps: int) -> str:
-        """Return a text that lists the due actions, with one line per step that has any.
+        """Return a text that lists the due actions, with one line for each step that has due actions.
 
         Args:
             num_steps (int): number of steps to describe, from step 0.
