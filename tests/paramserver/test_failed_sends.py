@@ -14,7 +14,7 @@ from torchmpi_py.errors import CollectiveTimeout, ParameterServerError
 from torchmpi_py.paramserver import rules
 
 pytestmark = pytest.mark.mpi
-FAILED = r"a send of a, b to .* by rule 'touchy', options \{'fails': True\}, has failed: ArithmeticError: touched"
+FAILED = r"a send of a, b to .* \(rule 'touchy', options \{'fails': True\}\) has failed: ArithmeticError: touched"
 
 
 def touchy(shard, payload, memory, *, fails=False):
@@ -119,7 +119,7 @@ def test_every_kind(mpi, monkeypatch, kind, leave):
                 errors.append(str(error))
     assert len(errors) == is_last
     for error in errors:
-        assert re.search(r"a send of weight, bias .* by rule '\w*add', .*(SystemExit|ArithmeticError): broken", error)
+        assert re.search(r"a send of weight, bias .* \(rule '\w*add', .*(SystemExit|ArithmeticError): broken", error)
     update.take_result()
     mpi.nn.check_with_allreduce(net)
 

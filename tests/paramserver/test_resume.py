@@ -115,7 +115,7 @@ def test_what_does_not_fit(mpi):
     update.update(0)
     state = update.state_dict()
     assert (state["server"] is None) == (mpi.rank() > 0)
-    with pytest.raises(ParameterServerError, match="before the first update"):
+    with pytest.raises(ParameterServerError, match="update was already called"):
         update.load_state_dict(state)
     update.free()
     with pytest.raises(ValueError, match="the state has a different kind, init_delay"):

@@ -127,7 +127,7 @@ def test_ranks_that_disagree(mpi):
     for option in ("init_delay", "update_frequency", "prefetch", "send_frequency"):
         with pytest.raises(RanksDisagree, match=f"DownpourUpdate: {option} by rank"):
             ps.DownpourUpdate(Two(), local_update=len, **{option: 1 + me})
-    with pytest.raises(RanksDisagree, match="the kind of update by rank"):
+    with pytest.raises(RanksDisagree, match="the class by rank"):
         KINDS["downpour" if me else "easgd"](Two())
     with pytest.raises(RanksDisagree, match="staleness by rank"):
         ps.StaleSynchronousUpdate(Two(), staleness=me)

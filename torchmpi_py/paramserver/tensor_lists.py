@@ -1,9 +1,10 @@
 """Parameter servers for lists of tensors, such as the parameters of a module.
 
 All tensors of one dtype and device share one flat server, so a model of 200 small tensors costs one exchange per shard
-instead of 200. Fetched values arrive in flat buffers first, and ``integrate_tensors`` passes them to the tensors. The
-functions have the names of TorchMPI's functions (reference 5.7). TorchMPI looked up the server of each tensor in global
-tables; here ``init_tensors`` returns an object, which is an argument of the other functions.
+instead of 200. Fetched values first arrive in flat buffers, and ``integrate_tensors`` passes the values to a function
+that changes the tensors. The functions have the names of TorchMPI's functions (reference 5.7). TorchMPI looked up the
+server of each tensor in global tables. Here, ``init_tensors`` returns an object that the other functions expect as an
+argument.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ class _Pack:
         self.server: ParameterServer = init(self.fetched, comm=comm, optimizer=optimizer)
         self.sending: Handle[Tensor] | None = None
         self.sent_by: tuple[str, dict[str, Any]] = "", {}  # the rule and options of the last send
-        self.failed: tuple[Handle[Tensor], str, dict[str, Any]] | None = None  # the first send with an unseen error
+        self.failed: tuple[Handle[Tensor], str, dict[str, Any]] | None = None  # first send with an unseen error
 
     def wait_for_sent_buffer(self) -> None:
-        """Wait until ``sent`` may be filled again. The handle or ``check_sends`` raises an error of the send."""
+        """Wait until ``sent`` may be filled again. The handle or ``check_sends`` raises the error of a failed send."""
         if (sending := self.sending) is None:
             return
         was_seen = sending._error_was_seen
         try:
             sending.wait()
         except BaseException as error:
-            if error is not sending._error:  # a timeout, for example, after which the send is still pending
+            if error is not sending._error:  # After a timeout, for example, the send is still pending.
                 raise
             sending._error_was_seen = was_seen
             if not was_seen and self.failed is None:
@@ -62,7 +63,7 @@ class ServedTensors:
     Attributes:
         tensors (list): the tensors, in the order of ``init_tensors``.
         packs (list): one server with its buffers for each combination of dtype and device.
-        fetching (list): handles of the fetch that is in progress; empty without one.
+        fetching (list): handles of the fetch that is in progress; empty if no fetch is in progress.
         names (list): one name per tensor, for error messages.
     """
 
@@ -83,16 +84,16 @@ class ServedTensors:
             updates (list): one tensor per served tensor, in the same order, with the same shape and dtype.
 
         Raises:
-            ValueError: the number, a shape or a dtype differs.
+            ValueError: the number of updates is wrong, or an update has a wrong shape or dtype.
         """
         if len(updates) != len(self.tensors):
-            raise ValueError(f"send_tensors: {len(updates)} updates for {len(self.tensors)} tensors; pass one for each")
+            raise ValueError(f"send_tensors: expected {len(self.tensors)} updates, one per tensor; got {len(updates)}")
         check_parts("send_tensors", "updates", updates)
         for index, (update, x) in enumerate(zip(updates, self.tensors, strict=True)):
             if update.shape != x.shape or update.dtype != x.dtype:
                 raise ValueError(
-                    f"send_tensors: update {index} has shape {tuple(update.shape)} and {update.dtype}, but the tensor "
-                    f"has {tuple(x.shape)} and {x.dtype}"
+                    f"send_tensors: update {index} has shape {tuple(update.shape)} and {update.dtype}, but its tensor "
+                    f"has {tuple(x.shape)} and {x.dtype}; pass updates with the shapes and dtypes of the tensors"
                 )
         return [[updates[index] for index in indices] for indices in self._indices]
 
@@ -103,9 +104,9 @@ class ServedTensors:
         self.check_sends()
 
     def check_sends(self) -> None:
-        """Raise the error of failed sends whose handles were not waited for. Each error is raised once.
+        """Raise the error of failed sends whose handles the program has not waited for. Each error is raised once.
 
-        The call blocks only if a send has failed: it then waits for the sends of the other packs.
+        The call blocks only if a send has failed. In that case, it waits for the sends of the other packs.
 
         Raises:
             ParameterServerError: a send has failed.
@@ -117,9 +118,9 @@ class ServedTensors:
             return
         failed, names = [], []
         for pack, indices in zip(self.packs, self._indices, strict=True):
-            pack.wait_for_sent_buffer()  # because the same send may fail in the other packs too
+            pack.wait_for_sent_buffer()  # The same send may also fail in other packs.
             if pack.failed is not None and not pack.failed[0]._error_was_seen:
-                pack.failed[0].give_up()  # because this function raises the error of the handle
+                pack.failed[0].give_up()  # This function raises the error instead of the handle.
                 failed.append(pack.failed)
                 names += [self.names[index] for index in indices]
             pack.failed = None
@@ -127,8 +128,8 @@ class ServedTensors:
             handle, rule, options = failed[0]
             error, more = handle._error, f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ParameterServerError(
-                f"a send of {', '.join(names[:3])}{more} to the parameter server by rule {rule!r}, options {options}, "
-                f"has failed: {type(error).__name__}: {error}; only shards on which the rule did not fail have applied "
+                f"a send of {', '.join(names[:3])}{more} to the parameter server (rule {rule!r}, options {options}) "
+                f"has failed: {type(error).__name__}: {error}. Only shards on which the rule did not fail have applied "
                 "the send; correct the rule or its options"
             ) from error
 
@@ -143,7 +144,7 @@ class ServedTensors:
         return sum(pack.server.num_bytes_received for pack in self.packs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all servers, and the shapes of the tensors. Any one rank may call it.
+        """Return the state of all servers, and the shapes of the tensors. Any rank may call it alone.
 
         Returns:
             A dictionary for ``torch.save`` and ``load_state_dict``.
@@ -154,17 +155,17 @@ class ServedTensors:
         return {"shapes": self._shapes(), "servers": [pack.server.state_dict() for pack in self.packs]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state. **Overwrites** the values of all servers, not the tensors.
+        """Restore a saved state. **Overwrites** the values of all servers, but not the tensors.
 
-        Call it on one rank. The other ranks must not use the servers until it has returned; call ``mpi.barrier`` after.
-        The values of a fetch of this rank that is in progress are discarded.
+        Call this method on one rank. The other ranks must not use the servers until the call has returned, so call
+        ``mpi.barrier`` on all ranks afterwards. If this rank has a fetch in progress, the fetched values are discarded.
 
         Args:
             state (dict): dictionary that ``state_dict`` returned, for tensors of the same shapes and dtypes in the
                 same order.
 
         Raises:
-            ValueError: the shapes, dtypes or optimizers differ; no server has changed then.
+            ValueError: the shapes, dtypes or optimizers differ. In this case, no server has changed.
             ParameterServerError: the servers were freed.
         """
         if state["shapes"] != self._shapes():
@@ -173,9 +174,9 @@ class ServedTensors:
             )
         pairs = list(zip(self.packs, state["servers"], strict=True))
         for pack, saved in pairs:
-            pack.server.check_state(saved)  # all of them before the first change, so that an error leaves no mixture
+            pack.server.check_state(saved)  # Check all servers before the first change.
         wait_all(self.fetching)
-        self.fetching = []  # because these are the values before the restore
+        self.fetching = []  # These handles have the values from before the restore.
         for pack, saved in pairs:
             pack.server.load_state_dict(saved)
 
@@ -183,16 +184,16 @@ class ServedTensors:
         return [list(x.shape) for x in self.tensors]
 
     def free(self) -> None:
-        """Free the servers. All ranks must call it. Idempotent."""
+        """Free the servers. All ranks must call it. Repeated calls have no effect."""
         for pack in self.packs:
             pack.server.free()
 
 
 def _same_on_all_ranks(tensors: Iterable[Tensor], comm: Communicator) -> list[Tensor]:
-    """Return the tensors as a list, once all ranks agree on their shapes and dtypes. Collective.
+    """Check that all ranks pass the same kinds of tensors, and return this rank's tensors as a list.
 
-    Raise RanksDisagree, on every rank, if the ranks pass different shapes, dtypes or orders. Raise TypeError, on
-    every rank, if an element on any rank is not a dense tensor.
+    All ranks of ``comm`` must call it. Raise RanksDisagree, on every rank, if the ranks pass different shapes, dtypes
+    or orders. Raise TypeError, on every rank, if an element on any rank is not a dense tensor.
     """
     dense = list[Tensor]()
 
@@ -227,10 +228,10 @@ def init_tensors(
         optimizer (str): optimizer whose state the servers keep, as for ``init``. Default None, no optimizer.
 
     Returns:
-        The object that ``send_tensors``, ``prefetch_tensors`` and ``integrate_tensors`` expect.
+        An object to pass to ``send_tensors``, ``prefetch_tensors`` and ``integrate_tensors``.
 
     Raises:
-        TypeError: an element of ``tensors`` is not a dense tensor. Raised on every rank, as all errors here.
+        TypeError: an element of ``tensors`` is not a dense tensor. Each of these errors is raised on every rank.
         ValueError: the optimizer is unknown, or a tensor is neither on the CPU nor on a CUDA device.
         RanksDisagree: the ranks pass different shapes, dtypes, orders or optimizers.
         Unavailable: the ranks of a node cannot share memory; or the ranks are on several nodes, and MPI does not
@@ -259,7 +260,7 @@ def prefetch_tensors(served: ServedTensors) -> list[Handle[Tensor]]:
         served (ServedTensors): tensors and servers from ``init_tensors``.
 
     Returns:
-        One handle per server. ``integrate_tensors`` waits for them.
+        One handle per server. ``integrate_tensors`` waits for these handles.
 
     Raises:
         ParameterServerError: the servers were freed.
@@ -271,7 +272,7 @@ def prefetch_tensors(served: ServedTensors) -> list[Handle[Tensor]]:
 def integrate_tensors(served: ServedTensors, fn: Callable[[Tensor, Tensor], object]) -> None:
     """Call ``fn(fetched, tensor)`` for each tensor, with the values that ``prefetch_tensors`` has fetched.
 
-    Without an earlier ``prefetch_tensors`` the function fetches the values now. Any rank may call it, at any time.
+    If no fetch is in progress, this function first fetches the values. Any rank may call it, at any time.
 
     Args:
         served (ServedTensors): tensors and servers from ``init_tensors``.
@@ -312,9 +313,9 @@ def send_tensors(
         One handle per server. The rule has been applied when all handles are complete.
 
     Raises:
-        TypeError: an update is not a tensor, or the rule does not accept the options. Nothing is sent then.
+        TypeError: an update is not a tensor, or the rule does not accept the options. Nothing has been sent.
         ValueError: the number, a shape or a dtype of the updates differs from the served tensors, or the rule is
-            unknown. Nothing is sent then.
+            unknown. Nothing has been sent.
         ParameterServerError: the servers were freed.
     """
     handles = []

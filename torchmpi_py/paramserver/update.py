@@ -1,10 +1,10 @@
 """Training with a parameter server: which rank seeds the server, sends, fetches and integrates, and when.
 
 A *worker* is a rank, or a group of ranks that train one copy of the network together (data-parallel: another part of
-the program averages their gradients). Only the root of a group exchanges values with the server. After an integration
+the program averages their gradients). Only the root of a group exchanges values with the server. After an integration,
 the root broadcasts its parameters to the other ranks of the group. The alternative is TorchMPI's ``Update`` (reference
-5.8), in which every rank of a group sends the same gradient. There, values also arrive F steps too late, and one
-skipped step ends the exchange for the rest of the training.
+5.8), in which every rank of a group sends the same gradient. In that class, values also arrive F steps too late, and
+one skipped step ends the exchange for the rest of the training.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ T = TypeVar("T")
 
 
 class Update(ABC):
-    """Base class of the ways to train with parameter servers. It decides in which steps a worker sends and fetches.
+    """Base class for training with parameter servers. It determines the steps in which a worker sends and fetches.
 
     Call ``update(step)`` on every rank once per training step, after the optimizer's step and before ``zero_grad``,
-    because Downpour sends the gradients. In the engine the hook ``on_update`` is the right place. Steps start at 0 and
-    increase. All ranks of the sharding level must call the constructor, and ``update`` in the step ``init_delay``,
-    which creates the server.
+    because Downpour sends the gradients. With an engine, call it in the hook ``on_update``. Steps start at 0 and
+    increase. All ranks of the sharding level must call the constructor. All of them must also call ``update`` in the
+    step ``init_delay``, which creates the server.
 
     Args:
         network (torch.nn.Module): network to train. The server holds its trainable parameters.
@@ -40,14 +40,13 @@ class Update(ABC):
         dataparallel_communicator (int): level whose groups are the workers. Default None, every rank is a worker.
         update_frequency (int): number of steps from one integration of the server's values to the next. Default 10.
         init_delay (int): step in which the server is created with rank 0's parameters. Default 100.
-        prefetch (int): number of steps before an integration in which the fetch of its values starts. Default 0, at
-            most ``update_frequency``.
+        prefetch (int): number of steps from the start of a fetch to its integration, at most ``update_frequency``.
+            Default 0.
         send_frequency (int): number of steps from one send to the next. Default 1.
 
     Raises:
-        TypeError: a number of steps is not an int.
-        ValueError: a number of steps is out of range, or a group of ``dataparallel_communicator`` has ranks outside the
-            sharding level.
+        ValueError: a number of steps is not an int or is out of range, or a group of ``dataparallel_communicator`` has
+            ranks outside the sharding level.
         RanksDisagree: the ranks pass different settings, or train parameters of different names, shapes or dtypes.
     """
 
@@ -83,34 +82,36 @@ class Update(ABC):
         self._last_step = -1
 
     def check_alike(self, **settings: object) -> None:
-        """Check that all ranks of the sharding level pass the same settings. Collective.
+        """Raise RanksDisagree unless all ranks of the sharding level pass the same settings.
+
+        All ranks of the sharding level must call it.
 
         Args:
             **settings: settings by name, for the error message.
 
         Raises:
-            RanksDisagree: the settings differ. Raised on every rank.
+            RanksDisagree: the settings differ. The error is raised on every rank.
         """
-        check_alike(self.sharding, self._name, {"the kind of update": self._name, **settings})
+        check_alike(self.sharding, self._name, {"the class": self._name, **settings})
 
     def update(self, step: int) -> None:
-        """Send, fetch and integrate, as far as the timetable says so for this step. Call it on every rank.
+        """Send, fetch and integrate if these actions are due in this step. Call it on every rank.
 
-        In a step that integrates, **overwrites** the parameters of the network.
+        A step that integrates **overwrites** the parameters of the network.
 
         Args:
-            step (int): number of the step, from 0; larger than in the call before.
+            step (int): number of the step, from 0. It must be larger than in the previous call.
 
         Raises:
             ParameterServerError: the step does not increase, the step ``init_delay`` was skipped, this object was
-                freed, or the parameters of the network were replaced or frozen. Also, at the end of the call, if a
-                send of this worker has failed; a group raises it on all its ranks, in a step that integrates.
+                freed, or the parameters of the network were replaced or frozen. The call also raises it at the end if a
+                send of this worker has failed. In a group, all ranks raise this error in a step that integrates.
         """
         self._check_usable(f"update({step})")
         if step <= self._last_step:
             raise ParameterServerError(
-                f"update({step}): expected a step after {self._last_step}, which was the last one; count the steps "
-                "through the whole training (state.t starts again at 0 in a second engine.train)"
+                f"update({step}): expected a step after {self._last_step}, the step of the last call; count the steps "
+                "of the whole training (state.t starts again at 0 in a second engine.train)"
             )
         self._last_step = step
         due = self.timetable.at(step)._replace(shard=self.served is None and step == self.timetable.init_delay)
@@ -122,23 +123,23 @@ class Update(ABC):
         elif step > self.timetable.init_delay:
             raise ParameterServerError(
                 f"update({step}): the parameter server is seeded in step {self.timetable.init_delay} "
-                "(init_delay), for which update was not called; count the steps from 0, or, to resume a saved run, "
-                "call load_state_dict before"
+                "(init_delay), but update was not called for this step; count the steps from 0. To resume a saved run, "
+                "call load_state_dict before the first update"
             )
 
     def exchange(self, served: tensor_lists.ServedTensors, step: int, due: Due) -> None:
-        """Carry out the actions of a step after the server was created. Called on every rank.
+        """Carry out the actions of a step. ``update`` calls it on every rank after the server has been created.
 
         Args:
             served (ServedTensors): the parameters and their server.
             step (int): number of the step.
-            due (Due): actions that the timetable names for this step.
+            due (Due): actions that are due in this step.
         """
         if due.integrate:
             self._check_still_trained(step)
         if self.is_root:
-            # With prefetch = update_frequency the fetch for the next integration starts in the step of the integration
-            # before. It has to follow that integration, which would otherwise use its values.
+            # With prefetch = update_frequency, a step that integrates also starts the fetch for the next integration.
+            # The step must integrate first. Otherwise, the integration would use the values of the new fetch.
             fetches_last = due.integrate and self.timetable.prefetch > 0
             self.follow(served, step)
             if due.send:
@@ -153,21 +154,22 @@ class Update(ABC):
             self.share()
 
     def share(self) -> None:
-        """Copy the root's parameters to the other ranks of the group. Collective over the group."""
+        """Copy the root's parameters to the other ranks of the group. All ranks of the group must call it."""
         if self._level is not None:
             nn.synchronize_parameters(self.network, comm=communicators.communicator(self._level))
 
-    # Derived classes define these methods. They run on the root of a worker, except where the docstring says otherwise.
+    # Derived classes override these methods. A method runs only on the root of a worker, unless its docstring says that
+    # it runs on every rank.
 
     def begin(self, served: tensor_lists.ServedTensors) -> None:  # noqa: B027 - not every update has something to do
-        """Prepare the exchanges, just after the server was created. Called on every rank.
+        """Prepare the exchanges. This method runs on every rank, right after the server has been created.
 
         Args:
             served (ServedTensors): the parameters and their server.
         """
 
     def follow(self, served: tensor_lists.ServedTensors, step: int) -> None:  # noqa: B027
-        """Take note of a training step, whose gradients are in ``p.grad``. Called in each step after ``begin``.
+        """Process a training step, whose gradients are in ``p.grad``. This method runs in each step after ``begin``.
 
         Args:
             served (ServedTensors): the parameters and their server.
@@ -175,7 +177,7 @@ class Update(ABC):
         """
 
     def send(self, served: tensor_lists.ServedTensors) -> None:  # noqa: B027
-        """Send an update to the server. Classes whose integration sends leave the method empty.
+        """Send an update to the server. Classes that send in ``integrate`` leave this method empty.
 
         Args:
             served (ServedTensors): the parameters and their server.
@@ -206,14 +208,14 @@ class Update(ABC):
         tensor_lists.integrate_tensors(served, lambda fetched, p: p.copy_(fetched))
 
     def send_rest(self, served: tensor_lists.ServedTensors) -> None:  # noqa: B027
-        """Send what the worker has computed since its last send.
+        """Send the changes that the worker has made since its last send.
 
         Args:
             served (ServedTensors): the parameters and their server.
         """
 
     def worker_state(self) -> dict[str, Any]:
-        """Return copies of the worker's state, without network and optimizer.
+        """Return a copy of the worker's state, without the network and the optimizer.
 
         Returns:
             A dictionary for ``load_worker_state``.
@@ -221,16 +223,16 @@ class Update(ABC):
         return {}
 
     def load_worker_state(self, state: dict[str, Any]) -> None:  # noqa: B027
-        """Restore a saved state of a worker. Called after ``begin``.
+        """Restore the saved state of a worker. This method runs after ``begin``.
 
         Args:
             state (dict): dictionary that ``worker_state`` returned.
         """
 
     def finish(self) -> None:
-        """Send the rest after a worker's last step, and wait until the server has all of it.
+        """Send this worker's remaining changes after its last step, and wait until the server has applied all sends.
 
-        Any rank may call it, without the others. Idempotent.
+        Any rank may call it alone. Repeated calls have no effect.
 
         Raises:
             ParameterServerError: a send has failed.
@@ -241,14 +243,14 @@ class Update(ABC):
             self.served._finish_sends()
 
     def take_result(self) -> None:
-        """Replace the parameters of the network by the final values of the server, the same on all ranks.
+        """Replace the parameters of the network by the final values of the server, which are equal on all ranks.
 
-        All ranks of the sharding level must call it after their last step. It finishes each worker first, and sleeps
-        until the slowest worker has called it. **Overwrites** the parameters.
+        All ranks of the sharding level must call it after their last step. The call first calls ``finish``, and sleeps
+        until the slowest worker has done so. **Overwrites** the parameters.
 
         Raises:
-            ParameterServerError: the training ended before the step ``init_delay``; or a send has failed on any rank,
-                which is raised on every rank.
+            ParameterServerError: the training ended before the step ``init_delay``, or a send has failed on any rank.
+                The error of a failed send is raised on every rank.
         """
         self._check_usable("take_result")
         if (served := self.served) is None:
@@ -257,20 +259,20 @@ class Update(ABC):
                 f"was not reached: the last call was update({self._last_step}); choose a smaller init_delay"
             )
         if self.group is not None:
-            self._wait_for_all(self.group, "take_result")  # because the group still has collectives to complete
+            self._wait_for_all(self.group, "take_result")  # The group may still have collectives to complete.
         self._end_on_all_ranks(self.finish, "take_result")
         if self.is_root:
-            tensor_lists.prefetch_tensors(served)  # because an earlier prefetch may have older values
+            tensor_lists.prefetch_tensors(served)  # An earlier prefetch may have fetched older values.
             self.adopt(served)
         self.share()
-        self._wait_for_all(self.sharding, "take_result")  # because a send from now on would change the result
+        self._wait_for_all(self.sharding, "take_result")  # No rank may send before all ranks have the result.
 
     def free(self) -> None:
-        """Free the server. All ranks of the sharding level must call it. Idempotent.
+        """Free the server. All ranks of the sharding level must call it. Repeated calls have no effect.
 
         Raises:
-            ParameterServerError: a send of this rank has failed, and no other call has raised the error. The server is
-                free nevertheless.
+            ParameterServerError: a send of this rank has failed, and no other call has raised the error. The server has
+                been freed nevertheless.
         """
         self.is_free = True
         served, self.served = self.served, None
@@ -281,15 +283,16 @@ class Update(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the state from which a later run can resume. All ranks of the sharding level must call it.
 
-        The ranks synchronize, so the states of all shards and workers belong together. Each rank saves the dictionary
-        that it gets, with its network and optimizer. Only rank 0's dictionary holds the state of the server.
+        The ranks synchronize, so that the states of all shards and workers belong to the same moment. Save the returned
+        dictionary on each rank, with the network and the optimizer. Only rank 0's dictionary contains the state of the
+        server.
 
         Returns:
             A dictionary for ``torch.save`` and ``load_state_dict``.
 
         Raises:
-            ParameterServerError: this object was freed; or a send has failed on any rank, which is raised on every
-                rank.
+            ParameterServerError: this object was freed, or a send has failed on any rank. The error of a failed send is
+                raised on every rank.
         """
         self._check_usable("state_dict")
         state: dict[str, Any] = {**self._origin(), "step": self._last_step, "is_seeded": self.served is not None}
@@ -303,20 +306,21 @@ class Update(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a saved state. The next step is ``state["step"] + 1``.
 
-        All ranks of the sharding level must call it before the first ``update``, after network and optimizer were
-        loaded. The server gets the state that rank 0 has saved. A fetch that was in progress starts again.
+        All ranks of the sharding level must call it before the first ``update``, after they have loaded the network and
+        the optimizer. The server gets the state that rank 0 has saved. A fetch that was in progress when the state was
+        saved starts again.
 
         Args:
             state (dict): dictionary that ``state_dict`` returned on this rank.
 
         Raises:
-            ValueError: the state belongs to a different class, other shapes or another ``init_delay``. Raised on every
-                rank.
-            ParameterServerError: ``update`` was called before, or this object was freed.
+            ValueError: the state belongs to a different class, or to parameters of other shapes, or was saved with
+                another ``init_delay``. The error is raised on every rank.
+            ParameterServerError: ``update`` was already called, or this object was freed.
         """
         self._check_usable("load_state_dict")
         if self._last_step >= 0:
-            raise ParameterServerError("load_state_dict: call it before the first update of a new object")
+            raise ParameterServerError("load_state_dict: update was already called; load the state into a new object")
         self._run_on_all_ranks(lambda: self._check_origin(state))
         self.check_alike(is_seeded=state["is_seeded"])
         if state["is_seeded"]:
@@ -333,7 +337,7 @@ class Update(ABC):
             raise ValueError(f"{self._name}.load_state_dict: the state has a different {', '.join(differing)}")
 
     def _seed(self, state: dict[str, Any] | None = None) -> None:
-        """Create the server with rank 0's values or from a saved state."""
+        """Create the server from rank 0's values, or from a saved state."""
         served = tensor_lists.init_tensors(self.parameters, comm=self.sharding, optimizer=self.server_optimizer)
         if state is not None:
             try:
@@ -355,7 +359,8 @@ class Update(ABC):
     def _check_sends(self, served: tensor_lists.ServedTensors, step: int, due: Due) -> None:
         """Raise ParameterServerError if a send of this worker has failed.
 
-        In a group all ranks raise it, in a step that integrates, so that no rank waits for the root in vain.
+        In a group, all ranks raise the error in a step that integrates. Otherwise, the other ranks of the group would
+        wait for the root forever.
         """
         allgather: agree.AllGather = agree.alone
         if self.group is not None and not self.shares_memory:
@@ -368,7 +373,7 @@ class Update(ABC):
     def _end_on_all_ranks(self, step: Callable[[], object], call: str) -> None:
         """Run ``step``, and raise ParameterServerError on every rank if it raises on any rank.
 
-        Collective over the sharding level. The ranks sleep until the slowest one calls it.
+        All ranks of the sharding level must call it. They sleep until the slowest rank calls it.
         """
 
         def allgather(outcome: T) -> list[T]:
@@ -382,7 +387,10 @@ class Update(ABC):
         agree.run_on_all_ranks(allgather, step, (Exception,), str, failed)
 
     def _run_on_all_ranks(self, step: Callable[[], object]) -> None:
-        """Run ``step``, and raise ValueError on every rank if it raises ValueError or TypeError on any. Collective."""
+        """Run ``step``, and raise ValueError on every rank if it raises ValueError or TypeError on any rank.
+
+        All ranks of the sharding level must call it.
+        """
         allgather = functools.partial(gathered, self.sharding, "outcomes of an update")
         agree.run_on_all_ranks(allgather, step, (TypeError, ValueError), str, _wrong_on_a_rank)
 
@@ -396,7 +404,7 @@ class Update(ABC):
         if trained != [id(p) for p in self.parameters]:
             raise ParameterServerError(
                 f"update({step}): the network no longer trains the parameters with which this {self._name} was created "
-                "(some were added, removed, replaced or frozen); free it, and create a new one"
+                "(some were added, removed, replaced or frozen); call free(), and create a new one"
             )
 
     def _check_group(self) -> None:
@@ -421,19 +429,23 @@ def _wrong_on_a_rank(failures: Mapping[int, str]) -> ValueError:
 
 
 def gathered(comm: Communicator, what: str, mine: T) -> list[T]:
-    """Return the value of each rank, in rank order. Collective. ``what`` names the call in reports of hangs."""
+    """Return the value ``mine`` of each rank, in rank order. All ranks of ``comm`` must call it.
+
+    ``what`` is the name of the call in hang reports.
+    """
     return journal.run_together(what, comm, lambda: comm.direct.mpi.allgather(mine))
 
 
 def wait_for_all(comm: Communicator, what: str) -> None:
-    """Sleep until all ranks have called it. Collective. ``what`` names the call in reports of hangs."""
+    """Sleep until all ranks of ``comm`` have called it. ``what`` is the name of the call in hang reports."""
     journal.run_together(what, comm, lambda: backoff.barrier(comm.direct.mpi))
 
 
 def wait_for_all_after_training(comm: Communicator, what: str) -> None:
-    """Sleep until all ranks have called it. Collective, for ranks that train asynchronously.
+    """Sleep until all ranks of ``comm`` have called it, after asynchronous training.
 
-    In contrast to ``wait_for_all`` a long wait is no sign of a hang, because some ranks train much longer than others.
+    In contrast to ``wait_for_all``, a long wait does not indicate a hang, because some ranks train much longer than
+    others. ``what`` is the name of the call in hang reports.
     """
     journal.run_while_others_work(what, comm, lambda: backoff.barrier(comm.direct.mpi))
 
@@ -441,9 +453,9 @@ def wait_for_all_after_training(comm: Communicator, what: str) -> None:
 def check_alike(
     comm: Communicator, who: str, settings: Mapping[str, object], what: str = "settings of an update"
 ) -> None:
-    """Raise RanksDisagree, on every rank, unless all ranks pass the same settings. Collective.
+    """Raise RanksDisagree, on every rank, unless all ranks of ``comm`` pass the same settings.
 
-    ``what`` names the call in reports of hangs.
+    All ranks must call it. ``what`` is the name of the call in hang reports.
     """
     all_settings = gathered(comm, what, dict(settings))
     for name in all_settings[0]:
@@ -453,7 +465,10 @@ def check_alike(
 
 
 def check_trained(comm: Communicator, who: str, network: torch.nn.Module) -> None:
-    """Raise RanksDisagree unless all ranks train parameters of the same names, shapes, dtypes and order. Collective."""
+    """Raise RanksDisagree unless all ranks train parameters of the same names, shapes, dtypes and order.
+
+    All ranks of ``comm`` must call it.
+    """
     mine = [f"{name} {list(p.shape)} {p.dtype}" for name, p in network.named_parameters() if p.requires_grad]
     by_rank = gathered(comm, "parameters of an update", mine)
     if (rank := agree.first_different(by_rank)) is not None:
@@ -465,13 +480,13 @@ def check_trained(comm: Communicator, who: str, network: torch.nn.Module) -> Non
 
 
 def refuse_options(who: str, options: Mapping[str, Any], names: Iterable[str], why: str) -> None:
-    """Raise TypeError if ``options`` contain one of the names, which this class of update does not accept."""
+    """Raise TypeError if ``options`` contains one of the ``names``, which the class ``who`` does not accept."""
     for name in names:
         if name in options:
-            raise TypeError(f"{who} does not accept {name}, because {why}; omit it")
+            raise TypeError(f"{who} does not accept {name}, because {why}; omit {name}")
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy tensors into others of the same shapes."""
+    """Copy each source to the target at the same position, which must have the same shape."""
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source.detach())
