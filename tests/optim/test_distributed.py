@@ -155,7 +155,7 @@ def test_what_others_do_with_its_optimizer_is_told(mpi):
     ours.optimizer.add_param_group({"params": list(module[2].parameters())})
     with pytest.raises(RuntimeError, match=r"2\.weight, 2\.bias: added or made trainable .* create a new one"):
         loss_of(module, 0, [mpi.rank()]).backward()
-    with pytest.raises(TypeError, match="cannot get more parameters"):
+    with pytest.raises(TypeError, match="cannot take new parameters"):
         ours.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
     ours.remove()
     with pytest.raises(RuntimeError, match=r"DistributedOptimizer: .* after remove\(\)"):

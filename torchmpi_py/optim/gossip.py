@@ -37,8 +37,8 @@ class Gossip(LocalOptimizer):
             one partner for each step, with weight 1/2. If the number of ranks is odd, one rank then has no partner in
             each step.
         asynchronous (bool): False (default) waits for the partners in each step. True sends the parameters while the
-            next step is computed, and corrects the parameters towards the partners' after that step. So a rank does not
-            wait for a partner that is at most one step behind.
+            next step is computed, and after that step moves the parameters towards the partners' parameters. So a rank
+            does not wait for a partner that is at most one step behind.
         seed (int): seed for drawing "random" partners; default 0. Pass the same seed on every rank.
         comm (Communicator): ranks that exchange parameters; default None, the current level.
 
@@ -108,15 +108,15 @@ class Gossip(LocalOptimizer):
         self.average_over(self.comm)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's optimizer state, with the state of the random generator for partners under "gossip".
+        """Return this rank's optimizer state. If an exchange is pending, this call first completes the exchange.
 
-        If an exchange is pending, this call first waits for it.
+        The entry "gossip" contains the state of the random generator that draws the partners.
         """
         self.finish()
         return {**super().state_dict(), "gossip": {"generator": self._generator.get_state()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state that ``state_dict()`` returned, here or on the plain optimizer. Every rank must make this call.
+        """Load a state of this class, or of the plain optimizer. Every rank must make this call.
 
         The result of a pending exchange is dropped, because it belongs to the steps that the state replaces.
 
@@ -130,10 +130,13 @@ class Gossip(LocalOptimizer):
             self._generator.set_state(state_dict["gossip"]["generator"].cpu())
 
     def _drawn(self) -> list[tuple[int, int]]:
-        """Draw the partners for a step, the same on every rank; return this rank's (source, destination) pairs."""
+        """Draw the partners for one step, and return this rank's (source, destination) pairs.
+
+        All ranks draw the same partners.
+        """
         rank, size = self.comm.rank, self.comm.size
-        # All ranks draw the same permutation. Its elements 0 and 1 are partners, then 2 and 3, and so on. A ring of two
-        # ranks is a pair as well, because both neighbours of a rank are the same rank.
+        # All ranks draw the same permutation, and its elements 0 and 1, 2 and 3, and so on are partners. A ring of two
+        # ranks is also a pair, because both neighbours of a rank are the same rank.
         if self.partners == "random" or size == 2:
             order: list[int] = torch.randperm(size, generator=self._generator, device="cpu").tolist()
             place = order.index(rank)
@@ -156,9 +159,9 @@ class _Exchange:
         ]
 
     def finish(self) -> None:
-        """Wait for the partners' parameters, and correct this rank's parameters towards them.
+        """Wait for the partners' parameters, and move this rank's parameters towards them.
 
-        The correction would change the parameters that were sent to the mean over this rank and its partners.
+        The change that is added would turn the sent parameters into the mean over this rank and its partners.
         """
         wait_all(self.handles)
         difference = torch.stack([x - self.sent for x in self.received]).sum(0) / (1 + len(self.received))

@@ -123,7 +123,7 @@ class LocalSGD(LocalOptimizer):
         return {**super().state_dict(), "local_sgd": {"num_steps": self.num_steps, "slow": slow}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state that ``state_dict`` returned, here or on the plain optimizer. Every rank must make this call.
+        """Load a state of this class, or of the plain optimizer. Every rank must make this call.
 
         Args:
             state_dict (dict): state to load.
@@ -142,7 +142,7 @@ class LocalSGD(LocalOptimizer):
 
 
 def _checked(period: int | Mapping[Communicator, int], comm: Communicator | None) -> dict[Communicator, int]:
-    """Return the period of each communicator, in ascending order. Raise ValueError if the periods are not valid."""
+    """Return the period of each communicator, the shortest first. Raise ValueError if the periods are not valid."""
     if not isinstance(period, Mapping):
         period = {resolve(comm): period}
     elif comm is not None or not period:

@@ -172,7 +172,7 @@ class ShardedOptimizer(ReducingOptimizer):
             for shard, part in bucket.shards.items():
                 if part.parameter.grad is None:  # No rank used the parameter, or the user dropped the gradient.
                     shard.grad = None
-        # Send the parameters of a bucket while the next bucket is updated. Every rank sends all buckets, in one order.
+        # Send the parameters of a bucket while the next bucket is updated. All ranks send buckets in the same order.
         handles: list[Handle[Any]] = []
         groups, new_groups = self.optimizer.param_groups, {}
         try:
@@ -274,7 +274,7 @@ class ShardedOptimizer(ReducingOptimizer):
             self.optimizer.param_groups, self.optimizer.state = groups, state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state that ``state_dict`` returned, here or on a plain optimizer. Every rank must make this call.
+        """Load a state of this class, or of a plain optimizer. Every rank must make this call.
 
         Args:
             state_dict (dict): state to load. It may have been saved by a job with any number of ranks.

@@ -66,7 +66,7 @@ def owners(parameters: list[Parameter], placement: Placement, optimizer_class: A
 
 
 def _balanced(parameters: list[Parameter], size: int) -> dict[Parameter, int]:
-    """Assign the parameters, the largest first, each to the rank with the fewest elements; return the owners."""
+    """Assign each parameter, the largest first, to the rank with the fewest elements, and return the owners."""
     num_elements, owners = [0] * size, {}
     for p in sorted(parameters, key=lambda p: -p.numel()):
         owners[p] = num_elements.index(min(num_elements))
@@ -87,7 +87,7 @@ class Slices(_Sharded):
 
     def __init__(self, comm: Communicator) -> None:
         super().__init__(comm)
-        self._reduced: dict[torch.dtype, Tensor] = {}  # Reused, because new memory costs more than the reduction.
+        self._reduced: dict[torch.dtype, Tensor] = {}  # It is reused, because new memory costs more than the reduction.
 
     def reduced(self, x: Tensor) -> Tensor:
         """Return the memory into which this rank's slice of ``x`` is reduced."""
@@ -133,7 +133,7 @@ class Owner(_Sharded):
 
 
 class GradientOfOwners(AbsentGradient):
-    """A stand-in for a gradient, used from the backward pass to ``step`` while only the owners have the gradient."""
+    """A stand-in for a gradient, used from the backward pass until ``step``, while the owners have the gradient."""
 
     place = (
         "on other ranks of a ShardedOptimizer, in part or as a whole: clip with optimizer.clip_grad_norm_(...), or "

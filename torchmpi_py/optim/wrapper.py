@@ -22,7 +22,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
     _step_supports_amp_scaling = False  # This value makes GradScaler unscale the gradients before ``step``.
 
     def __init__(self) -> None:
-        """Skip Optimizer.__init__, because the wrapped optimizer has the attributes. A subclass sets ``optimizer``."""
+        """Skip Optimizer.__init__, because the wrapped optimizer provides all attributes except ``optimizer``."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -87,22 +87,22 @@ class ReducingOptimizer(OptimizerWrapper):
 
     @OptimizerWrapper.param_groups.getter  # type: ignore[attr-defined, untyped-decorator]
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups. If GradScaler reads them to unscale the gradients, the gradients are reduced first."""
+        """The parameter groups. If GradScaler reads them to unscale gradients, the gradients are first reduced."""
         # Otherwise a later reduction would add this rank's unscaled gradients to the other ranks' scaled gradients.
         if not self._is_reduced and sys._getframe(1).f_globals.get("__name__", "").endswith("grad_scaler"):
             self.synchronize()
         return self.optimizer.param_groups
 
     def _register(self, module: torch.nn.Module, **options: Any) -> None:
-        """Reduce the gradients of ``module`` in its backward passes from now on. All ranks must make this call."""
+        """Register hooks that reduce the gradients of ``module`` in backward passes. All ranks must make this call."""
         self.reduction = AsyncBackward(module, comm=self.comm, owner=self, **options)
 
     def synchronize(self) -> None:
-        """Reduce gradients that are not reduced yet. All ranks must reduce, here or in a backward pass.
+        """Reduce gradients that are not reduced yet. Every rank must reduce, in this call or in a backward pass.
 
         This call does nothing if a backward pass has reduced the gradients. Before you clip gradients, make this call
         on each rank that ran fewer backward passes than the other ranks in this step. If you do not clip, ``step``
-        makes it.
+        makes the call.
 
         Raises:
             RuntimeError: ``remove()`` was called.
@@ -137,7 +137,7 @@ class ReducingOptimizer(OptimizerWrapper):
             TypeError: always.
         """
         raise TypeError(
-            f"add_param_group: a {type(self).__name__} cannot get more parameters; {self.ends_by}. Add the group to "
+            f"add_param_group: a {type(self).__name__} cannot take new parameters; {self.ends_by}. Add the group to "
             f"the plain optimizer, and use that to create a new {type(self).__name__}"
         )
 
@@ -189,7 +189,7 @@ class ReducingOptimizer(OptimizerWrapper):
             )
 
     def check_equal(self) -> None:
-        """Raise RanksDisagree on all ranks if the parameters differ; all ranks must call it.
+        """Raise RanksDisagree on all ranks if the parameters differ. All ranks must call it.
 
         Only the first call compares the parameters.
         """

@@ -32,7 +32,7 @@ from torchmpi_py.memory import symmetric
 from torchmpi_py.nn import BlockSequential
 from torchmpi_py.paramserver.update import gathered, wait_for_all, wait_for_all_after_training
 
-_ALIGNMENT = 512  # bytes. Two storages must not share a cache line.
+_ALIGNMENT = 512  # Storages start at multiples of this number of bytes, so that no two of them share a cache line.
 
 
 class Hogwild:
@@ -102,7 +102,7 @@ class Hogwild:
         unshared = next((name for name, p in self.network.named_parameters() if not _is_shared(p)), None)
         by_rank = [unshared]
         if communicators.is_started() and not self._comm.is_free:
-            wait_for_all_after_training(self._comm, "Hogwild.free")  # All ranks must copy final values.
+            wait_for_all_after_training(self._comm, "Hogwild.free")  # No rank may train during the copy.
             by_rank = gathered(self._comm, "Hogwild.free", unshared)
         parameters = [p for p in self.network.parameters() if self._watch.holds(_address(p))]
         storages = _storages(parameters)
@@ -208,7 +208,7 @@ def _check(parameters: list[torch.nn.Parameter], comm: Communicator) -> None:
 
 
 def _storages(parameters: list[torch.nn.Parameter]) -> list[torch.UntypedStorage]:
-    """Return the distinct storages of the parameters, except empty ones."""
+    """Return the distinct storages of the parameters that are not empty."""
     storages = {_address(p): p.untyped_storage() for p in parameters}
     return [storage for storage in storages.values() if storage.nbytes() > 0]
 

@@ -43,7 +43,7 @@ class Kind(enum.IntEnum):
 
     @property
     def gives(self) -> bool:
-        """Whether bytes of the shard are part of the reply; otherwise, bytes are part of the request."""
+        """Whether the reply carries data of the shard. Otherwise, the request carries data for the shard."""
         return self in (Kind.READ, Kind.SAVE)
 
 
@@ -165,7 +165,7 @@ class Client:
         self._failure: Exception | None = None
         self._failed: list[PendingReply] = []  # MPI may still access the memory of these requests.
         self._awaited: dict[int, deque[PendingReply]] = {}  # requests without a reply, by service, the oldest first
-        self._arriving: list[PendingReply] = []  # requests whose reply has arrived, but lacks pieces
+        self._arriving: list[PendingReply] = []  # requests that wait for pieces of their reply
 
     @property
     def is_idle(self) -> bool:

@@ -29,7 +29,7 @@ from torchmpi_py.core.handles import Handle, ThreadHandle, Work
 from torchmpi_py.paramserver.remote import Client, PendingReply
 
 R = TypeVar("R")
-_MOST_UNDER_WAY = 64  # limit on pending requests. A service stores the messages of pending requests.
+_MOST_UNDER_WAY = 64  # A service stores the messages of pending requests, so their number is limited.
 _LONGEST_NAP_SECONDS = 0.0001  # longest sleep between two checks for a reply
 
 

@@ -71,7 +71,7 @@ def _add(shard: Tensor, payload: Tensor) -> None:
 
 
 def _scaled_add(shard: Tensor, payload: Tensor, *, scale: float) -> None:
-    """Add the payload times ``scale``; minus the learning rate gives a step of gradient descent."""
+    """Add ``scale`` times the payload. If ``scale`` is minus the learning rate, this is a gradient descent step."""
     shard.add_(payload, alpha=scale)
 
 
@@ -88,8 +88,8 @@ def _average(shard: Tensor, payload: Tensor, memory: Memory) -> None:
 
 def _move(shard: Tensor, payload: Tensor, weight: float) -> None:
     """Move the shard towards the payload by the fraction ``weight`` of their distance."""
-    # If the fraction is 1, copy the payload. The distance may overflow, or the shard may contain values that are not
-    # finite, so adding the distance to the shard could fail to reach the payload.
+    # If the fraction is 1, copy the payload, because the computed distance is not finite if the shard contains values
+    # that are not finite, or if the distance overflows.
     if weight == 1:
         shard.copy_(payload)
     else:
@@ -143,7 +143,7 @@ def _adam(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
 ) -> None:
-    """Take a step of ``torch.optim.Adam``. The slots are the means of the gradients and of their squares."""
+    """Take a step of ``torch.optim.Adam``. The slots are the moving averages of the gradients and of their squares."""
     mean, square = memory.slots
     choices: dict[str, Any] = {
         "beta1": betas[0],

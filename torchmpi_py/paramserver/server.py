@@ -62,7 +62,7 @@ def init(tensor: Tensor, *, comm: Communicator | None = None, optimizer: str | N
     Examples:
         >>> server = mpi.paramserver.init(torch.zeros(1000))
         >>> sent = server.send(torch.ones(1000), rule="add").wait()
-        >>> mpi.barrier()  # only to see the sends of all ranks
+        >>> mpi.barrier()  # The next line expects the sends of all ranks.
         >>> server.receive().wait().eq(mpi.size()).all().item()
         True
         >>> server.free()

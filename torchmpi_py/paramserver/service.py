@@ -42,13 +42,13 @@ _NAP_SHARE = 0.005  # sleep as a fraction of the time since the last request
 _SHORT_NAP_SECONDS = 0.00005
 _LONGEST_NAP_IN_TRANSFER_SECONDS = 0.0001
 _MOST_UNDER_WAY = 4  # limit on payloads in memory, and on replies with large values in transfer
-_MOST_OF_A_CLIENT = 2  # limit per client. One payload can arrive while the rule is applied to the other.
+_MOST_OF_A_CLIENT = 2  # One payload of a client can arrive while a rule is applied to another payload.
 
 
 def packed(error: BaseException) -> bytes:
     """Return a pickled exception.
 
-    If ``error`` is not an Exception or cannot be pickled, the result is a ParameterServerError with its text.
+    If ``error`` is not an Exception or cannot be pickled, pickle a ParameterServerError with the text of ``error``.
     """
     try:
         if isinstance(error, Exception):
@@ -106,7 +106,7 @@ class _Jobs:
 
 
 class Service:
-    """A service for stores. Its thread starts when the first store is added, and ends when the last one is removed."""
+    """A service for stores. Its thread starts with the first store, and ends when the last store is removed."""
 
     def __init__(self, links: remote.Links) -> None:
         self._links = links
@@ -135,7 +135,7 @@ class Service:
             self._thread = None
 
     def abandon(self) -> None:
-        """End the thread, and wait for it. A rank must have died, and the links must be revoked."""
+        """End the thread after a rank has died, and wait until it has ended. The links must already be revoked."""
         if self._thread is not None:
             self._is_ending.set()
             self._thread.join()
@@ -160,7 +160,7 @@ class Service:
             abort.abort(1)
 
     def _turn(self) -> bool:
-        """Process all messages and requests that are ready, and return whether there were any."""
+        """Process all messages and requests that are ready, and return whether any request was processed."""
         # Drop the MPI requests of complete sends, to release the memory of their messages.
         self._replies = [reply for reply in self._replies if not reply.Test()]
         self._values = [values for values in self._values if not MPI.Request.Testall(values)]
@@ -184,7 +184,7 @@ class Service:
         return False
 
     def _receive_requests(self) -> bool:
-        """Receive all requests that have arrived, and return whether there were any."""
+        """Receive all requests that have arrived, and return whether any request has arrived."""
         status, has_requests = MPI.Status(), False
         while (message := self._links.requests.improbe(tag=remote.HEADER_TAG, status=status)) is not None:
             job = _Job(remote.ShardRequest._make(message.recv()))
@@ -268,6 +268,6 @@ class ShardExchange:
         self.links.free()
 
     def abandon(self) -> None:
-        """End this rank's service, if any, and wait for it. A rank must have died, and the links must be revoked."""
+        """End the service on this rank, if any, after a rank has died. The links must already be revoked."""
         if self.service is not None:
             self.service.abandon()

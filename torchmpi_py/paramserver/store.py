@@ -74,7 +74,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Lock:
-    """A lock between the threads and processes of a node: one byte of a lock file."""
+    """A lock between the threads and processes of a node. It covers one byte of a lock file."""
 
     def __init__(self, file: int, byte: int) -> None:
         self._file, self.byte = file, byte
@@ -103,7 +103,7 @@ class Store:
 
     def __init__(self, channel: Channel, source: Tensor, bounds: Sequence[Bounds], num_slots: int) -> None:
         self._locks = channel.keep(LockFile, LockFile).allocate(channel.size)
-        self.number = self._locks[0].byte  # It identifies the server, and is equal on all ranks.
+        self.number = self._locks[0].byte  # The number identifies the server on all ranks.
         largest = shard.num_bytes(bounds[0][1] - bounds[0][0], source.dtype, num_slots)
         with torch.inference_mode(False):  # The shards must be normal tensors, even in the caller's inference mode.
             self._shards = {

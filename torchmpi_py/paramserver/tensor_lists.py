@@ -174,7 +174,7 @@ class ServedTensors:
             )
         pairs = list(zip(self.packs, state["servers"], strict=True))
         for pack, saved in pairs:
-            pack.server.check_state(saved)  # Check all servers before the first change.
+            pack.server.check_state(saved)  # If one state is not valid, no server may change.
         wait_all(self.fetching)
         self.fetching = []  # These handles have the values from before the restore.
         for pack, saved in pairs:

@@ -128,7 +128,7 @@ class Update(ABC):
             )
 
     def exchange(self, served: tensor_lists.ServedTensors, step: int, due: Due) -> None:
-        """Carry out the actions of a step. ``update`` calls it on every rank after the server has been created.
+        """Carry out the actions of a step. ``update`` calls this method on every rank once the server exists.
 
         Args:
             served (ServedTensors): the parameters and their server.
@@ -245,8 +245,8 @@ class Update(ABC):
     def take_result(self) -> None:
         """Replace the parameters of the network by the final values of the server, which are equal on all ranks.
 
-        All ranks of the sharding level must call it after their last step. The call first calls ``finish``, and sleeps
-        until the slowest worker has done so. **Overwrites** the parameters.
+        All ranks of the sharding level must call it after their last step. The call first finishes this worker (see
+        ``finish``), and sleeps until all workers have finished. **Overwrites** the parameters.
 
         Raises:
             ParameterServerError: the training ended before the step ``init_delay``, or a send has failed on any rank.
@@ -256,7 +256,7 @@ class Update(ABC):
         if (served := self.served) is None:
             raise ParameterServerError(
                 f"take_result: the parameter server is seeded in step {self.timetable.init_delay} (init_delay), which "
-                f"was not reached: the last call was update({self._last_step}); choose a smaller init_delay"
+                f"was not reached: the last call was update({self._last_step}); pass a smaller init_delay"
             )
         if self.group is not None:
             self._wait_for_all(self.group, "take_result")  # The group may still have collectives to complete.
