@@ -25,7 +25,7 @@ SHARDED = {"sharded": {}, "sharded BF16": {"compression": compression.BF16()}, "
 WRAPPED = {"wrapped": {}, "BF16": {"compression": compression.BF16()}, "TopK": {"compression": compression.TopK(1.0)}}
 STEPS = 4
 REFUSED = {("join", "synchronized"): "call register_async_backward"}
-REFUSED |= {("join", kind): "expected a module or an optim.DistributedOptimizer" for kind in SHARDED}
+REFUSED |= {("join", kind): "expected a torch.nn.Module or an optim.DistributedOptimizer" for kind in SHARDED}
 REFUSED |= {("frozen", kind): "create a new one" for kind in ("registered", *WRAPPED, *SHARDED)}
 
 

@@ -125,16 +125,16 @@ def test_ranks_that_disagree(mpi):
     """Told on all of them, when the update is made; also of a group that lies on both sides of a level of sharding."""
     me = mpi.rank()
     for option in ("init_delay", "update_frequency", "prefetch", "send_frequency"):
-        with pytest.raises(RanksDisagree, match=f"DownpourUpdate: {option} by rank"):
+        with pytest.raises(RanksDisagree, match=f"DownpourUpdate: {option} differs between ranks"):
             ps.DownpourUpdate(Two(), local_update=len, **{option: 1 + me})
-    with pytest.raises(RanksDisagree, match="the class by rank"):
+    with pytest.raises(RanksDisagree, match="class differs between ranks"):
         KINDS["downpour" if me else "easgd"](Two())
-    with pytest.raises(RanksDisagree, match="staleness by rank"):
+    with pytest.raises(RanksDisagree, match="staleness differs between ranks"):
         ps.StaleSynchronousUpdate(Two(), staleness=me)
-    with pytest.raises(RanksDisagree, match="optimizer by rank"):
+    with pytest.raises(RanksDisagree, match="optimizer differs between ranks"):
         ps.SynchronousUpdate(Two(), lr=float(me))
     level = mpi.push_communicator(0)
-    with pytest.raises(RanksDisagree, match="DifferenceUpdate: shares_memory by rank"):
+    with pytest.raises(RanksDisagree, match="DifferenceUpdate: shares_memory differs between ranks"):
         ps.DifferenceUpdate(Two(), dataparallel_communicator=level, shares_memory=me == 0)
     for make in (downpour, KINDS["easgd"], KINDS["ssp"], lambda net: ps.SynchronousUpdate(net, lr=0.1)):
         net = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))

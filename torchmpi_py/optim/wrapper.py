@@ -185,7 +185,7 @@ class ReducingOptimizer(OptimizerWrapper):
         if self.reduction.num_passes:
             raise RuntimeError(
                 f"{call}() after {self.reduction.num_passes} of {self.reduction.frequency} backward passes of a "
-                "step would lose their gradients; call it after step()"
+                f"step would lose their gradients; call {call}() after step()"
             )
 
     def check_equal(self) -> None:

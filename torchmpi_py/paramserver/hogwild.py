@@ -52,7 +52,7 @@ class Hogwild:
         comm (Communicator): communicator of ranks on one node. Default None, the current level.
 
     Raises:
-        Unavailable: the ranks are on several nodes. Each of these errors is raised on every rank.
+        Unavailable: the ranks are on several nodes. Every error in this list is raised on every rank.
         ValueError: a parameter is not on the CPU.
         RanksDisagree: the ranks have different parameters.
 

@@ -53,7 +53,7 @@ def init(tensor: Tensor, *, comm: Communicator | None = None, optimizer: str | N
         The server.
 
     Raises:
-        TypeError: ``tensor`` is not a dense tensor. Each of these errors is raised on every rank.
+        TypeError: ``tensor`` is not a dense tensor. Every error in this list is raised on every rank.
         ValueError: the optimizer is unknown, or the tensor is neither on the CPU nor on a CUDA device.
         RanksDisagree: the ranks pass different shapes, dtypes or optimizers.
         Unavailable: the ranks of a node cannot share memory; or the ranks are on several nodes, and MPI does not

@@ -231,7 +231,7 @@ def init_tensors(
         An object to pass to ``send_tensors``, ``prefetch_tensors`` and ``integrate_tensors``.
 
     Raises:
-        TypeError: an element of ``tensors`` is not a dense tensor. Each of these errors is raised on every rank.
+        TypeError: an element of ``tensors`` is not a dense tensor. Every error in this list is raised on every rank.
         ValueError: the optimizer is unknown, or a tensor is neither on the CPU nor on a CUDA device.
         RanksDisagree: the ranks pass different shapes, dtypes, orders or optimizers.
         Unavailable: the ranks of a node cannot share memory; or the ranks are on several nodes, and MPI does not

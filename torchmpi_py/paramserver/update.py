@@ -92,7 +92,7 @@ class Update(ABC):
         Raises:
             RanksDisagree: the settings differ. The error is raised on every rank.
         """
-        check_alike(self.sharding, self._name, {"the class": self._name, **settings})
+        check_alike(self.sharding, self._name, {"class": self._name, **settings})
 
     def update(self, step: int) -> None:
         """Send, fetch and integrate if these actions are due in this step. Call it on every rank.
@@ -461,7 +461,7 @@ def check_alike(
     for name in all_settings[0]:
         by_rank = [theirs.get(name) for theirs in all_settings]
         if agree.first_different(by_rank) is not None:
-            raise RanksDisagree(f"{who}: {name} by rank: {by_rank}; pass the same value on all ranks")
+            raise RanksDisagree(f"{who}: {name} differs between ranks (by rank: {by_rank}); use one value on all ranks")
 
 
 def check_trained(comm: Communicator, who: str, network: torch.nn.Module) -> None:
