@@ -35,7 +35,7 @@ class _Pack:
         self.server: ParameterServer = init(self.fetched, comm=comm, optimizer=optimizer)
         self.sending: Handle[Tensor] | None = None
         self.sent_by: tuple[str, dict[str, Any]] = "", {}  # the rule and options of the last send
-        self.failed: tuple[Handle[Tensor], str, dict[str, Any]] | None = None  # first send with an unseen error
+        self.failed: tuple[Handle[Tensor], str, dict[str, Any]] | None = None  # first send whose error was not raised
 
     def wait_for_sent_buffer(self) -> None:
         """Wait until ``sent`` may be filled again. The handle or ``check_sends`` raises the error of a failed send."""
@@ -190,7 +190,7 @@ class ServedTensors:
 
 
 def _same_on_all_ranks(tensors: Iterable[Tensor], comm: Communicator) -> list[Tensor]:
-    """Check that all ranks pass the same kinds of tensors, and return this rank's tensors as a list.
+    """Check that the tensors have the same shapes and dtypes on all ranks, and return them as a list.
 
     All ranks of ``comm`` must call it. Raise RanksDisagree, on every rank, if the ranks pass different shapes, dtypes
     or orders. Raise TypeError, on every rank, if an element on any rank is not a dense tensor.
