@@ -1,4 +1,4 @@
-"""Modules that are kept equal on all ranks, and collectives that autograd can differentiate."""
+"""Functions and layers that keep modules equal on all ranks, and collectives that autograd can differentiate."""
 
 from typing import Any
 
@@ -38,5 +38,5 @@ _REMOVED = {
 
 
 def __getattr__(name: str) -> Any:
-    hint = f"; it was removed, use {_REMOVED[name]} (docs/from_0.1.md)" if name in _REMOVED else ""
+    hint = f": it was removed; use {_REMOVED[name]} (see docs/from_0.1.md)" if name in _REMOVED else ""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

@@ -1,10 +1,11 @@
-"""The stand-in for ``p.grad`` while the gradient is being reduced, or while only another rank has it.
+"""The stand-in for ``p.grad`` while the gradient is being reduced, or while only another rank has the gradient.
 
-The stand-in is a tensor without memory. Its shape, dtype and device can be read. Everything that uses its values
-raises RuntimeError: clipping, norms, GradScaler, hooks, and autograd when it adds to it.
+The stand-in is a tensor without memory. Programs can read its shape, dtype and device. Every use of its values raises
+RuntimeError: clipping, norms, GradScaler, hooks, and the addition of a second gradient by autograd.
 
-Alternatives: with None, ``clip_grad_norm_`` would skip the gradient silently. With a view of the bucket, it would
-change values that are being sent. ``zero_grad()`` still works, because setting ``p.grad`` to None drops the stand-in.
+There are two alternatives. If ``p.grad`` were None, ``clip_grad_norm_`` would silently skip the gradient. If ``p.grad``
+were a view of the bucket, ``clip_grad_norm_`` would change values that are being sent. ``zero_grad()`` works with the
+stand-in, because setting ``p.grad`` to None drops the stand-in.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ import torch
 
 
 class AbsentGradient(torch.Tensor):
-    """Stand-in for the gradient of a parameter that is being reduced."""
+    """A stand-in for a gradient that is being reduced."""
 
-    place = "in a reduction: call synchronize() of the registration after each backward(), and before clipping"
+    place = "being reduced: call synchronize() of the registration after each backward(), and before clipping"
 
     @classmethod
     def why(cls) -> str:
-        """Return the text of the error: what went wrong, and the remedies."""
+        """Return the text of the error, with the possible causes and their remedies."""
         return (
             f"this gradient cannot be read or changed now, because it is {cls.place}. If backward() ran again before "
-            "synchronize() or step() to accumulate, use frequency= or backward_passes_per_step=. Activation "
-            "checkpointing needs checkpoint(..., use_reentrant=False). Register a hook that changes gradients before "
+            "synchronize() or step() to accumulate, use frequency= or backward_passes_per_step=. For activation "
+            "checkpointing, use checkpoint(..., use_reentrant=False). Register a hook that changes gradients before "
             "you create the registration or the optimizer. Call remove() on a DistributedOptimizer before you drop "
             "it. After a backward() that raised, call zero_grad(set_to_none=True)"
         )

@@ -1,24 +1,24 @@
-"""Reduce gradients while the backward pass is still computing others.
+"""Reduce gradients while the backward pass is still computing other gradients.
 
 The idea: autograd calls a hook when it has accumulated the gradient of a parameter. The hook copies the gradient into
 its bucket and launches every bucket that is complete, in the fixed order of the buckets. At the end of the backward
 pass a callback launches the remaining buckets, with zeros for parameters without a gradient. So the communication of
 one bucket overlaps the computation of the next gradients.
 
-Alternative: launch each bucket as soon as it is complete, in whatever order autograd completes them. Why not: ranks
-whose networks differ in a step, for example by a skipped layer, complete buckets in different orders. Collectives are
-matched by their order, so gradients of different layers would be added. The fixed order costs some overlap in networks
-that complete buckets out of order. A second alternative is torch's DistributedDataParallel, which searches the graph
-for unused parameters in each step (``find_unused_parameters``). Why not: it needs torch.distributed, and it replaces
+An alternative is to launch each bucket as soon as it is complete. It was rejected because ranks may complete their
+buckets in different orders, for example if one rank skips a layer in a step. MPI matches collectives by their order, so
+gradients of different layers would be added to each other. The fixed order costs some overlap in networks that complete
+buckets out of order. A second alternative is torch's DistributedDataParallel, which searches the graph for unused
+parameters in each step (``find_unused_parameters``). It was rejected because it needs torch.distributed and replaces
 the module.
 
 The protocol of one step:
 
-1. First gradient: check that no earlier reduction is pending (``_begin_pass``), and queue the callback.
-2. Each gradient: insert it, and launch the complete buckets (``_on_gradient``).
-3. End of the pass: launch the other buckets, then reduce the flags, which say which parameters have a gradient
-   (``_end_pass``). The flags carry numbers that detect ranks in different steps (``launch_order``).
-4. ``synchronize``: wait, and make each ``p.grad`` a view of its bucket.
+1. First gradient: check that no earlier reduction is pending, and queue the callback (``_begin_pass``).
+2. Each gradient: insert the gradient, and launch the complete buckets (``_on_gradient``).
+3. End of the pass: launch the remaining buckets. Then reduce the flags, which mark the parameters that have a gradient
+   (``_end_pass``). The numbers appended to the flags reveal ranks that are in different steps (``launch_order``).
+4. ``synchronize``: wait for the reductions, and make each ``p.grad`` a view of its bucket.
 """
 
 from __future__ import annotations
@@ -50,31 +50,32 @@ from torchmpi_py.nn.synchronize import ParametersOf, parameters_to_reduce, reduc
 
 BucketFactory = Callable[[torch.nn.Module, list[torch.nn.Parameter], Communicator], Buckets]
 
-_FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__  # Autograd calls Function.backward here.
+_FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__  # code that calls Function.backward
 
 
 class AsyncBackward:
-    """Reduction of the gradients of a module during ``backward``; ``register_async_backward`` creates it.
+    """The registration of a module whose gradients are reduced during ``backward``.
 
-    Call ``synchronize()`` after each ``backward()`` and before you read gradients. A second backward pass before
-    ``synchronize()`` would add to gradients that are being reduced, and raises RuntimeError. To accumulate, use
-    ``frequency``. The loss of each rank must depend on at least one parameter.
+    ``register_async_backward`` creates the registration. Call ``synchronize()`` after each ``backward()`` and before
+    you read gradients. A second backward pass before ``synchronize()`` raises RuntimeError, because it would add to
+    gradients that are being reduced. To accumulate gradients over several passes, use ``frequency``. The loss of each
+    rank must depend on at least one parameter.
 
-    Activation checkpointing works with ``use_reentrant=False``. With ``use_reentrant=True`` one backward pass consists
-    of several passes, and raises RuntimeError unless one of them computes all the gradients.
+    Activation checkpointing works with ``use_reentrant=False``. With ``use_reentrant=True``, one backward pass consists
+    of several passes, and RuntimeError is raised unless one of these passes computes all the gradients.
 
-    Creating the object is collective over ``comm``, with the same arguments on every rank.
+    Every rank of ``comm`` must create the registration, with the same arguments.
 
     Args:
         module (torch.nn.Module): module whose trainable parameters are reduced.
         frequency (int): number of backward passes per reduction; default 1.
         average (bool): True (default) divides the sum by the number of ranks; False keeps the sum.
         comm (Communicator): ranks to reduce over; default None, the current level.
-        parameters (callable): function from the module to the parameters to reduce, called at the registration and in
-            each pass; by default all parameters.
+        parameters (callable): function that takes the module and returns the parameters to reduce. It is called at the
+            registration and in each backward pass; the default returns all parameters.
         make_buckets (callable): function that creates the buckets from the module, its parameters and ``comm``.
-        owner (object): optimizer that holds this registration, or None (default). Its ``check_pass`` is called at the
-            first gradient of a backward pass, and its ``wait_in_pass`` at the end of a pass that reduces.
+        owner (object): optimizer that uses this registration, or None (default). The optimizer's ``check_pass`` is
+            called at the first gradient of a backward pass, and its ``wait_in_pass`` at the end of a pass that reduces.
 
     Raises:
         TypeError: ``module`` is not a module, or a parameter is a DTensor.
@@ -83,7 +84,7 @@ class AsyncBackward:
     """
 
     compares_steps = True
-    """Whether the ranks compare the numbers of parameter updates since the last reduction."""
+    """Whether the ranks compare how many parameter updates each rank has made since the last reduction."""
 
     def __init__(
         self,
@@ -109,12 +110,12 @@ class AsyncBackward:
         self._parameters = parameters
         self._lock = threading.Lock()
         self.num_passes = 0  # complete passes since the last reduction
-        self._pass_id = -1  # autograd's number of the current backward pass
+        self._pass_id = -1  # autograd's ID of the current backward pass
         self._end: Callable[[], object | None] = lambda: None  # returns the callback of the current pass, or None
         self.order = LaunchOrder(self.buckets.comm)
         self._handles: list[Handle[Any]]  # handles of the launched reductions
         self._start_reduction()
-        self._flags: Handle[Tensor] | None = None  # reduction of the flags, from the end of a pass to synchronize
+        self._flags: Handle[Tensor] | None = None  # reduction of the flags, pending until synchronize()
         self._module = weakref.ref(module)
         hook = _while_alive(self._on_gradient)
         self._hooks: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(hook) for p in self.names]  # type: ignore[no-untyped-call]
@@ -122,7 +123,7 @@ class AsyncBackward:
         reduced_in_backward.add(self)
 
     def check_pass(self) -> None:
-        """Do nothing. A registration without an optimizer is its own owner."""
+        """Do nothing: a registration without an optimizer is its own owner."""
 
     wait_in_pass = check_pass
 
@@ -130,22 +131,22 @@ class AsyncBackward:
         """Wait until the gradients of the last backward pass are reduced. Every rank must make this call.
 
         ``p.grad`` of each parameter becomes a view of the reduced bucket. After a pass that only accumulates (see
-        ``frequency``), the call does nothing. A parameter that has no gradient on any rank keeps None, unless
-        compression has kept a part of its earlier gradients.
+        ``frequency``), the call does nothing. A parameter without a gradient on any rank keeps None, unless compression
+        has kept a part of the parameter's earlier gradients.
 
         Raises:
             RuntimeError: the backward pass computed gradients only for parameters that became trainable after the
                 registration.
-            RanksDisagree: on every rank, if the ranks are in different steps or reached several registrations in
-                different orders.
+            RanksDisagree: on every rank, if the ranks are in different steps, or if their backward passes reached
+                several registrations in different orders.
         """
         if self._flags is not None:
             self._finish()
         elif self._hooks:
-            self._check_parameters()  # A pass that reached no registered parameter has checked nothing.
+            self._check_parameters()  # A pass that reached no registered parameter has not checked them.
 
     def _finish(self) -> None:
-        """Wait for the pending reduction."""
+        """Wait for the pending reduction, and set each ``p.grad``."""
         assert self._flags is not None
         flags = self._flags
         handles, is_late = [*self._handles, flags], False
@@ -160,25 +161,25 @@ class AsyncBackward:
         self.buckets.finish(self.op, self.order.checked(flags.wait()))
 
     def reduce_now(self) -> None:
-        """Reduce the present gradients, without waiting for ``frequency`` passes. Every rank must take part.
+        """Reduce the current gradients, without waiting for ``frequency`` passes. Every rank must reduce in this step.
 
-        The call may match the reduction that a backward pass has started on another rank. Use it on a rank that ran no
-        backward pass in this step, or fewer passes than the other ranks.
+        Call this on a rank that ran no backward pass in this step, or fewer passes than the other ranks. On the other
+        ranks, the backward pass may already have started the reduction.
 
         Raises:
             RuntimeError: the module has parameters that are new or changed since the registration.
             RanksDisagree: on every rank, if the ranks are in different steps.
         """
         self._check_parameters()
-        if self._flags is None:  # Otherwise an earlier wait for this reduction was interrupted.
+        if self._flags is None:  # If flags are pending, an earlier wait was interrupted.
             self._start_reduction()
             self._end_reduction()
         self._finish()
 
     def restart(self) -> None:
-        """Drop the gradients, and what compression has kept of earlier steps. Every rank must make this call.
+        """Drop the gradients, and the state of compression from earlier steps. Every rank must make this call.
 
-        Call it after you load an earlier state into the module and the optimizer.
+        Call this method after you load an earlier state into the module and the optimizer.
         """
         if self._flags is not None:
             self._finish()
@@ -192,7 +193,7 @@ class AsyncBackward:
             bucket.restart()
 
     def remove(self) -> None:
-        """Wait for the pending reductions, and remove the hooks from the module."""
+        """Wait for the pending reduction, and remove the hooks from the module."""
         try:
             if self._flags is not None:
                 self._finish()
@@ -207,7 +208,7 @@ class AsyncBackward:
     def _on_gradient(self, parameter: Any) -> None:
         """Insert a complete gradient into its bucket, and launch the complete buckets. Autograd calls this hook."""
         if mpi_api.is_forked():
-            stack()  # This raises NotStarted, because the bucket's memory belongs to the parent process.
+            stack()  # This raises NotStarted: the memory of the buckets belongs to the parent process.
         with self._lock:  # Autograd uses one thread per device.
             if self._pass_id != torch._C._current_graph_task_id():
                 self._begin_pass()
@@ -216,7 +217,7 @@ class AsyncBackward:
             if parameter.grad.requires_grad:
                 raise RuntimeError(
                     f"the gradient of {self.names[parameter]} is part of a graph (create_graph=True), but a reduced "
-                    "gradient has no graph: use torch.autograd.grad(..., create_graph=True), and backward() without it"
+                    "gradient has no graph; for second derivatives, use torch.autograd.grad(..., create_graph=True)"
                 )
             index = self.buckets.index_of[parameter]
             self.buckets.all[index].insert(parameter)
@@ -224,32 +225,32 @@ class AsyncBackward:
             self._launch(only_ready=True)
 
     def _begin_pass(self) -> None:
-        """Check a backward pass at its first complete gradient, and have autograd call ``_end_pass``."""
+        """Check a backward pass at its first complete gradient, and queue ``_end_pass`` for the end of the pass."""
         self._check_order()
         if (owner := self._owner()) is not None:
             owner.check_pass()
         self._check_parameters()
-        wait_all(self._handles)  # There are none, unless the last pass ended with an error.
+        wait_all(self._handles)  # Handles remain only if the last pass ended with an error.
         if self.num_passes + 1 == self.frequency:
             self._start_reduction()
         self._pass_id = torch._C._current_graph_task_id()
-        end = functools.partial(self._end_pass)  # Autograd keeps it until the pass ends, also by an error.
+        end = functools.partial(self._end_pass)  # Autograd keeps this object until the pass ends or fails.
         self._end = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _check_order(self) -> None:
-        """Raise RuntimeError if this pass would add to gradients being reduced, or is part of another pass."""
+        """Raise RuntimeError if this pass would add to gradients being reduced, or runs inside another pass."""
         is_part = self.frequency > 1 or self._flags is not None or self._end() is not None
         if is_part and _is_in_function_backward():
             raise RuntimeError(
                 "a backward pass ran inside another one, so gradients would be reduced before they are complete; "
-                "for activation checkpointing use checkpoint(..., use_reentrant=False)"
+                "for activation checkpointing, use checkpoint(..., use_reentrant=False)"
             )
         if self._flags is not None:
             raise RuntimeError(AbsentGradient.why())
 
     def _check_parameters(self) -> None:
-        """Raise RuntimeError if the module has other parameters than at its registration."""
+        """Raise RuntimeError if the module's parameters have changed since the registration."""
         module = self._module()
         if module is None:
             return
@@ -263,11 +264,11 @@ class AsyncBackward:
         if not self.buckets.all_fit():
             raise RuntimeError(
                 "parameters have changed their shape, dtype or device since the registration; call remove() on the "
-                "registration, or on the optimizer that averages, and create a new one"
+                "registration or the optimizer, and create a new registration or optimizer"
             )
 
     def _end_pass(self) -> None:
-        """Launch the remaining buckets and the reduction of the flags: all gradients of the pass are complete."""
+        """Count a complete pass; after ``frequency`` passes, launch the remaining buckets and the flags."""
         self._pass_id = -1
         self.num_passes += 1
         if self.num_passes == self.frequency:
@@ -276,15 +277,15 @@ class AsyncBackward:
                 owner.wait_in_pass()
 
     def _start_reduction(self) -> None:
-        """Reset the counters of a reduction; nothing is launched yet."""
-        self._num_ready = [0] * len(self.buckets.all)  # number of complete gradients of each bucket
+        """Reset the counters for a new reduction, without launching a bucket."""
+        self._num_ready = [0] * len(self.buckets.all)  # number of complete gradients in each bucket
         self._num_launched = 0  # number of buckets launched, in their order
         self._handles = []
         self.order.begin()
 
     def _end_reduction(self) -> None:
-        """Launch the buckets that are not launched yet, and the reduction of the flags."""
-        flags = self.buckets.gradient_flags()  # Read them before the buckets give every parameter a gradient.
+        """Launch the remaining buckets, and the reduction of the flags."""
+        flags = self.buckets.gradient_flags()  # Launching a bucket sets p.grad of all its parameters.
         self._launch(only_ready=False)
         self.order.add()
         flags = self.order.append_numbers(flags, compares_steps=self.compares_steps and self.num_passes > 0)
@@ -302,32 +303,31 @@ class AsyncBackward:
 
 
 registered: weakref.WeakKeyDictionary[torch.nn.Module, list[AsyncBackward]] = weakref.WeakKeyDictionary()
-"""The registrations of each module. They are kept here so that passes raise after the caller has dropped one."""
+"""The registrations of each module. A registration that the caller has dropped stays here, so later passes raise."""
 
 
 def register_async_backward(
     module: torch.nn.Module, *, frequency: int = 1, average: bool = True, compression: Compression | None = None
 ) -> AsyncBackward:
-    """Reduce the gradients of a module while ``backward`` is still computing others.
+    """Reduce the gradients of a module while ``backward`` is still computing other gradients.
 
     Every ``frequency``-th backward pass launches one allreduce per bucket of gradients, as soon as the bucket is
-    complete; a block of a BlockSequential is one bucket. The passes in between accumulate. Call ``synchronize()`` on
-    the returned object after each ``backward()``, before the optimizer's step. Until then, reading or changing
-    ``p.grad`` raises RuntimeError, also in hooks that are registered later.
+    complete. A block of a BlockSequential is one bucket. The passes in between accumulate gradients. Call
+    ``synchronize()`` on the returned object after each ``backward()``, before the optimizer's step. Before this call,
+    reading or changing ``p.grad`` raises RuntimeError, even in hooks that are registered later.
 
     **Overwrites** ``p.grad``: it becomes a view of a flat buffer that the next reduction overwrites. Clone a gradient
     that you want to keep, save or send.
 
-    Every rank registers the same module with the same arguments, and runs the same number of backward passes. If one
+    Every rank must register the same module with the same arguments, and run the same number of backward passes. If one
     backward pass reaches several registrations, it must reach them in the same order on every rank. After you load an
-    earlier state into the module and the optimizer, call ``restart()``. ``remove()`` ends the reductions.
+    earlier state into the module and the optimizer, call ``restart()``. To stop the reductions, call ``remove()``.
 
     Args:
         module (torch.nn.Module): module whose trainable parameters are reduced over the ranks of the current level.
         frequency (int): number of backward passes per reduction; default 1.
         average (bool): True (default) divides the sum by the number of ranks; False keeps the sum.
-        compression (Compression): compression of the gradients that are sent, such as ``optim.compression.BF16()``;
-            default None.
+        compression (Compression): compression of the gradients, such as ``optim.compression.BF16()``; default None.
 
     Returns:
         An ``AsyncBackward`` with ``synchronize()``, ``reduce_now()``, ``restart()`` and ``remove()``.
@@ -352,18 +352,18 @@ def register_async_backward(
 
 
 def _remove_former() -> None:
-    """Remove registrations that the program can no longer end, after ``mpi.stop()`` or without their optimizer."""
+    """Remove registrations from before ``mpi.stop()``, and registrations whose optimizer no longer exists."""
     if reduced_in_backward:
-        gc.collect()  # A scheduler and its optimizer refer to each other. So the same optimizers are gone on all ranks.
+        gc.collect()  # Free dropped optimizers, which schedulers hold in cycles, at the same point on all ranks.
     for former in list(reduced_in_backward):
         if former.buckets.comm.is_free or former._owner() is None:
             former.remove()
 
 
 def _while_alive(method: Callable[..., object]) -> Callable[..., None]:
-    """Return a function that calls the method as long as the method's object lives.
+    """Return a function that calls the method as long as the method's object exists.
 
-    A hook of a tensor that held the method itself would keep the object, and with it the module, alive forever.
+    If the hook of a tensor held the method itself, the object and its module would never be freed.
     """
     reference = weakref.WeakMethod(method)
 

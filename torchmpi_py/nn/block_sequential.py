@@ -1,7 +1,7 @@
-"""BlockSequential: a Sequential in blocks with about equal numbers of parameters and flat weights and gradients.
+"""BlockSequential: a Sequential divided into blocks of about equal size, each with flat weights and gradients.
 
-The number of blocks sets the granularity of communication: the gradient of a block is one tensor, reduced in one
-operation. Source: TorchMPI's class of that name, without its empty first block.
+The number of blocks sets the granularity of communication, because the gradient of a block is one tensor and is reduced
+in one operation. Source: the class BlockSequential of TorchMPI. The empty first block that TorchMPI creates is omitted.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torchmpi_py.core.tensors import check_count
 class Block:
     """Consecutive children of a BlockSequential, and their parameters.
 
-    ``weights`` and ``gradients`` allocate memory only if the parameters or gradients do not lie one after another. So
-    both follow every change of the parameters, and you need not keep the blocks of a BlockSequential.
+    ``BlockSequential.blocks`` creates the blocks. ``weights`` and ``gradients`` return the current values each time, so
+    you need not keep a block. They allocate memory only if the tensors are not adjacent in memory.
 
-    Attributes:
-        children (tuple of torch.nn.Module): the children, in order.
-        parameters (list of torch.nn.Parameter): the parameters of the children, each once.
+    Args:
+        children (tuple of torch.nn.Module): consecutive children of the BlockSequential, in order.
+        parameters (list of torch.nn.Parameter): parameters of the children, each listed once.
     """
 
     children: tuple[torch.nn.Module, ...]
@@ -34,7 +34,7 @@ class Block:
 
     @property
     def weights(self) -> Tensor:
-        """The parameters as one flat tensor. **Overwrites** ``p.data``: the parameters become views of that tensor."""
+        """The parameters as one flat tensor. **Overwrites** ``p.data``: the parameters become views of this tensor."""
         flat = _flat(self.parameters)
         for parameter, view in zip(self.parameters, _views(flat, self.parameters), strict=True):
             parameter.data = view
@@ -47,9 +47,9 @@ class Block:
 
     @property
     def gradients(self) -> Tensor:
-        """The gradients of ``trained`` as one flat tensor, zero where a gradient is None.
+        """The gradients of ``trained`` as one flat tensor, with zeros where a gradient is None.
 
-        **Overwrites** ``p.grad``: the gradients become views of that tensor.
+        **Overwrites** ``p.grad``: the gradients become views of this tensor.
         """
         flat = _flat([torch.zeros_like(p) if p.grad is None else p.grad for p in self.trained])
         for parameter, view in zip(self.trained, _views(flat, self.trained), strict=True):
@@ -60,14 +60,14 @@ class Block:
 def partition(parameters: Sequence[Sequence[torch.nn.Parameter]], partitions: int) -> list[range]:
     """Return consecutive runs of children, each of at most ceil(total / partitions) elements.
 
-    ``parameters`` holds the parameters of each child. Children that share parameters stay together, with the children
-    between them. A run is larger than the limit only if such a group, or a single child, is larger. The number of runs
-    may exceed ``partitions``. No run is empty.
+    ``parameters`` lists the parameters of each child. Children that share parameters stay in one run, with the children
+    between them. A run exceeds the limit only if one child, or one group of children that share parameters, exceeds it.
+    The number of runs may exceed ``partitions``. No run is empty.
     """
     last = {p: index for index, own in enumerate(parameters) for p in own}
     target = -(-sum(p.numel() for p in last) // partitions)
     runs, begin, num_elements = [], 0, 0
-    first = end = 0  # the first and the last of the children that stay together
+    first = end = 0  # indices of the first and the last child that must stay together
     for index, own in enumerate(parameters):
         end = max([end, *(last[p] for p in own)])
         if index < end:
@@ -82,14 +82,15 @@ def partition(parameters: Sequence[Sequence[torch.nn.Parameter]], partitions: in
 
 
 class BlockSequential(torch.nn.Sequential):
-    """A Sequential in about ``partitions`` blocks, whose gradients can be reduced block by block.
+    """A Sequential divided into about ``partitions`` blocks, so that gradients can be reduced block by block.
 
-    Use it like ``torch.nn.Sequential``. ``register_async_backward`` reduces each block inside ``loss.backward()``;
-    ``backward_blocks`` lets a loop do it. Children that share parameters stay in one block, with the children between
-    them. All parameters of a block must share a dtype and a device. ``block.gradients`` omits frozen parameters.
+    Use it like ``torch.nn.Sequential``. ``register_async_backward`` reduces each block inside ``loss.backward()``. To
+    reduce the blocks in a loop of your own, use ``backward_blocks``. Children that share parameters stay in one block,
+    with the children between them. All parameters of a block must have the same dtype and device. ``block.gradients``
+    omits frozen parameters.
 
     Args:
-        partitions (int): number of blocks to aim for, at least 1; there may be more.
+        partitions (int): approximate number of blocks, at least 1; the network may have more.
         *modules (torch.nn.Module): the children, in order.
 
     Raises:
@@ -113,18 +114,18 @@ class BlockSequential(torch.nn.Sequential):
 
     @property
     def blocks(self) -> list[Block]:
-        """The blocks of the present children, first to last."""
+        """The blocks of the current children, first to last."""
         children = list(self)  # children() would omit the second occurrence of a module.
         runs = partition([list(child.parameters()) for child in children], self.partitions)
         members = [children[run.start : run.stop] for run in runs]
         return [Block(tuple(modules), _parameters(modules)) for modules in members]
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a child, or for a slice a plain Sequential."""
+        """Return a child, or a plain Sequential for a slice."""
         return torch.nn.Sequential(*list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute what Sequential computes, and keep the tensors between the blocks for ``backward_blocks``.
+        """Compute the output as Sequential does, and keep the tensors between the blocks for ``backward_blocks``.
 
         Args:
             x (Tensor): input of the first child.
@@ -133,7 +134,7 @@ class BlockSequential(torch.nn.Sequential):
             The output of the last child.
         """
         self._passed = []
-        for block in self.blocks:  # They are computed again, because an optimizer may have moved the parameters.
+        for block in self.blocks:  # Compute the blocks again, because the children may have changed.
             before = x
             for child in block.children:
                 x = child(x)
@@ -144,25 +145,26 @@ class BlockSequential(torch.nn.Sequential):
     def backward_blocks(self, gradient: Tensor) -> Iterator[Block]:
         """Run the backward pass one block at a time, from the last block to the first.
 
-        Adds the gradients of the pass to ``block.gradients`` of each block. At the end, adds the gradient of the
-        network's input to ``input.grad``, if the input is a leaf that requires a gradient. Each forward pass serves one
-        backward pass.
+        The gradients of the pass are added to ``block.gradients`` of each block. At the end, the gradient of the
+        network's input is added to ``input.grad``, if the input is a leaf that requires a gradient. Each backward pass
+        needs a forward pass of its own.
 
         Args:
-            gradient (Tensor): gradient of the loss with respect to the output of the last forward pass, of its shape.
+            gradient (Tensor): gradient of the loss with respect to the output of the last forward pass, with the shape
+                of that output.
 
         Yields:
             Each block, as soon as its ``gradients`` are complete on this rank.
 
         Raises:
-            RuntimeError: there was no forward pass since the last call.
+            RuntimeError: no forward pass has run since the last backward pass.
         """
         if not self._passed:
-            raise RuntimeError("backward_blocks: call forward first; each forward serves one backward")
+            raise RuntimeError("backward_blocks: call forward first; each backward pass needs its own forward pass")
         passed, self._passed = self._passed, []
         for block, before, after in reversed(passed):
             inputs = [*block.trained, *([before] if before.requires_grad else [])]
-            # Differentiate this block alone; the gradient of its input starts the next block.
+            # Differentiate this block alone. The gradient of its input is the output gradient of the next block.
             parts = torch.autograd.grad(after, inputs, gradient, allow_unused=True) if inputs else ()
             for view, part in zip(_views(block.gradients, block.trained), parts, strict=False):
                 if part is not None:
@@ -175,7 +177,7 @@ class BlockSequential(torch.nn.Sequential):
             x.grad = gradient if x.grad is None else x.grad + gradient
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_passed": []}  # The tensors of a forward pass cannot be copied.
+        return {**self.__dict__, "_passed": []}  # copy.deepcopy refuses the tensors of a forward pass.
 
 
 def _parameters(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
@@ -185,19 +187,19 @@ def _parameters(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
     """Return one flat tensor with the values of all tensors.
 
-    It is a view of their memory if the tensors lie one after another, else a copy.
+    The result is a view if the tensors are adjacent in memory, else a copy.
     """
     if not tensors:
         return torch.empty(0)
     if len(kinds := {(x.dtype, x.device) for x in tensors}) > 1:
-        raise ValueError(f"BlockSequential: the parameters of a block have several dtypes or devices: {kinds}")
-    if _follow_each_other(tensors):  # Hogwild may have moved all of their memory.
+        raise ValueError(f"BlockSequential: a block has several dtypes or devices, {kinds}; convert it to one of them")
+    if _follow_each_other(tensors):  # Compare addresses, because Hogwild may have moved all the parameters.
         return tensors[0].data.as_strided((sum(x.numel() for x in tensors),), (1,))
     return torch.cat([x.detach().reshape(-1) for x in tensors])
 
 
 def _follow_each_other(tensors: Sequence[Tensor]) -> bool:
-    """Return whether the tensors lie one after another in one memory, without gaps."""
+    """Return whether the tensors are adjacent in one storage, in order and without gaps."""
     memory = tensors[0].untyped_storage().data_ptr()
     offsets = itertools.accumulate((x.numel() for x in tensors), initial=tensors[0].storage_offset())
     return all(
