@@ -102,7 +102,7 @@ def test_a_state_that_is_changed_when_it_is_loaded_is_an_error(mpi):
     if mpi.rank() == 0:  # as an optimizer of the user's might keep it
         optimizer.state[net[2].weight]["moment"] = torch.full((2, 4), 1 / 3)
     others = ", ".join(map(str, range(1, mpi.size())))
-    with pytest.raises(RanksDisagree, match=rf"on rank {others};"):
+    with pytest.raises(RanksDisagree, match=rf"on these ranks: {others};"):
         broadcast_optimizer_state(optimizer)
 
 

@@ -41,9 +41,9 @@ def test_an_update_that_a_rank_leaves_out_is_an_error(mpi, zeroes_last):
 
     for number in range(BAD + 1):
         step(number)
-    with pytest.raises(errors.RanksDisagree, match=f"step {BAD + 2}, another in its step {BAD + 1},") as caught:
+    with pytest.raises(errors.RanksDisagree, match=f"step {BAD + 2}, another in step {BAD + 1},") as caught:
         step(BAD + 1)
-    assert f"this one in its step {BAD + 1 if leaves_out else BAD + 2}." in str(caught.value)
+    assert f"this rank in step {BAD + 1 if leaves_out else BAD + 2}." in str(caught.value)
 
 
 def no_data_here_in_some_steps(mpi, module, optimizer, step):

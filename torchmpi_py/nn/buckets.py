@@ -30,11 +30,11 @@ from torchmpi_py.nn.members import parameters_of
 from torchmpi_py.nn.sparse_reducer import SparseReducer, sparse_parameters
 
 T = TypeVar("T", bound=Tensor)
-_ALIGNMENT = 512  # bytes, as torch aligns memory on GPUs; so two buckets never share a cache line
+_ALIGNMENT = 512  # bytes. This is torch's alignment on GPUs; two buckets never share a cache line.
 
 
 class Buckets:
-    """The buckets of some parameters, in the order of their reduction."""
+    """The buckets of a list of parameters, in the order in which the buckets are reduced."""
 
     def __init__(
         self, parameters: Sequence[torch.nn.Parameter], comm: Communicator, reducers: Sequence[GradientReducer]
@@ -45,35 +45,35 @@ class Buckets:
         self.index_of = {p: index for index, bucket in enumerate(self.all) for p in bucket.parameters}
 
     def all_fit(self) -> bool:
-        """Return whether the parameters still have the shapes, dtypes and devices of the buckets."""
+        """Return whether the parameters still have the shapes, dtypes and devices that the buckets were created for."""
         return all(bucket.fits() for bucket in self.all)
 
     def serve(self, module: torch.nn.Module) -> bool:
-        """Return whether the buckets fit the module: same trainable parameters, same order, equally sparse."""
+        """Return whether the module's trainable parameters, their order and their sparsity still match the buckets."""
         trained = [p for p in parameters_of(module) if p.requires_grad]
         is_same = list(map(id, trained)) == list(map(id, self.parameters))
         sparse = {p for bucket in self.all if isinstance(bucket, SparseReducer) for p in bucket.parameters}
         return is_same and sparse_parameters(module).intersection(trained) == sparse and self.all_fit()
 
     def hold_gradients(self) -> bool:
-        """Return whether the gradient of some parameter lies in its bucket."""
+        """Return whether any gradient is stored in its bucket."""
         return any(bucket.holds(p) for bucket in self.all for p in bucket.parameters)
 
     def gradient_flags(self) -> Tensor:
-        """Return a byte per parameter: whether it has a gradient on this rank. After ``max``: whether on any rank."""
+        """Return one byte per parameter: 1 if the parameter has a gradient on this rank, else 0."""
         return torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.uint8, device="cpu")
 
     def reduce(self, op: str = "avg") -> None:
-        """Reduce all gradients on the calling thread. Collective."""
-        flags = self.gradient_flags()  # Read them before the buckets give every parameter a gradient.
+        """Reduce all gradients on the calling thread. All ranks of ``comm`` must call it."""
+        flags = self.gradient_flags()  # Reducing a bucket sets p.grad of all its parameters.
         for bucket in self.all:
             bucket.reduce(op)
         self.finish(op, verbs.allreduce(flags, op="max", comm=self.comm))
 
     def finish(self, op: str, flags: Tensor) -> None:
-        """Finish the launched reductions: ``p.grad`` is the reduced gradient, or None if no rank has one. Collective.
+        """Finish the launched reductions, and set each ``p.grad`` to the reduced gradient, or None if no rank has one.
 
-        flags: the reduced ``gradient_flags``.
+        ``flags`` is the maximum of the ``gradient_flags`` of all ranks. All ranks of ``comm`` must call this method.
         """
         for bucket in self.all:
             bucket.finish(op)
@@ -90,9 +90,10 @@ def buckets_of(
     compression: Compression | None = None,
     sparse_as_dense: bool = False,
 ) -> Buckets:
-    """Create the buckets of some parameters of a module, and choose the class of each reducer. Collective.
+    """Create the buckets of ``parameters``, which belong to ``module``. All ranks of ``comm`` must call it.
 
-    A block of a BlockSequential is one bucket, whatever its size. Other parameters are grouped by size.
+    A block of a BlockSequential is one bucket, whatever its size. Other parameters are grouped by size. A parameter
+    with sparse gradients has its own SparseReducer, unless ``sparse_as_dense`` is set.
     """
     check_compression(compression)
     sparse = set() if sparse_as_dense else sparse_parameters(module).intersection(parameters)
@@ -117,7 +118,11 @@ def _dense_reducer(
 
 
 def grouped(tensors: Iterable[T], key: Callable[[T], Hashable] = lambda x: None) -> Iterator[list[T]]:
-    """Yield groups of tensors of one dtype, device and ``key``: a large tensor alone, others up to ``fuse_bytes``."""
+    """Yield the tensors in groups. All tensors of a group have the same dtype, device and ``key``.
+
+    A tensor of at least ``Tuning.alone_bytes`` is a group of its own. Smaller tensors share groups of up to
+    ``Tuning.fuse_bytes``.
+    """
     tuning = config.current
     open_groups: dict[Hashable, list[T]] = {}
     for x in tensors:
@@ -137,10 +142,11 @@ def runs_of(
     groups: Iterable[Sequence[torch.nn.Parameter]],
     key: Callable[[torch.nn.Parameter], Hashable],
 ) -> list[list[torch.nn.Parameter]]:
-    """Return the parameters of each bucket, from the last parameter to the first, the order of the backward pass.
+    """Return the parameters of each bucket. The buckets are in the order in which the backward pass completes them.
 
-    A bucket is complete when its last parameter in that order has a gradient, so the buckets are sorted by that
-    parameter. All parameters of a bucket have the same ``key``.
+    The backward pass usually computes gradients from the last parameter to the first. A bucket is complete when the
+    last of its parameters in this order has a gradient, so the buckets are sorted by this parameter. Each of the
+    ``groups`` becomes one bucket. In the other buckets, all parameters have the same ``key``.
     """
     parameters = list(reversed(parameters))
     runs: list[list[torch.nn.Parameter]] = []
@@ -157,9 +163,10 @@ def runs_of(
 def flat_memory(
     runs: list[list[torch.nn.Parameter]], comm: Communicator, counts: list[int] | None = None
 ) -> list[Tensor]:
-    """Return a flat tensor of zeros for each run of parameters, all in one symmetric tensor where that is possible.
+    """Return a flat tensor of zeros for each run of parameters, all in one symmetric tensor if possible.
 
-    counts: the number of elements of each tensor; default: the number of elements of its parameters.
+    ``counts`` lists the number of elements of each flat tensor. By default, each one has as many elements as its
+    parameters. All ranks of ``comm`` must call this function.
     """
     counts = counts or [sum(p.numel() for p in run) for run in runs]
     num_bytes = [
@@ -172,5 +179,5 @@ def flat_memory(
             parts = zip(torch.split(pool, num_bytes), counts, runs, strict=True)
             return [part[: count * run[0].itemsize].view(run[0].dtype) for part, count, run in parts]
         except Unavailable:
-            pass  # Every rank gets this error, and other flavours do not need symmetric memory.
+            pass  # Unavailable is raised on all ranks, so all ranks fall back to ordinary memory.
     return [torch.zeros(n, dtype=run[0].dtype, device=run[0].device) for n, run in zip(counts, runs, strict=True)]

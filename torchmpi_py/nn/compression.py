@@ -1,18 +1,19 @@
 """Compression of gradients: fewer bytes are sent, at the cost of precision.
 
 Pass a compression to ``nn.register_async_backward``, to an optimizer of ``optim``, or to the engine, with the same
-arguments on every rank. It reduces each bucket of floating-point gradients; other buckets are sent uncompressed. All
-ranks get the same bits. A plain allreduce sends and receives 2 n b (P-1)/P bytes on each rank, for n elements of b
-bytes and P ranks. With compression:
+arguments on every rank. The compression reduces buckets of floating-point gradients; other buckets are sent
+uncompressed. All ranks get the same bits. A plain allreduce of n elements of b bytes over P ranks sends and receives
+2 n b (P-1)/P bytes on each rank. With compression, the ranks exchange:
 
-- ``BF16()``: 16 bits with the range of float32; n x 2 bytes by allreduce.
-- ``FP16()``: 16 bits, scaled into their range, and float32 if they overflow; n x 2 bytes by allreduce.
-- ``TopK(r)``: the largest share r of each rank's elements; r n x (4 + b) x P bytes by allgather.
-- ``PowerSGD(k)``: matrices as products of rank k; k (rows + columns) x b bytes by two allreduces.
+- ``BF16()``: 16-bit floats with the range of float32, in an allreduce of 2 n bytes.
+- ``FP16()``: 16-bit floats, scaled into the range of float16, in an allreduce of 2 n bytes. After an overflow, the
+  ranks reduce the bucket again uncompressed.
+- ``TopK(r)``: the largest share r of each rank's elements, in allgathers whose results have r n (4 + b) P bytes.
+- ``PowerSGD(k)``: matrices as products of rank k, in two allreduces of k (rows + columns) b bytes in total.
 
-TopK and PowerSGD add the part that they omit to the gradients of the next step (error feedback), so that part arrives
-late, but it is not lost. If a GradScaler changes its scale, the omitted part keeps the scale of its own step. BF16 and
-FP16 do not change float16 and bfloat16 gradients. For DistributedDataParallel, use ``torch_backend.compressed``.
+TopK and PowerSGD add the part that they omit to the gradients of the next step (error feedback). So the omitted part is
+applied late, but it is not lost. If a GradScaler changes its scale, the omitted part keeps the old scale. BF16 and FP16
+do not change float16 and bfloat16 gradients. For DistributedDataParallel, use ``torch_backend.compressed``.
 
 Sources: Seide et al., 1-Bit SGD (2014), for error feedback. Stich et al., Sparsified SGD with memory (2018). Vogels
 et al., PowerSGD (2019).
@@ -37,27 +38,27 @@ from torchmpi_py.nn.gradient_reducer import GradientReducer
 
 _WIDE = (torch.float32, torch.float64)
 _MOST_FLOAT16 = 65504.0
-_LEAST_FLOAT16 = 2.0**-10  # If the largest absolute value is smaller, other elements lose digits.
+_LEAST_FLOAT16 = 2.0**-10  # If the largest absolute value is smaller, small elements lose digits.
 _MOST_EXPONENT = 126  # This is the largest exponent of a scale in float32.
 _HEADROOM = 64.0  # Gradients may grow by this factor from one step to the next before they overflow.
 
 
 class Destination:
-    """The ranks that need the reduced gradients: here all ranks. See ``optim.sharded_buckets`` for others."""
+    """The ranks that need the reduced gradients: all ranks here, and only some ranks in ``optim.sharded_buckets``."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
 
     def reduce_async(self, x: Tensor, op: str) -> Handle[Tensor]:
-        """Start to reduce ``x``, which may be overwritten. Collective."""
+        """Start to reduce ``x``, which may be overwritten. All ranks of ``comm`` must call it."""
         return verbs.allreduce_async(x, op=op, comm=self.comm)
 
     def result(self, handle: Handle[Tensor]) -> Tensor:
-        """Return the part of the reduced values that this rank needs."""
+        """Wait for a reduction, and return the part of the reduced values that this rank needs."""
         return handle.wait()
 
     def bounds(self, count: int) -> tuple[int, int]:
-        """Return start and end of the part that this rank needs of a bucket of ``count`` elements."""
+        """Return the start and the end of the part that this rank needs, in a bucket of ``count`` elements."""
         return 0, count
 
     def part(self, flat: Tensor) -> Tensor:
@@ -70,15 +71,15 @@ class Destination:
 
 
 class Compressor:
-    """Reduction of one bucket of gradients: here uncompressed; subclasses compress.
+    """The reduction of one bucket of gradients. This class sends the bucket uncompressed; subclasses compress it.
 
     ``launch`` starts the first collectives. When their handles are complete, ``finish`` writes the result into
-    ``flat``, at least into the part that ``destination`` needs. Both are collective over ``comm``.
+    ``flat``, at least into the part that ``destination`` needs. All ranks of ``comm`` must call both methods.
 
     Args:
         flat (Tensor): the bucket, flat.
-        views (sequence of Tensor): the gradients in the bucket, in order: parts of ``flat`` with the shapes and strides
-            of gradients.
+        views (sequence of Tensor): views of ``flat``, one for each gradient in the bucket, in order. Each view has the
+            shape and the strides of its gradient.
         comm (Communicator): ranks to reduce over.
         destination (Destination): the ranks that need the result; default None, all ranks.
     """
@@ -115,11 +116,11 @@ class Compressor:
             self.part.copy_(result)
 
     def restart(self) -> None:
-        """Drop the state of earlier steps. All ranks call it in the same step."""
+        """Drop the state of earlier steps. All ranks must call this in the same step."""
 
 
 class CompressedReducer(GradientReducer):
-    """A bucket whose gradients are inserted as usual and reduced by a Compressor."""
+    """A dense bucket that a Compressor reduces."""
 
     has_state = True
 
@@ -142,7 +143,7 @@ class CompressedReducer(GradientReducer):
         super().finish(op)
 
     def owes(self, parameter: torch.nn.Parameter) -> bool:
-        """Return whether error feedback has kept a part of earlier gradients."""
+        """Return whether the reduced gradient is not zero, because error feedback has added a part of earlier ones."""
         return bool(self._views[parameter].any())
 
     def restart(self) -> None:
@@ -200,9 +201,8 @@ class _Half(Compressor):
 class FP16(Compression):
     """Send gradients as float16: 11 bits of precision. A power of 2 scales the gradients into the range of float16.
 
-    The scale follows from the result of the previous step. If a result overflows nevertheless, or is too small for
-    float16, the ranks reduce the bucket again uncompressed. Only float32 and float64 gradients are
-    compressed.
+    The scale is computed from the result of the previous step. If a result still overflows, or is too small for
+    float16, the ranks reduce the bucket again uncompressed. Only float32 and float64 gradients are compressed.
 
     Examples:
         >>> net = torch.nn.Linear(4, 1)
@@ -227,7 +227,7 @@ class _FP16(_Half):
 
     def finish(self, op: str) -> None:
         largest = self.destination.largest(self.destination.result(self.handle))
-        # Every rank has the same maximum, so every rank takes the same one of the three branches.
+        # All ranks have the same maximum, so all ranks take the same branch.
         if _LEAST_FLOAT16 <= largest < math.inf:
             super().finish(op)
             self.part.mul_(1 / self.scale)
@@ -249,7 +249,8 @@ class TopK(Compression):
     Only floating-point gradients are compressed.
 
     Args:
-        ratio (float): share of the elements to send, above 0 and at most 1; default 0.01. The same on every rank.
+        ratio (float): share of the elements to send, above 0 and at most 1; default 0.01. Every rank must pass the same
+            ratio.
 
     Raises:
         ValueError: ``ratio`` is not a number above 0 and at most 1.
@@ -263,7 +264,7 @@ class TopK(Compression):
 
     def __init__(self, ratio: float = 0.01) -> None:
         if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
-            raise ValueError(f"TopK: ratio={ratio!r}: expected a share of the elements, above 0 and at most 1")
+            raise ValueError(f"TopK: ratio={ratio!r}: expected the share of elements to send, above 0 and at most 1")
         self.ratio = float(ratio)
 
     def compressor(self, flat: Tensor, *of_bucket: Any) -> Compressor | None:
@@ -272,7 +273,7 @@ class TopK(Compression):
 
 
 class _TopK(Compressor):
-    """A compressor that keeps the elements that are not sent in ``residual``, and adds them in the next step."""
+    """A compressor that keeps unsent elements in ``residual``, and adds them to the gradients of the next step."""
 
     def __init__(self, ratio: float, *of_bucket: Any) -> None:
         super().__init__(*of_bucket)
@@ -295,7 +296,7 @@ class _TopK(Compressor):
         indices, values = (handle.wait() for handle in self.handles)
         if values.numel() != self.count * self.comm.size:
             raise RanksDisagree(
-                f"TopK: this rank sends {self.count} elements, all ranks {values.numel()}; give them the same ratio"
+                f"TopK: this rank sends {self.count} of {values.numel()} elements in all; pass one ratio on all ranks"
             )
         self.flat.zero_()
         # Add rank by rank. The indices of one rank are distinct, so the order of additions is the same on all ranks.
@@ -303,7 +304,7 @@ class _TopK(Compressor):
             self.flat.index_add_(0, index, value)
         if op == "avg":
             self.flat /= self.comm.size
-        if not is_finite(self.flat):  # All ranks agree on this, and none keeps an infinite element.
+        if not is_finite(self.flat):  # All ranks reach the same decision, and drop infinite elements.
             self.residual.nan_to_num_(0.0, 0.0, 0.0)
 
 
@@ -329,15 +330,16 @@ class PowerSGD(Compression):
         self.rank = check_count("PowerSGD: rank", rank, 1)
 
     def compressor(self, flat: Tensor, views: Sequence[Tensor], *of_bucket: Any) -> Compressor | None:
-        """Create a compressor for a bucket of float32 or float64 that becomes smaller; else return None."""
+        """Create a compressor for a bucket of float32 or float64 if the products are smaller; else return None."""
         is_smaller = flat.dtype in _WIDE and any(_is_smaller(self.rank, view) for view in views)
         return _PowerSGD(self.rank, flat, views, *of_bucket) if is_smaller else None
 
 
 class _PowerSGD(Compressor):
-    """The steps for a matrix M: average P = M Q over the ranks and make it orthogonal. Average Q = M^T P. M is P Q^T.
+    """A compressor that replaces each gradient matrix M by a product P Q^T.
 
-    Each step starts with the Q of the previous step, so P approaches the space that the gradients have in common.
+    The ranks average P = M Q, make the columns of P orthonormal, and average Q = M^T P. Each training step starts with
+    the Q of the previous step, so P approaches the space that the gradients have in common.
     """
 
     def __init__(self, rank: int, *of_bucket: Any) -> None:
@@ -348,7 +350,7 @@ class _PowerSGD(Compressor):
         self.restart()
 
     def restart(self) -> None:
-        generator = torch.Generator().manual_seed(0)  # the same start on all ranks
+        generator = torch.Generator().manual_seed(0)  # the same initial values on all ranks
         shapes = [(view.numel() // len(view), self.rank) for view in self.low_rank]
         self.qs = [torch.randn(shape, generator=generator, device="cpu").to(self.flat) for shape in shapes]
         self.residuals = [torch.zeros_like(view) for view in self.low_rank]
@@ -357,18 +359,18 @@ class _PowerSGD(Compressor):
         for view, residual in zip(self.low_rank, self.residuals, strict=True):
             view += residual
             residual.copy_(view)
-        # This copies a gradient whose strides, such as channels_last, do not allow a view as a matrix.
+        # flatten copies a gradient whose strides do not allow a view as a matrix, such as channels_last.
         self.matrices = [view.flatten(1) for view in self.low_rank]
         products = [matrix @ q for matrix, q in zip(self.matrices, self.qs, strict=True)]
         self.wire = torch.cat([x.reshape(-1) for x in (*products, *self.others)])
         return [verbs.allreduce_async(self.wire, op="avg", comm=self.comm)]
 
     def finish(self, op: str) -> None:
-        # The first reduction has summed P and the uncompressed gradients.
+        # The first reduction has averaged P and the uncompressed gradients.
         counts = [self.rank * matrix.shape[0] for matrix in self.matrices] + [x.numel() for x in self.others]
         reduced = torch.split(self.wire, counts)
         ps = [torch.linalg.qr(product.view(-1, self.rank)).Q for product in reduced[: len(self.matrices)]]
-        # The second reduction sums Q. On the CPU torch takes 28 times as long for matrix.T @ p.
+        # The second reduction averages Q. On the CPU, matrix.T @ p would take 28 times as long as (p.T @ matrix).T.
         wire = torch.cat([(p.T @ matrix).T.reshape(-1) for matrix, p in zip(self.matrices, ps, strict=True)])
         verbs.allreduce(wire, op="avg", comm=self.comm)
         parts = torch.split(wire, [q.numel() for q in self.qs])
@@ -379,17 +381,17 @@ class _PowerSGD(Compressor):
                 view.copy_(matrix.view(view.shape))
         for view, average in zip(self.others, reduced[len(self.matrices) :], strict=True):
             view.copy_(average.view(view.shape))
-        # The residual is the part of this rank's gradients that the result lacks. After an overflow it is dropped.
+        # The residual is the part of this rank's gradients that the result lacks. An overflow resets the residual.
         for residual, view in zip(self.residuals, self.low_rank, strict=True):
             residual -= view
-        if not is_finite(wire):  # All ranks agree on this.
+        if not is_finite(wire):  # All ranks have the same values, so they reach the same decision.
             self.restart()
         if op == "sum":
             self.flat *= self.comm.size
 
 
 def _is_smaller(rank: int, gradient: Tensor) -> bool:
-    """Return whether two matrices of this rank have fewer elements than the gradient."""
+    """Return whether two matrices of rank ``rank`` have fewer elements than the gradient."""
     rows = len(gradient) if gradient.dim() > 1 else 0
     return rows > 0 and rank * (rows + gradient.numel() // rows) < gradient.numel()
 

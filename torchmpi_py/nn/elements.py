@@ -7,16 +7,16 @@ import math
 import torch
 from torch import Tensor
 
-_SAMPLE = 65536  # number of elements
+_SAMPLE = 65536  # smallest number of elements in a sample
 
 
 def is_finite(x: Tensor) -> bool:
-    """Return whether all elements are finite. The tensor is read once."""
+    """Return whether all elements are finite, in one pass over the tensor."""
     return math.isfinite(largest_amount(torch.view_as_real(x) if x.is_complex() else x))
 
 
 def largest_amount(x: Tensor) -> float:
-    """Return the maximum norm, or NaN if an element is NaN. On the CPU ``vector_norm`` is seventeen times slower."""
+    """Return the maximum norm, or NaN if an element is NaN. On the CPU, ``vector_norm`` would be 17 times slower."""
     if not x.numel():
         return 0.0
     ends = torch.aminmax(x)
@@ -26,7 +26,7 @@ def largest_amount(x: Tensor) -> float:
 def indices_of_largest(x: Tensor, count: int) -> Tensor:
     """Return the indices of the ``count`` largest elements, in any order; NaN counts as the largest.
 
-    ``topk`` is slow, so a sample first gives a threshold, and ``topk`` sees only the elements above it.
+    ``topk`` is slow, so a sample first provides a threshold, and ``topk`` searches only elements above the threshold.
     """
     step = x.numel() // _SAMPLE
     if step > 1:

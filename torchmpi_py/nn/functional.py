@@ -11,13 +11,14 @@ So if every rank has the same loss after an ``allreduce``, the gradients are P t
 the loss by P, or use ``op="avg"``. Only the ops sum and avg are linear.
 
 - Every rank of ``comm`` (default: the current level) must call the same functions in the same order, forward and
-  backward. A rank takes part in the backward pass of every function whose result the loss of some rank depends on.
-- If the result is only on ``root``, the other ranks get a tensor of zeros, or of no rows. Add its sum to their loss,
-  so that their backward pass reaches the function.
-- If you name inputs (``torch.autograd.grad``), name inputs on all ranks that the same functions lead to.
-- Autograd keeps no order between the devices of one graph. So use one communicator per device.
-- Gradients flow if ``x`` requires a gradient on any rank. The ranks find this out by an allreduce of one number.
-  Gradients must be enabled, or disabled (``torch.no_grad``), on all ranks.
+  backward. If the loss of any rank depends on the result of a function, the backward pass of every rank must reach that
+  function.
+- If the result is only on ``root``, the other ranks get a tensor of zeros, or a tensor without rows. On these ranks,
+  add the sum of this tensor to the loss, so that the backward pass reaches the function.
+- If you pass ``inputs`` to ``torch.autograd.grad``, the inputs of all ranks must lead to the same functions.
+- Autograd does not order the work of different devices in one graph, so use one communicator per device.
+- Gradients flow if ``x`` requires a gradient on any rank, which the ranks determine by an allreduce of one number.
+  Gradients must be enabled on all ranks, or disabled on all ranks (``torch.no_grad``).
 - Second derivatives work if ``x`` requires a gradient on all ranks; otherwise RanksDisagree is raised.
 - Other collectives may run during the backward pass, because these functions use their own communicator.
 
@@ -25,7 +26,7 @@ All functions raise TypeError and ValueError for wrong arguments, before anythin
 CommunicatorError like the collectives they call.
 
 Sources: the adjoints follow from the definitions of the collectives. torch.distributed.nn.functional has some of them.
-ChainerMN had them for networks that are split over ranks.
+ChainerMN had them for networks that are divided among ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ from torchmpi_py.errors import RanksDisagree
 
 
 def own_communicator(comm: Communicator | None) -> Communicator:
-    """Return the duplicate of ``comm`` for layers, because gradients use ``comm`` during backward. Collective once."""
+    """Return the duplicate of ``comm`` for layers, because reductions of gradients use ``comm`` during ``backward``.
+
+    The first call creates the duplicate, and all ranks of ``comm`` must make it.
+    """
     return communicators.beside(communicators.resolve(comm), "layers")
 
 
@@ -143,8 +147,8 @@ def reduce_scatter(x: Tensor, op: str = "sum", *, comm: Communicator | None = No
 def allgather(x: Tensor, *, comm: Communicator | None = None) -> Tensor:
     """Return the ``x`` of all ranks, concatenated along dim 0 in rank order, on every rank.
 
-    Every rank of ``comm`` must make this call. Adjoint: dx_r = sum_s dy_s[rows of rank r]. It is a reduce_scatter if
-    all ranks have the same number of rows, else an allreduce.
+    Every rank of ``comm`` must make this call. Adjoint: dx_r = sum_s dy_s[rows of rank r], a reduce_scatter if all
+    ranks have the same number of rows, else an allreduce.
 
     Args:
         x (Tensor): input, not changed. The sizes of dim 0 may differ between ranks; a scalar counts as one row.
@@ -162,8 +166,8 @@ def allgather(x: Tensor, *, comm: Communicator | None = None) -> Tensor:
 def gather(x: Tensor, root: int = 0, *, comm: Communicator | None = None) -> Tensor:
     """Return the ``x`` of all ranks, concatenated along dim 0 in rank order, on ``root``; no rows on the other ranks.
 
-    Every rank of ``comm`` must make this call. Adjoint: dx_r = dy_root[rows of rank r]. It is a scatter if all ranks
-    have the same number of rows, else a broadcast.
+    Every rank of ``comm`` must make this call. Adjoint: dx_r = dy_root[rows of rank r], a scatter if all ranks have the
+    same number of rows, else a broadcast.
 
     Args:
         x (Tensor): input, not changed. The sizes of dim 0 may differ between ranks; a scalar counts as one row.
@@ -244,14 +248,14 @@ def sendreceive(x: Tensor, source: int, destination: int, *, comm: Communicator 
 
 
 def _call(verb: str, x: Tensor, comm: Communicator | None, **arguments: Any) -> Tensor:
-    """Check the arguments before anything is sent, and apply the collective. Raise TypeError or ValueError."""
+    """Check the arguments, and apply the collective. Raise TypeError or ValueError before anything is sent."""
     comm = communicators.resolve(comm)
     if torch._C._are_functorch_transforms_active():
         raise TypeError(f"nn.functional.{verb}: {NO_TRANSFORM}")
     check_tensor(f"nn.functional.{verb}", "x", x)
     if arguments.get("op", "sum") not in ("sum", "avg"):
         raise ValueError(
-            f"nn.functional.{verb}: op {arguments['op']!r} has no gradient here; use sum or avg, or mpi.{verb}"
+            f"nn.functional.{verb}: op {arguments['op']!r} has no gradient here; use sum or avg, or call mpi.{verb}"
         )
     for name in arguments.keys() - {"op"}:
         check_rank(verb, name, arguments[name], comm.size)
@@ -261,8 +265,11 @@ def _call(verb: str, x: Tensor, comm: Communicator | None, **arguments: Any) -> 
 
 
 def _apply(verb: str, x: Tensor, comm: Communicator, **arguments: Any) -> Tensor:
-    """Apply a collective to ``x``, in the graph of autograd if the ``x`` of any rank is in the graph. Collective."""
-    # Backward is collective: a rank whose x needs no gradient must take part if another rank's x needs one.
+    """Apply a collective to ``x``, and record the call in autograd's graph if ``x`` requires a gradient on any rank.
+
+    All ranks of ``comm`` must call this function.
+    """
+    # The backward pass calls a collective. So all ranks record the call if x requires a gradient on any rank.
     num_tracked = verbs.allreduce(int(x.requires_grad), comm=comm) if torch.is_grad_enabled() else 0
     if not num_tracked:
         return _value(verb, x.detach(), comm, arguments)
@@ -276,14 +283,17 @@ def _value(verb: str, x: Tensor, comm: Communicator, arguments: dict[str, Any]) 
     writes = COLLECTIVES[verb].writes
     if writes is Writes.X:
         x = x.clone()
-    elif writes is Writes.X_WITHOUT_OUT:  # reduce writes no result except on root.
+    elif writes is Writes.X_WITHOUT_OUT:  # reduce writes ``out`` only on root.
         arguments = {**arguments, "out": torch.zeros_like(x) if verb == "reduce" else torch.empty_like(x)}
     y: Tensor | None = getattr(verbs, verb)(x, comm=comm, **arguments)
     return x.new_empty((0, *x.shape[1:])) if y is None else y
 
 
 class _Linear(Function):
-    """A linear map of the inputs of all ranks. ``link`` requires a gradient if only the ``x`` of another rank does."""
+    """A linear map of the inputs of all ranks.
+
+    ``link`` requires a gradient, so autograd calls ``backward`` even if ``x`` requires one only on another rank.
+    """
 
     @staticmethod
     def forward(
@@ -303,7 +313,7 @@ class _Linear(Function):
                 f"nn.functional: x requires a gradient on {ctx.num_tracked} of {ctx.comm.size} ranks, but second "
                 "derivatives (create_graph=True) need it on all ranks; call x.requires_grad_() on every rank"
             )
-        # Every rank takes part, whether it needs dx or not.
+        # Every rank must make this call, even if it does not need dx.
         dx = _ADJOINTS[ctx.verb](dy, ctx.comm, ctx.num_rows, **ctx.arguments)
         return dx if ctx.needs_input_grad[0] else None, None, None, None, None, None
 
@@ -328,12 +338,12 @@ def _divided(dx: Tensor, comm: Communicator, op: str) -> Tensor:
 
 
 def _share(whole: Tensor, counts: list[int], comm: Communicator) -> Tensor:
-    """Return this rank's rows of a tensor that has the rows of all ranks."""
+    """Return this rank's rows from a tensor that contains the rows of all ranks."""
     return whole.narrow(0, sum(counts[: comm.rank]), counts[comm.rank]).clone()
 
 
 def _filled(rows: Tensor, count: int) -> Tensor:
-    """Return the rows, followed by zeros up to ``count`` rows; autograd follows even if there are no rows."""
+    """Return the rows, padded with zeros to ``count`` rows. Even without rows, autograd records the operation."""
     num_missing = count - rows.shape[0]
     return torch.cat([rows, rows.new_zeros((num_missing, *rows.shape[1:]))]) if num_missing else rows
 

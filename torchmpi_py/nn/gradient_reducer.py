@@ -1,16 +1,17 @@
-"""One bucket of gradients, and its reduction. The dense bucket is the base of the sparse, compressed and sharded ones.
+"""One bucket of gradients, and its reduction. Sparse, compressed and sharded buckets derive from this dense bucket.
 
-A bucket goes through three phases in one step:
+A bucket goes through three phases in each step:
 
-1. ``insert``: backward has completed a gradient. It is copied into the bucket's flat memory while it is in the cache,
-   and ``p.grad`` becomes an AbsentGradient. (Accumulating into views of flat memory would move more memory, because
-   views have to be zeroed and read again.)
-2. ``launch``: the reduction starts, when the gradients of the bucket are complete or the backward pass is over. A
+1. ``insert``: the backward pass has completed a gradient. The gradient is copied into the bucket's flat memory while it
+   is in the cache, and ``p.grad`` becomes an AbsentGradient. (Accumulating into views of flat memory would move more
+   data, because the views have to be zeroed and read again.)
+2. ``launch``: the reduction starts when the gradients of the bucket are complete or the backward pass is over. A
    parameter without a gradient on this rank counts as zero.
-3. ``finish``: the reduction is complete. ``p.grad`` becomes a view of flat memory, which holds the reduced gradients.
+3. ``finish``: the reduction is complete. ``p.grad`` becomes a view of the flat memory, which holds the reduced
+   gradients.
 
-A gradient that is alone in its bucket is not copied. The reduction reads it where autograd has written it, and flavour
-``shared`` publishes only the slices that other ranks reduce.
+A gradient that is alone in its bucket is not copied. The reduction reads this gradient from the memory to which
+autograd has written it, and flavour ``shared`` publishes only the slices that other ranks reduce.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ _live: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 class GradientReducer:
     """Parameters of one dtype and device, and the flat memory for their gradients.
 
-    ``launch`` and ``finish``, or ``reduce`` and ``finish``, are collective over ``comm``. ``op`` is "avg" or "sum".
+    All ranks of ``comm`` must call ``launch`` or ``reduce``, and then ``finish``. ``op`` is "avg" or "sum".
     """
 
     absent_kind = AbsentGradient
 
     has_state = False
-    """Whether the bucket keeps a state from one step to the next, which ``restart`` drops."""
+    """Whether the bucket keeps state from one step to the next. ``restart`` drops this state."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], flat: Tensor, comm: Communicator) -> None:
         self.parameters = list(parameters)
@@ -58,7 +59,7 @@ class GradientReducer:
         return [(p.shape, p.dtype, p.device) for p in self.parameters] == self._kinds
 
     def holds(self, parameter: torch.nn.Parameter) -> bool:
-        """Return whether the gradient of a parameter lies in the bucket."""
+        """Return whether the gradient of a parameter is in the bucket."""
         gradient, view = parameter.grad, self._views[parameter]
         if gradient is None or gradient is self._absent[parameter]:
             return gradient is not None
@@ -80,14 +81,14 @@ class GradientReducer:
     def finish(self, op: str) -> None:
         """Make each ``p.grad`` a view of the reduced gradients."""
         for parameter, view in self._views.items():
-            parameter.grad = view.detach()  # not the view itself, because module.to() changes parameter.grad in place
+            parameter.grad = view.detach()  # Detach the view, because module.to() changes parameter.grad in place.
 
     def owes(self, parameter: torch.nn.Parameter) -> bool:
-        """Return whether a parameter that no rank has used still gets a gradient; the same on every rank."""
+        """Return whether a parameter without a gradient on any rank gets one. The result is the same on all ranks."""
         return False
 
     def restart(self) -> None:
-        """Drop the state of earlier steps. All ranks call it in the same step."""
+        """Drop the state of earlier steps. All ranks must call this in the same step."""
 
     def _input(self) -> Tensor:
         """Return the flat values to reduce: the bucket, or a single gradient in place if its layout fits."""
@@ -102,7 +103,7 @@ class GradientReducer:
         return self.flat
 
     def _insert(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Copy gradients that lie elsewhere into the bucket, all in one call; zeros for None."""
+        """Copy gradients that are not in the bucket into it, in one call. Write zeros for missing gradients."""
         views, gradients = [], []
         for parameter in parameters:
             gradient, view, absent = dense_gradient(parameter), self._views[parameter], self._absent[parameter]
@@ -120,7 +121,7 @@ class GradientReducer:
 
 
 def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the parts of flat memory in the shapes of the parameters, and in their layouts if these have no gaps."""
+    """Yield a view of ``flat`` for each parameter, with its shape, and with its strides if they leave no gaps."""
     sizes = [p.numel() for p in parameters]
     for part, parameter in zip(torch.split(flat[: sum(sizes)], sizes), parameters, strict=True):
         plain = parameter.detach()
@@ -138,7 +139,7 @@ def _check_dtype(gradient: Tensor, view: Tensor) -> None:
     if gradient.dtype is not view.dtype:
         raise TypeError(
             f"a gradient of shape {tuple(view.shape)} is {gradient.dtype}, but its parameter is {view.dtype}: "
-            "gradients are reduced in the dtype of their parameters; do not set grad_dtype= of the parameter"
+            "gradients are reduced in the dtype of their parameters; do not set the parameter's grad_dtype"
         )
 
 

@@ -1,4 +1,4 @@
-"""The modules and parameters of a module without their names, in a fraction of the time that torch takes."""
+"""List the submodules and parameters of a module without their names, in a fraction of the time that torch takes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TAKES_GRADIENT = attrgetter("requires_grad")
 
 
 def modules_of(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules in the order of ``module.modules()``."""
+    """Return the module and its submodules, in the order of ``module.modules()``."""
     modules: dict[torch.nn.Module, None] = {}
     stack: list[torch.nn.Module | None] = [module]
     while stack:
@@ -28,7 +28,7 @@ def modules_of(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def parameters_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the parameters in the order of ``module.parameters()``, each once."""
+    """Return the parameters of a module, each once, in the order of ``module.parameters()``."""
     if _shows_others(module):
         return list(module.parameters())
     by_id = {id(p): p for part in modules_of(module) for p in part._parameters.values() if p is not None}
@@ -42,13 +42,13 @@ def _shows_others(module: torch.nn.Module) -> bool:
 
 
 class ParameterSnapshot:
-    """The parameters of network, criterion and optimizer at one moment.
+    """The parameters of a network, a criterion and an optimizer at one moment.
 
-    ``are_current`` returns whether a new snapshot would be the same. It compares the identity of all modules and
-    parameters, in one frame and without names. torch's hooks for registrations would be cheaper, but they miss ``del``,
-    ``ModuleList.insert`` and ``requires_grad_``.
+    ``are_current`` returns whether a new snapshot would be the same. It compares the identities of all modules and
+    parameters in one Python frame and without names. torch's registration hooks would be cheaper, but they miss
+    ``del``, ``ModuleList.insert`` and ``requires_grad_``.
 
-    groups: the parameters of the optimizer's groups, which may differ from those in ``param_groups``.
+    ``groups`` lists the parameters of the optimizer's groups, which may differ from ``optimizer.param_groups``.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ParameterSnapshot:
         self.are_current(network, criterion, optimizer)
 
     def are_current(self, network: Any, criterion: Any, optimizer: Any) -> bool:
-        """Return whether a new snapshot would equal the last one; False where that is uncertain."""
+        """Return whether modules and parameters are unchanged since the last call; False if this is uncertain."""
         contents = map(dict.values, chain.from_iterable(map(_HELD, self.parts)))
         in_groups = map(_PARAMETERS, getattr(optimizer, "param_groups", ()))
         objects = chain((network, criterion, optimizer), chain.from_iterable(contents), chain.from_iterable(in_groups))

@@ -1,4 +1,4 @@
-"""Optimizer state that is equal on all ranks."""
+"""Make the state of an optimizer equal on all ranks, and check whether a saved state fits an optimizer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, *, comm: Communicat
 
     Raises:
         RanksDisagree: on every rank, if classes or numbers of parameters differ, or if ``load_state_dict`` has changed
-            the state (torch's converts it to the dtype of the parameters).
+            the state (torch's method converts it to the dtype of the parameters).
         TypeError: ``root`` is not an integer.
         ValueError: ``root`` is not a rank of ``comm``.
     """
@@ -45,7 +45,7 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, *, comm: Communicat
         return
     if not _differing(optimizer, comm):
         return
-    # The state is sent as a whole because states rarely differ: a rank is new, or left join() early.
+    # Send the whole state: states differ rarely, for example if a rank is new or has left join() early.
     torch.save(optimizer.state_dict() if comm.rank == root else None, content := io.BytesIO())
     content = io.BytesIO(verbs.broadcast_object(content.getvalue(), root, comm=comm))
     if comm.rank != root:
@@ -54,7 +54,7 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, *, comm: Communicat
         optimizer.load_state_dict(torch.load(content, map_location=gpus, weights_only=False))
     if others := _differing(optimizer, comm):
         raise RanksDisagree(
-            f"the state of {type(optimizer).__name__} on rank {root} differs from the state that was loaded on rank "
+            f"load_state_dict of {type(optimizer).__name__} has changed the state of rank {root} on these ranks: "
             f"{', '.join(map(str, others))}; call load_state_dict with the same state on every rank"
         )
 
@@ -62,20 +62,23 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, *, comm: Communicat
 class OptimizerKind(NamedTuple):
     """The class of an optimizer and the shapes of its parameters, which a saved state has to match."""
 
-    name: str  # name of the class
+    name: str  # name of the optimizer's class
     shapes: list[tuple[int, ...]]  # shapes of the parameters, in the order of the groups
 
     def check_saved(self, saved: OptimizerKind) -> None:
-        """Raise ValueError, which names both, if a state saved from the optimizer ``saved`` does not fit this one."""
+        """Raise ValueError if a state of the optimizer ``saved`` does not fit this optimizer."""
         if saved.name != self.name:
             raise ValueError(f"it was saved with the optimizer {saved.name}, but this run has {self.name}")
         for number, (theirs, mine) in enumerate(zip(saved.shapes, self.shapes, strict=False)):
             if theirs != mine:
-                raise ValueError(f"parameter {number} has shape {theirs} in the saved {saved.name}, but {mine} now")
+                raise ValueError(f"parameter {number} has shape {theirs} in the saved {saved.name}, but {mine} here")
 
 
 def name_of_class(optimizer: Any, transparent: tuple[type, ...] = ()) -> str:
-    """Return the names of the optimizer's class and of what it wraps, except ``transparent`` classes: ``A(SGD)``."""
+    """Return the names of the classes of an optimizer and of the optimizers that it wraps, such as ``A(SGD)``.
+
+    The names of classes in ``transparent`` are omitted.
+    """
     name, inner = type(optimizer).__qualname__, getattr(optimizer, "optimizer", None)
     if not isinstance(inner, torch.optim.Optimizer):
         return name
@@ -84,20 +87,23 @@ def name_of_class(optimizer: Any, transparent: tuple[type, ...] = ()) -> str:
 
 
 def _differing(optimizer: Any, comm: Communicator) -> list[int]:
-    """Return the ranks whose state differs from rank 0's. Collective. Raise RanksDisagree if classes differ."""
+    """Return the ranks whose state differs from rank 0's. All ranks of ``comm`` must call it.
+
+    Raise RanksDisagree if the classes of the optimizers differ, or the sizes of their groups.
+    """
     state = optimizer.state_dict()
-    # The groups of the optimizer itself would not do: those of a ShardedOptimizer hold only this rank's shards.
+    # Read the groups of the state, because the groups of a ShardedOptimizer contain only this rank's shards.
     sizes = [len(group["params"]) for group in (state.get("param_groups", []) if isinstance(state, dict) else [])]
     digest = hashlib.blake2b(repr(_content(state)).encode(), digest_size=16).digest()
     kinds = verbs.allgather_object((name_of_class(optimizer), sizes, digest), comm=comm)
     if any(kind[:2] != kinds[0][:2] for kind in kinds):
         texts = "; ".join(f"rank {rank}: {name} of {sizes}" for rank, (name, sizes, _) in enumerate(kinds))
-        raise RanksDisagree(f"the ranks' optimizers differ in kind, or in the parameters of their groups: {texts}")
+        raise RanksDisagree(f"expected optimizers of one class, with equal groups, on all ranks; found {texts}")
     return [rank for rank, kind in enumerate(kinds) if kind != kinds[0]]
 
 
 def _content(x: Any) -> Any:
-    """Return the comparable content: the bits of a tensor, the sorted items of a dict, else the class name."""
+    """Return comparable content: the bits of a tensor, the sorted items of a dict, or the class of another object."""
     if isinstance(x, dict):
         return sorted(((repr(key), _content(value)) for key, value in x.items()), key=itemgetter(0))
     if isinstance(x, (list, tuple)):
