@@ -1,10 +1,10 @@
-"""The sparse gradient of one parameter, such as the weight of an ``Embedding(sparse=True)``.
+"""Reduce the sparse gradient of one parameter, such as the weight of an ``Embedding(sparse=True)``.
 
 Each rank gathers the rows of all ranks. So the reduced gradient is sparse too, and only rows with values are sent.
 
-If another layer also uses the weight, autograd's gradient is dense on that rank, and the reduced gradient is dense on
-every rank. To tell the other ranks, a rank with a dense gradient sends one row past the last one. ``sparse_as_dense``
-is faster in this case.
+If another layer on a rank also uses the weight, that rank's gradient is dense, and the reduced gradient is dense on
+every rank. A rank with a dense gradient sends an additional row, numbered one past the last row, which makes the other
+ranks convert the result. ``sparse_as_dense`` is faster in this case.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchmpi_py.nn.members import modules_of
 
 
 class SparseReducer(GradientReducer):
-    """A bucket that gathers rows and values of one sparse gradient; ``flat`` holds the reduced values."""
+    """A bucket of one sparse gradient, reduced by gathering row numbers and values. ``flat`` is the reduced values."""
 
     def __init__(self, parameter: torch.nn.Parameter, comm: Communicator) -> None:
         super().__init__([parameter], torch.empty(parameter.numel(), device="meta"), comm)  # The views need no memory.
@@ -34,7 +34,7 @@ class SparseReducer(GradientReducer):
         return self._result is not None and parameter.grad is self._result
 
     def insert(self, parameter: torch.nn.Parameter) -> None:
-        """Do nothing: the gradient is read where it is."""
+        """Do nothing, because ``launch`` reads the gradient from ``p.grad``."""
 
     def launch(self, op: str) -> list[Handle[Any]]:
         (p,) = self.parameters
@@ -73,7 +73,7 @@ class SparseReducer(GradientReducer):
 
 
 def _added(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
-    """Return a coalesced tensor: the values of equal rows are added, 16-bit values in float32."""
+    """Return a coalesced tensor, in which values of the same row are added. Sums of 16-bit values are in float32."""
     values = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
     return torch.sparse_coo_tensor(indices, values, shape, device=values.device, check_invariants=False).coalesce()
 

@@ -1,11 +1,11 @@
 """Batch normalization over the batches of all ranks, on any device.
 
-The idea: the ranks exchange the statistics of their batches, not the batches. Alternative: torch.nn.SyncBatchNorm.
-Why not: it refuses tensors on the CPU, and it needs torch.distributed.
+The idea: the ranks exchange the statistics of their batches, not the batches. An alternative is torch.nn.SyncBatchNorm.
+It was rejected because it refuses tensors on the CPU and needs torch.distributed.
 
 Forward pass in training: each rank computes, per channel, the number n of its values, their mean m, and the sum q of
 their squared distances from m. The ranks gather these 1 + 2 C numbers in float64 and combine them in rank order. So all
-ranks get the same bits, and no digits cancel when the mean is large compared to the spread::
+ranks get the same bits, and no precision is lost if the mean is large compared to the standard deviation::
 
     N = sum n    mean = sum n m / N    var = sum (q + n (m - mean)^2) / N
 
@@ -41,9 +41,9 @@ from torchmpi_py.nn.synchronize import check_module
 class SyncBatchNorm(_BatchNorm):
     """Batch normalization with the statistics of the batches of all ranks, like torch.nn.SyncBatchNorm, but over MPI.
 
-    Inputs are (N, C, ...); N may differ between ranks, and may be 0. All ranks must run the same layers in the same
-    order, forward and backward, because both are collective in training. In evaluation, with one rank, and without
-    ``mpi.start()`` the layer is an ordinary BatchNorm.
+    Inputs have the shape (N, C, ...), where N may differ between ranks and may be 0. In training, both passes
+    communicate, so all ranks must run the same layers in the same order, forward and backward. In evaluation, with one
+    rank, or without ``mpi.start()``, the layer is an ordinary BatchNorm.
 
     Args:
         num_features (int): number of channels C.
@@ -51,7 +51,7 @@ class SyncBatchNorm(_BatchNorm):
         momentum (float): weight of a new batch in the running statistics, or None for a cumulative mean; default 0.1.
         affine (bool): whether the layer has a trainable weight and bias; default True.
         track_running_stats (bool): whether the layer keeps running statistics for evaluation; default True.
-        comm (Communicator): ranks whose batches count; default None, the current level.
+        comm (Communicator): ranks whose batches are normalized together; default None, the current level.
         device (torch.device or str): device of the parameters; default None, torch's default device.
         dtype (torch.dtype): dtype of the parameters; default None, torch's default dtype.
 
@@ -81,7 +81,9 @@ class SyncBatchNorm(_BatchNorm):
         self.comm = comm
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize ``x``; in training, with the batches of all ranks (collective), and update the running statistics.
+        """Normalize ``x``. In training, use the batches of all ranks, and update the running statistics.
+
+        In training, every rank of ``comm`` must make this call.
 
         Args:
             x (Tensor): input of shape (N, C, ...).
@@ -112,23 +114,23 @@ class SyncBatchNorm(_BatchNorm):
 
         Args:
             module (torch.nn.Module): module to convert.
-            comm (Communicator): ranks whose batches count; default None, the current level.
+            comm (Communicator): ranks whose batches are normalized together; default None, the current level.
 
         Returns:
             The module.
 
         Raises:
             TypeError: ``module`` is not a module.
-            ValueError: a lazy layer was not called yet, or a BatchNorm layer overrides ``forward``.
+            ValueError: a lazy layer has not been called yet, or a BatchNorm layer overrides ``forward``.
         """
         check_module("convert_sync_batchnorm", module)
         for layer in module.modules():
             name = type(layer).__name__
             if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
-                raise ValueError(f"convert_sync_batchnorm: a {name} has no features yet; call the network once first")
+                raise ValueError(f"convert_sync_batchnorm: a {name} has no features yet; first call the network once")
             if isinstance(layer, _BatchNorm):
                 if type(layer).forward not in (_BatchNorm.forward, torch.nn.SyncBatchNorm.forward, cls.forward):
-                    raise ValueError(f"convert_sync_batchnorm: {name} overrides forward; replace it by hand")
+                    raise ValueError(f"convert_sync_batchnorm: {name} overrides forward; replace the layer by hand")
                 layer.__class__ = cls
                 vars(layer)["comm"] = comm
         return module
@@ -139,7 +141,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalize(Function):
-    """The input normalized with the statistics of all ranks; also the mean, and the unbiased variance."""
+    """The normalized input, the mean, and the unbiased variance, with the statistics of all ranks."""
 
     @staticmethod
     def forward(
@@ -188,8 +190,8 @@ def _statistics(x: Tensor, comm: Communicator) -> tuple[Tensor, Tensor, float]:
     count = numbers.sum().item()
     if count < 2:
         raise ValueError(
-            f"SyncBatchNorm: expected at least 2 values per channel when training, not {count:.0f} on all ranks; "
-            "give the iterator drop_last=True to omit an incomplete last batch"
+            f"SyncBatchNorm: expected at least 2 values per channel in training, found {count:.0f} on all ranks; "
+            "to omit an incomplete last batch, pass drop_last=True to the iterator or the DataLoader"
         )
     mean = (numbers * means).sum(0) / count
     return mean, (all_squares + numbers * (means - mean).square()).sum(0) / count, count
@@ -200,5 +202,5 @@ def _all_but_channels(x: Tensor) -> list[int]:
 
 
 def _along(values: Tensor, x: Tensor) -> Tensor:
-    """Return one value per channel, in a shape that broadcasts against ``x``."""
+    """Return one value per channel, in a shape that can be broadcast to the shape of ``x``."""
     return values.view(-1, *[1] * (x.dim() - 2))

@@ -23,13 +23,13 @@ from torchmpi_py.errors import RanksDisagree
 from torchmpi_py.nn.buckets import Buckets, buckets_of, grouped
 from torchmpi_py.nn.members import parameters_of
 
-_buckets: WeakKeyDictionary[torch.nn.Module, Buckets] = WeakKeyDictionary()  # the buckets of synchronize_gradients
+_buckets: WeakKeyDictionary[torch.nn.Module, Buckets] = WeakKeyDictionary()  # buckets of synchronize_gradients
 ParametersOf = Callable[[torch.nn.Module], Iterable[torch.nn.Parameter]]
 reduced_in_backward: WeakSet[Any] = WeakSet()  # all registrations (AsyncBackward)
 
 
 def synchronize_parameters(module: torch.nn.Module, average: bool = False, *, comm: Communicator | None = None) -> None:
-    """Give every rank the parameters and buffers of rank 0, or with ``average`` the mean over all ranks.
+    """Give every rank the parameters and buffers of rank 0, or the mean over all ranks if ``average`` is True.
 
     Every rank of ``comm`` must make this call, with a module that has the same parameters and buffers in the same
     order. **Overwrites** the parameters and buffers of ``module``. Buffers of integers, such as counters, always come
@@ -47,7 +47,7 @@ def synchronize_parameters(module: torch.nn.Module, average: bool = False, *, co
     Examples:
         >>> net = torch.nn.Linear(4, 1)  # different initial values on each rank
         >>> mpi.nn.synchronize_parameters(net)
-        >>> mpi.nn.check_with_allreduce(net)  # raises RanksDisagree if a rank has other values
+        >>> mpi.nn.check_with_allreduce(net)  # raises RanksDisagree if the values differ between ranks
     """
     check_module("synchronize_parameters", module)
     named = dict([*module.named_parameters(), *module.named_buffers()])
@@ -58,12 +58,13 @@ def synchronize_parameters(module: torch.nn.Module, average: bool = False, *, co
 
 
 def check_alike(call: str, named: Mapping[str, Tensor], comm: Communicator, *, strides: bool = True) -> None:
-    """Raise RanksDisagree, on all ranks, unless names, shapes and dtypes are equal in the same order. Collective.
+    """Raise RanksDisagree, on all ranks, unless names, shapes, dtypes and their order are the same on all ranks.
 
-    Collectives match tensors by their position, so a different order would mix them up. With ``strides``, the strides
-    are compared too, because a bucket holds its gradients in the order of their strides.
+    All ranks of ``comm`` must call it. Collectives match tensors by their position, so tensors in a different order
+    would be mixed up. With ``strides``, the strides are compared too, because a bucket stores each gradient with its
+    strides.
     """
-    # torch.compile and DDP add a prefix to names, perhaps only on some ranks.
+    # torch.compile and DDP add prefixes to names, and a program may use them on some ranks only.
     bare = {name.replace("_orig_mod.", "").removeprefix("module."): x for name, x in named.items()}
     table = [(name, *_description(x, strides)) for name, x in bare.items()]
     tables = allgather_object(table, comm=comm)
@@ -81,7 +82,7 @@ def _description(x: Tensor, strides: bool) -> tuple[Any, ...]:
 
 
 def _make_equal(tensors: Sequence[Tensor], average: bool, comm: Communicator) -> None:
-    """Give all ranks of ``comm`` rank 0's tensors, or with ``average`` the mean of the floating-point tensors."""
+    """Give all ranks of ``comm`` the tensors of rank 0, or with ``average`` the mean of floating-point tensors."""
     averaged = [x for x in tensors if average and (x.is_floating_point() or x.is_complex())]
     copied = [x for x in tensors if not average or not (x.is_floating_point() or x.is_complex())]
     fused(averaged, lambda flat: verbs.allreduce(flat, op="avg", comm=comm))
@@ -89,15 +90,15 @@ def _make_equal(tensors: Sequence[Tensor], average: bool, comm: Communicator) ->
 
 
 def synchronize_buffers(module: torch.nn.Module, how: Literal["average", "root"] = "average") -> None:
-    """Make buffers equal that differ between ranks, such as the statistics of BatchNorm.
+    """Make buffers that differ between ranks equal, such as the statistics of BatchNorm.
 
     Every rank of the current level must make this call, with a module that has the same buffers. **Overwrites** the
     buffers that differ; buffers that are equal on all ranks keep their bits.
 
     Args:
         module (torch.nn.Module): module to change.
-        how (str): "average" (default): floating-point buffers become the mean over the ranks, and other buffers
-            (counters, masks) rank 0's. "root": all buffers become rank 0's.
+        how (str): "average" (default) replaces floating-point buffers by the mean over the ranks, and other buffers
+            (counters, masks) by the values of rank 0. "root" replaces all buffers by the values of rank 0.
 
     Raises:
         TypeError: ``module`` is not a module.
@@ -112,7 +113,7 @@ def synchronize_buffers(module: torch.nn.Module, how: Literal["average", "root"]
 
 
 def synchronize_gradients(module: torch.nn.Module, average: bool = True) -> None:
-    """Replace every ``p.grad`` by its mean (or sum) over the ranks.
+    """Replace every ``p.grad`` by the mean (or sum) of the gradient over the ranks.
 
     Every rank of the current level must make this call, once per step, after ``backward``. The same parameters must be
     trainable on every rank. A parameter without a gradient on this rank counts as zero. A parameter without a gradient
@@ -150,8 +151,8 @@ def synchronize_gradients(module: torch.nn.Module, average: bool = True) -> None
 def check_with_allreduce(module: torch.nn.Module) -> None:
     """Check that parameters and buffers have the same bits on every rank of the current level.
 
-    Every rank must make this call. Nothing is changed. ``synchronize_parameters`` and ``synchronize_buffers`` make
-    different values equal.
+    Every rank must make this call, which changes nothing. To make different values equal, call
+    ``synchronize_parameters`` or ``synchronize_buffers``.
 
     Args:
         module (torch.nn.Module): module to check.
@@ -168,14 +169,14 @@ def check_with_allreduce(module: torch.nn.Module) -> None:
 def parameters_to_reduce(
     call: str, module: torch.nn.Module, comm: Communicator, parameters: ParametersOf = parameters_of
 ) -> dict[str, torch.nn.Parameter]:
-    """Return the trainable parameters of a module by name, the same on all ranks. Collective.
+    """Return the trainable parameters of a module by name. All ranks of ``comm`` must call it.
 
-    Raise TypeError if ``module`` is not a module or a parameter is a DTensor, ValueError if a gradient is reduced
-    already, and RanksDisagree if the parameters differ between ranks.
+    Raise TypeError if ``module`` is not a module or a parameter is a DTensor. Raise ValueError if a registration
+    already reduces one of the gradients, and RanksDisagree if the parameters differ between ranks.
     """
     check_module(call, module)
     if torch.is_inference_mode_enabled():
-        raise RuntimeError(f"{call}: gradients cannot be reduced inside torch.inference_mode(); call it outside")
+        raise RuntimeError(f"{call}: gradients cannot be reduced in torch.inference_mode(); leave that block first")
     trained = {p for p in parameters(module) if p.requires_grad}
     named = {name: p for name, p in module.named_parameters() if p in trained}
     check_whole(call, named)
@@ -185,18 +186,18 @@ def parameters_to_reduce(
 
 
 def check_module(what: str, module: object) -> None:
-    """Raise TypeError if the argument is not a module, for example parameters or a state_dict."""
+    """Raise TypeError if the argument is not a module but, for example, its parameters or a state_dict."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"{what}: expected a torch.nn.Module, found {type(module).__name__}; pass the module itself")
 
 
 def check_whole(what: str, named: Mapping[Any, Tensor]) -> None:
-    """Raise TypeError for a parameter of which this rank holds only a part, or that is not in memory."""
+    """Raise TypeError if this rank holds only a part of a parameter, or if a parameter is not in memory."""
     for name, x in named.items():
         if hasattr(x, "device_mesh"):
             raise TypeError(
-                f"{what}: parameter {name} is a DTensor, of which this rank holds a part. Average the gradients with "
-                "torch's own functions over the mesh's data-parallel dimension; see docs/from_0.1.md and "
+                f"{what}: parameter {name} is a DTensor, and this rank holds only a part of it. Average the gradients "
+                "with torch's own functions over the mesh's data-parallel dimension; see docs/from_0.1.md and "
                 "examples/mnist_hybrid.py"
             )
         if type(x) is not torch.nn.Parameter:
@@ -204,7 +205,7 @@ def check_whole(what: str, named: Mapping[Any, Tensor]) -> None:
 
 
 def check_unregistered(call: str, named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-    """Raise ValueError if a registration already reduces one of these gradients: a second reduction is wrong."""
+    """Raise ValueError if a registration already reduces one of these gradients, because two reductions are wrong."""
     if not (registrations := list(reduced_in_backward)):
         return
     registered = [name for name, p in named if p.requires_grad and any(p in each.names for each in registrations)]
@@ -217,7 +218,7 @@ def check_unregistered(call: str, named: Iterable[tuple[str, torch.nn.Parameter]
 
 
 def fused(tensors: Iterable[Tensor], collective: Callable[[Tensor], Tensor]) -> None:
-    """Run an in-place collective over all tensors, in the groups and the order of ``grouped``."""
+    """Run an in-place collective on all tensors, fused into the groups that ``grouped`` yields."""
     for group in grouped(tensors):
         if len(group) == 1:
             collective(group[0])
