@@ -79,7 +79,7 @@ def _added(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
 
 
 def sparse_parameters(module: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """Return the parameters of a module whose gradients are sparse."""
+    """Return those parameters of a module that get sparse gradients."""
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     embeddings = [part for part in modules_of(module) if isinstance(part, kinds) and part.sparse]
     return {m.weight for m in embeddings if isinstance(m.weight, torch.nn.Parameter)}

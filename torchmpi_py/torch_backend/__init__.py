@@ -1,9 +1,9 @@
 """Run ``torch.distributed`` over this package: ``dist.init_process_group("torchmpi")``.
 
-``import torch`` registers the backend (``registration.py``). If torch does not search for backends, importing this
-module registers it. Each process group has a communicator of the package, and calls the package's collectives
-(``process_group.py``). Other modules are loaded at the first use of a name, because every process that imports torch
-imports this module.
+``import torch`` registers the backend (``registration.py``). If torch does not load backends automatically, importing
+this module registers it. Each process group has a communicator of the package, and calls the package's collectives
+(``process_group.py``). The other modules are loaded when one of their names is first used, because every process that
+imports torch imports this module.
 """
 
 import importlib

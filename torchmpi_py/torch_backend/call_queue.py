@@ -1,19 +1,21 @@
 """Carry out the calls of one process group in the order in which the program makes them.
 
 A call consists of one or more operations of the package, one after another, and then its last steps, such as a copy
-into lists. A call is *under way* from the moment when it is queued until its last step is done.
+into lists. A call is *under way* from the moment when it is queued until it leaves the queue.
 
-The idea: in torch.distributed one rank may block in a call that another rank makes asynchronously; only the order of
-the calls counts. So a group uses one communicator for both kinds of call, and carries out one call at a time. A
-blocking call runs in the thread that makes it if no other call of the group is under way. Every other call runs in a
-thread of the group, which starts with the first such call. Groups do not wait for each other.
+The idea: torch.distributed matches calls by their order alone, so one rank may block in a call that another rank makes
+asynchronously. In this package, a blocking collective never matches an asynchronous one, because the two forms use
+different channels. So a group uses one channel for both forms, and carries out one call at a time. A blocking call runs
+in the thread that makes it if no other call of the group is under way. Every other call runs in a thread of the group,
+which starts at the first such call. Groups do not wait for each other, so two groups may be used in different orders.
 
-A callback may wait for a later call of the group, but only the thread that runs the callback can carry that call out.
-Then the thread carries it out within the wait, and delays the later call's callbacks until the first callback has
-ended. The order of the callbacks is therefore the same on ranks where the later call completed earlier.
+An alternative is to hand every call to the thread of the group. It was rejected because handing a small call to another
+thread and back takes longer than the call itself.
 
-An alternative is to hand every call to the thread, which needs one lock less. We do not, because handing a small call
-to another thread and back takes longer than the call itself.
+A callback may wait for a later call of the group, but only the thread that runs the callback can carry out that call.
+So the thread carries out the later call during the wait, and delays the callbacks of the later call until the first
+callback has ended. The callbacks therefore run in the same order on all ranks, even if the later call completed before
+the wait on some ranks.
 """
 
 from __future__ import annotations
@@ -37,13 +39,13 @@ from torchmpi_py.memory import devices
 from torchmpi_py.torch_backend.work import PendingWork
 
 Call = tuple[Sequence[Operation[Any]], list[Tensor], Sequence[Callable[[], object]]]
-"""The operations of a call, its results, and its last steps: a plain tuple, because each call makes one."""
+"""The operations of a call, its results, and its last steps. A plain tuple is used because every call creates one."""
 
 
 def _record(call: Call, thread_role: int, form: int, frame: FrameType) -> None:
-    """Record all operations of a call in the journal before the first one runs.
+    """Record all operations of a call in the journal before the first operation runs.
 
-    Raise RanksDisagree if the ranks make different calls, as a collective does.
+    Raise RanksDisagree, as a collective does, if the ranks make different calls.
     """
     try:
         for operation in call[0]:
@@ -68,10 +70,10 @@ def _carry_out(call: Call, in_background: bool = False) -> list[Tensor]:
 
 
 def _fail_rest(call: Call, error: BaseException) -> None:
-    """Close the entries of a failed call, because the program may continue and waits in none of them."""
+    """Close the journal entries of a failed call, because the program may continue without waiting for the call."""
     for operation in call[0]:
         if operation.entry is not None:
-            if not isinstance(error, Exception):  # from a signal handler, so on this rank only
+            if not isinstance(error, Exception):  # A signal handler has raised the error, on this rank only.
                 journal.break_off(operation.entry)
             journal.fail(operation.entry)
 
@@ -101,7 +103,7 @@ class QueuedCall(PendingWork, Work[list[Tensor]]):
         self._call = ((), [], ())
 
     def on_done(self) -> None:
-        """Run the callbacks of the call's future; then let the queue continue."""
+        """Run the callbacks of the call's future, and then let the queue continue."""
         self._queue.leave(self)
 
     def give_up(self) -> None:
@@ -109,7 +111,7 @@ class QueuedCall(PendingWork, Work[list[Tensor]]):
         self._queue.give_up()
 
     def abandon(self) -> None:
-        """Stop waiting for the call's future, if it has one, because the call may never end."""
+        """Record that nothing waits for the call's future, if it has one, because the call may never end."""
         if self._future is not None:
             self.handle.give_up()
 
@@ -117,38 +119,39 @@ class QueuedCall(PendingWork, Work[list[Tensor]]):
         self._queue.carry_on(self)
 
     def before_future_wait(self) -> None:
-        self.handle.done()  # raises NotStarted in a forked child
+        self.handle.done()  # This raises NotStarted in a forked child.
         self._queue.carry_on(self)
         self._queue.end_early(self)
 
 
 class CallQueue:
-    """The queue of a group, and the thread that carries out its calls."""
+    """The queue of a group's calls, and the thread that carries them out."""
 
     def __init__(self, comm: Communicator, name: str) -> None:
         self._comm = comm
         self._name = name
         self.is_open = True
         self._thread: CommunicationThread | None = None
-        self._runner = 0  # the identity of the thread, after its first call
-        self._direct = threading.RLock()  # held by the thread that carries out a call on this channel
-        self._background = threading.RLock()
+        self._runner = 0  # identifier of the group's thread, or 0 before its first call
+        self._direct = threading.RLock()  # held during a call on channel DIRECT
+        self._background = threading.RLock()  # held during a call on channel BACKGROUND
         self._order = threading.Lock()  # held while ``_under_way`` changes
         self._under_way: set[QueuedCall] = set()
         self._to_end: list[QueuedCall] = []  # complete calls whose callbacks have yet to run
-        self._is_ending = False  # while callbacks run
+        self._is_ending = False  # whether callbacks are running
 
     def run_here(self, call: Call, frame: FrameType) -> bool:
-        """Record a call, made at ``frame``, and carry it out; return False, without any effect, if it must be queued.
+        """Carry out a call in this thread, and return True. Return False, without any effect, if it must be queued.
 
-        Also return False for a group that is closed or that a forked child has inherited: the caller raises the error.
+        ``frame`` is the place in the program that makes the call. The method also returns False if the group is closed,
+        or if a forked child has inherited the group. The caller then raises the error.
         """
         if self._under_way or not self.is_open or communicators.current_stack is None:
             return False
         if not self._direct.acquire(blocking=False):
             return False
         try:
-            if self._under_way:  # another thread has just queued a call, which comes first
+            if self._under_way:  # Another thread has just queued a call, which must run first.
                 return False
             operations, _, last_steps = call
             if len(operations) == 1 and not last_steps:
@@ -162,42 +165,42 @@ class CallQueue:
             self._direct.release()
 
     def run_in_callback(self, call: Call, frame: FrameType) -> None:
-        """Record a call, and carry it out in this thread at once, on the channel for callbacks."""
+        """Carry out a call from a callback immediately, in this thread and on the channel for callbacks."""
         with self._background:
             _record(call, BACKGROUND, 0, frame)
             _carry_out(call, in_background=True)
 
     def submit(self, call: Call, is_launch: bool, seconds: float | None, frame: FrameType) -> QueuedCall:
-        """Record a call, and queue it for the thread of the group. Waits for it give up after ``seconds``.
+        """Queue a call for the thread of the group. Waits for the call time out after ``seconds``.
 
-        ``is_launch`` says that the program does not wait in this call.
+        ``is_launch`` is True if the program does not wait in this call.
         """
         _record(call, DIRECT, IS_LAUNCH * is_launch, frame)
         operations, results, _ = call
         queued = QueuedCall(self, call, seconds)
         try:
-            # Count the call first, so that no call of another thread runs in that thread and overtakes this one.
+            # Add the call first, so that another thread cannot carry out its own call ahead of this one.
             with self._order:
                 self._under_way.add(queued)
                 if self._thread is None:
                     self._thread = communication_thread.current().beside(self._name)
             tensors = itertools.chain(results, *(operation.tensors for operation in operations))
             queued.handle = devices.submit(queued, operations[0].plan.device, tensors, self._thread)
-        except BaseException:  # perhaps the call is not queued, and the program gets no handle for it
+        except BaseException:  # The call may not be in the queue, and the program gets no handle for it.
             for operation in operations:
                 journal.break_off(operation.entry)  # type: ignore[arg-type]
             raise
         return queued
 
     def enter(self) -> None:
-        """Record that this thread begins a call."""
+        """Acquire the channel for a queued call, and record that this thread carries out the group's calls."""
         self._direct.acquire()
         self._runner = threading.get_ident()
 
     def leave(self, call: QueuedCall) -> None:
         """Run the callbacks of a call that this thread has completed, before the next call begins.
 
-        If a callback waits for a later call, this method is called for that call during the wait.
+        If a callback waits for a later call, this method is called for the later call during the wait.
         """
         self._to_end.append(call)
         try:
@@ -209,7 +212,7 @@ class CallQueue:
                 finally:
                     self._is_ending = False
         finally:
-            # Change ``_under_way`` before the lock is free: otherwise a call that could run at once would be queued.
+            # Remove the call before releasing the lock. Otherwise the next blocking call might be queued needlessly.
             with self._order:
                 self._under_way.discard(call)
                 if not self._under_way:
@@ -217,7 +220,7 @@ class CallQueue:
             self._direct.release()
 
     def carry_on(self, call: QueuedCall) -> None:
-        """Carry the call out before a wait for it, if this is the thread that carries out the group's calls."""
+        """Carry out ``call`` before a wait for it, if this is the thread that carries out the group's calls."""
         if self._runner == threading.get_ident() and self._thread is not None:
             self._thread.carry_out_until(call.handle.is_settled)
 
@@ -234,16 +237,16 @@ class CallQueue:
                 self._set_stuck(True)
 
     def close(self, seconds: float | None) -> None:
-        """Wait ``seconds`` for the queued calls (None: without limit), and end the thread unless it is stuck."""
+        """Wait at most ``seconds`` for the queued calls (None: no limit), and end the thread unless it is stuck."""
         self.is_open = False
         thread, self._thread = self._thread, None
         if thread is not None and communication_thread.is_installed():
             communication_thread.current().remove_companion(thread)
-            # A call that is late now may never end. So nothing waits for the thread or uses its communicator again.
+            # A call that is still running may never end. So nothing waits for the thread or uses its communicator.
             if seconds is not None and not thread.is_stuck and not thread.is_drained_within(seconds):
                 thread.is_stuck = self._comm.is_stuck = True
             if thread.is_stuck:
-                # Hang detection must not report these calls as late, because nothing waits for their futures any more.
+                # Hang detection must not report these calls as late, because nothing waits for their futures now.
                 for call in list(self._under_way):
                     call.abandon()
             thread.close()

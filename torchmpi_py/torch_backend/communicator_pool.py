@@ -1,12 +1,13 @@
 """Reuse the communicators of process groups for later groups of the same ranks.
 
-In torch.distributed only the members make a group, and each rank may destroy it at any time. But MPI has few
-communicators, and all ranks must free one together. So a communicator outlives its group. When the same ranks make
-another group, they agree on a communicator that is free on all of them, or make one. ``mpi.stop()`` frees them all.
+In torch.distributed, only the members create a group, and each member may destroy it at any time. But MPI has a limited
+number of communicators, and all ranks of a communicator must free it together. So a communicator outlives its group.
+When the same ranks create another group, they agree on a communicator that is unused on all of them, or create one.
+``mpi.stop()`` frees all communicators.
 
-``_NUM_USES`` groups of the same ranks share one communicator for messages; after that the ranks make another. Each
-group has its own tags there, which no other group ever gets. So a group never receives a message to another group: such
-a message may still be under way after its group was destroyed, and MPI cannot list it.
+Up to ``_NUM_USES`` groups of the same ranks share one communicator for messages. Each of these groups has its own range
+of tags, which no other group ever gets. So a group never receives a message that was sent to an earlier group. Such a
+message may still be in transit after its group was destroyed, and MPI cannot list messages in transit.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from torchmpi_py.core.communicators import Communicator, Stack
 from torchmpi_py.core.mpi_api import MPI
 from torchmpi_py.torch_backend import torch_internals
 
-_CREATION_TAG_BITS = 14  # every MPI allows tags up to 32767
+_CREATION_TAG_BITS = 14  # Every MPI allows tags up to 32767.
 _NUM_USES = 64
 
 
 class Membership(NamedTuple):
-    """A group's communicators for collectives and for messages, and its ``num_tags`` tags, from ``first_tag`` on."""
+    """A group's communicators for collectives and for messages, and its range of tags."""
 
     comm: Communicator
     messages: MPI.Comm
@@ -40,13 +41,13 @@ class Membership(NamedTuple):
         number, largest = operator.index(tag), self.num_tags - 1
         if not 0 <= number <= largest:
             raise ValueError(
-                f"{verb}: expected a tag from 0 to {largest}, a group's largest with this MPI; found tag={tag}"
+                f"{verb}: expected a tag from 0 to {largest}, the largest tag of a group with this MPI; found tag={tag}"
             )
         return (self.first_tag + number) * TAGS_PER_KIND
 
 
 class _Family:
-    """The communicators for groups of the same ranks, in the order in which all ranks made them."""
+    """The communicators for groups of the same ranks, in the order in which all ranks created them."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         world: Any = communicators.stack().levels[0].direct.mpi
@@ -54,12 +55,12 @@ class _Family:
         self.comms: list[Communicator] = []
         first = self._add(world.Create_group(world.group.Incl(list(ranks)), tag))
         self.num_groups = 0
-        # Never free it: MPICH would deliver messages that no rank has received to the next communicator.
+        # Never free this communicator. MPICH would deliver its unreceived messages to the next communicator.
         self.messages = first.direct.mpi.Dup()
 
     def join(self) -> Membership:
-        """Return the communicators and tags for a new group. Collective."""
-        # Ranks destroy their groups at different times, so a communicator that is free here may be busy elsewhere.
+        """Return the communicators and tags for a new group. All ranks of the group must call it."""
+        # Ranks destroy a group at different times, so a communicator may be unused here and in use on another rank.
         mine = [comm not in _busy and not comm.is_free for comm in self.comms]
         gathered = self.messages.allgather(mine)
         usable = (comm for comm, *free in zip(self.comms, *gathered, strict=True) if all(free))
@@ -79,13 +80,13 @@ class _Family:
         return self.comms[-1]
 
 
-# By level stack (each session has its own), and by the world ranks of the members.
+# The keys are the level stack, of which each session has its own, and the world ranks of the members.
 _families: weakref.WeakKeyDictionary[Stack, dict[tuple[int, ...], _Family]] = weakref.WeakKeyDictionary()
-_busy: weakref.WeakSet[Communicator] = weakref.WeakSet()  # in use by a group of this rank
+_busy: weakref.WeakSet[Communicator] = weakref.WeakSet()  # communicators that a group of this rank uses
 
 
 def acquire(ranks: Sequence[int]) -> Membership:
-    """Return the communicators and tags for a group of these world ranks. Collective over these ranks."""
+    """Return the communicators and tags for a group of these world ranks. All of these ranks must call it."""
     stack, key = communicators.stack(), tuple(ranks)
 
     def join() -> Membership:
@@ -98,7 +99,7 @@ def acquire(ranks: Sequence[int]) -> Membership:
 
 
 def release(comm: Communicator) -> None:
-    """Return the communicator of a destroyed group to the pool. Not collective. A stuck one is never used again."""
+    """Return the communicator of a destroyed group to the pool, unless it is stuck. Any rank may call it alone."""
     if comm.is_stuck:
         comm._release(is_lost=True)
     else:
