@@ -68,7 +68,7 @@ def test_a_hook_that_does_not_suit(mpi):
     with pytest.raises(TypeError, match="is not a process group of backend torchmpi"):
         torch_backend.compressed(compression.BF16(), group="gloo")
     mine, _ = dist.new_subgroups(1)
-    with pytest.raises(ValueError, match=r"make it with compressed.*group="):
+    with pytest.raises(ValueError, match=r"pass the module's group to compressed.*group="):
         backward(torch_backend.compressed(compression.BF16()), mine, mine)
     backward(torch_backend.compressed(compression.BF16(), mine), mine, mine)
     hook = torch_backend.compressed(compression.TopK(0.5))

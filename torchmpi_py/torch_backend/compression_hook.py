@@ -1,11 +1,11 @@
 """Compress the gradients of DistributedDataParallel: ``ddp.register_comm_hook(None, torch_backend.compressed(...))``.
 
-The reduction of a bucket is launched when DDP hands the bucket over, while other gradients are still computed. All
-buckets are finished with the last one, in the order of their launch. Finishing may be collective for some compressions,
-so its order must not depend on which bucket completes first.
+The reduction of a bucket is launched when DDP passes the bucket to the hook, while other gradients are still being
+computed. After the launch of the last bucket, all reductions are finished in the order of their launch. The order is
+fixed because some compressions call collectives when they finish.
 """
 
-from collections.abc import Callable  # DDP reads the hook's annotations, which must be types, not strings
+from collections.abc import Callable  # DDP requires the annotations of a hook to be types, not strings.
 from typing import Any
 
 import torch
@@ -23,17 +23,17 @@ Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
 
 class CompressedBuckets:
-    """The buckets of one module: for each number, the parameters and the compressor of their gradients."""
+    """The buckets of one module: for each bucket number, the parameters and the compressor of their gradients."""
 
     def __init__(self, compression: Compression, comm: Communicator) -> None:
         self.compression = compression
         self.comm = comm
         self._buckets: dict[int, tuple[list[Tensor], Compressor]] = {}
-        self._module: set[Tensor] = set()  # the parameters seen in the first backward pass
+        self._module: set[Tensor] = set()  # parameters of the buckets in the first backward pass
         self._launched: list[tuple[Compressor, list[Handle[Any]], torch.futures.Future[Tensor]]] = []
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Start the reduction of a bucket; with the last bucket, finish all."""
+        """Start the reduction of a bucket. After the last bucket, finish the reductions of all buckets."""
         x = torch_internals.check_bucket("compressed", bucket.buffer())
         compressor = self._find(bucket, x)
         compressor.flat.copy_(x)
@@ -48,16 +48,16 @@ class CompressedBuckets:
         return future
 
     def _find(self, bucket: GradBucket, x: Tensor) -> Compressor:
-        """Return the last step's compressor, or a new one if DDP has arranged the parameters in other buckets."""
+        """Return the last step's compressor, or a new compressor if DDP has moved parameters to other buckets."""
         members = bucket.parameters()
         parameters, compressor = self._buckets.get(bucket.index(), (None, None))
         if parameters is None:
             self._module.update(members)
         elif not self._module.issuperset(members):
-            raise RuntimeError("compressed: a hook serves one module; make another hook for the second module")
+            raise RuntimeError("compressed: a hook serves one module; create another hook for the second module")
         if compressor is None or list(map(id, parameters or [])) != list(map(id, members)):
-            flat = torch.empty_like(x)  # own memory, because DDP may replace its buckets on some ranks
-            views = list(views_of(flat, members))  # as DDP lays gradients out
+            flat = torch.empty_like(x)  # This is separate memory, because DDP may replace its buckets.
+            views = list(views_of(flat, members))  # The views have the layout of DDP's gradients.
             own = self.compression.compressor(flat, views, self.comm) if self.comm.size > 1 else None
             compressor = own or Compressor(flat, views, self.comm)
             self._buckets[bucket.index()] = members, compressor
@@ -67,19 +67,20 @@ class CompressedBuckets:
 def compressed(compression: Compression, group: Any = None) -> Hook:
     """Return a DDP communication hook that averages compressed gradients over the ranks of ``group``.
 
-    Every rank of the group must call this with the same compression, and must register the hook with its module. Make
-    a hook for each module. The hook overwrites DDP's gradients with their mean.
+    Every rank of the group must call this with the same compression, and must register the hook with its module.
+    Create a separate hook for each module. The hook overwrites DDP's gradients with their mean.
 
-    A compression may carry a remainder over to the next step. The remainder is lost when DDP arranges the parameters in
-    other buckets, after the first step. Checkpoints do not contain it: to go back to an earlier state, wrap the module
-    in DDP again, with a new hook.
+    A compression may carry a remainder over to the next step. The remainder is lost when DDP moves parameters to other
+    buckets, after the first step. Checkpoints do not contain the remainder. To go back to an earlier state, wrap the
+    module in DDP again, with a new hook.
 
     Args:
-        compression: how gradients are compressed, for example ``optim.compression.PowerSGD(2)``.
-        group: the process group that the module was wrapped with, of backend "torchmpi"; None: the default group.
+        compression (Compression): compression of the gradients, for example ``optim.compression.PowerSGD(2)``.
+        group (ProcessGroup): the process group that the module was wrapped with, of backend "torchmpi"; default None,
+            the default group.
 
     Returns:
-        The hook for ``ddp.register_comm_hook(state, hook)``. Its ``state`` must be None or the group. It raises
+        The hook for ``ddp.register_comm_hook(state, hook)``, where ``state`` must be None or the group. The hook raises
         ValueError for a different state, RuntimeError with a second module, and TypeError for sparse gradients.
 
     Raises:
@@ -100,8 +101,8 @@ def compressed(compression: Compression, group: Any = None) -> Hook:
     def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         if state is not None and state is not group:
             raise ValueError(
-                f"compressed: expected None or {group!r} as the hook's state, found {state!r}; make it with "
-                "compressed(..., group=), pass the module's group there, and register the hook with None"
+                f"compressed: expected None or {group!r} as the hook's state, found {state!r}; pass the module's group "
+                "to compressed(..., group=), and register the hook with None"
             )
         return buckets.reduce(bucket)
 

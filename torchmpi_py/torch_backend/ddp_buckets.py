@@ -1,22 +1,23 @@
 """Reduce the buckets of DistributedDataParallel in memory that all ranks of a node map.
 
-DDP allocates its buckets, copies gradients into each one, has it reduced, and copies the gradients out. (With
-``gradient_as_bucket_view=True`` the gradients stay in the bucket.) A bucket lives for many steps. So the first
-allreduce moves a host bucket into shared memory (``symmetric.adopt``), and from then on the ranks reduce it in place.
-All ranks of a group make the same calls for DDP, so the selector may choose as for symmetric tensors.
+DDP allocates its buckets. In each step it copies gradients into a bucket, calls allreduce, and copies the mean out of
+the bucket. (With ``gradient_as_bucket_view=True`` the gradients stay in the bucket.) DDP uses a bucket for many steps.
+So the first allreduce moves a host bucket into shared memory (``symmetric.adopt``), and from then on the ranks reduce
+the bucket in place. All ranks of a group make the same calls for DDP, so the selector may choose a flavour that needs
+symmetric tensors.
 
-With the hook ``ddp.register_comm_hook(None, torch_backend.average)`` the gradients are added first and divided then,
-so sums of 16-bit gradients accumulate in float32. Without a hook DDP divides the gradients before it adds them.
+With the hook ``ddp.register_comm_hook(None, torch_backend.average)``, gradients are first added and then divided, so
+sums of 16-bit gradients accumulate in float32. Without a hook, DDP divides the gradients before it adds them.
 
 On GPUs the hook reduces from DDP's memory into symmetric memory, which other ranks of the node read and write directly.
-DDP then copies from there, as it copies from any hook's result, so the hook adds no copy. The symmetric memory is
-reused in every step. The parameters identify a bucket, because several modules may share a group, and each has a bucket
-number 0. If DDP arranges a module's parameters in other buckets, the new buckets get their own memory. The memory of an
-old bucket is freed when its last parameter has moved.
+DDP then copies the mean from this memory, as it copies the result of any hook, so the hook adds no copy. The symmetric
+memory is reused in every step. A bucket is identified by its parameters, because several modules may share a group, and
+each of them has a bucket number 0. If DDP moves a module's parameters to other buckets, the new buckets get new memory.
+The memory of an old bucket is freed when all its parameters have moved.
 """
 
 import dataclasses
-from collections.abc import Sequence  # DDP reads the hook's annotations, which must be types, not strings
+from collections.abc import Sequence  # DDP requires the annotations of a hook to be types, not strings.
 from typing import Any
 
 import torch
@@ -43,10 +44,10 @@ def is_bucket(x: Tensor) -> bool:
 
 
 def allreduce(comm: Communicator, x: Tensor, op: str, is_kept: bool) -> Call:
-    """Return the allreduce of one bucket. ``is_kept`` says that DDP uses the bucket for many steps."""
+    """Return the allreduce of one bucket. ``is_kept`` is True if DDP uses the bucket for many steps."""
     chosen = selector.flavour_for("allreduce", comm, x.device, x.nbytes, symmetric=True, name=None)
     operation = _allreduce(x, op=op, comm=comm, flavour=chosen.name)
-    # A bucket moves at its first allreduce or never, because later the program may hold addresses of gradients.
+    # Move a bucket at its first allreduce or never, because the program may store addresses of gradients afterwards.
     storage: Any = x.untyped_storage()
     if operation.plan.flavour is not _SHARED:
         storage.stays_where_it_is = True
@@ -58,14 +59,15 @@ def allreduce(comm: Communicator, x: Tensor, op: str, is_kept: bool) -> Call:
 def average(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average the gradients of a DDP bucket over the ranks: a communication hook for ``ddp.register_comm_hook``.
 
-    Every rank must register the hook. DDP calls it once per bucket in each backward pass, and copies the mean into the
-    gradients; on the CPU the hook overwrites the bucket with the mean. Sums of 16-bit gradients accumulate in float32.
-    The divisor is always the number of ranks of the group, as with torch's hooks: the hook ignores
+    Every rank must register the hook. DDP calls the hook once per bucket in each backward pass, and copies the mean
+    into the gradients; on the CPU the hook overwrites the bucket with the mean. Sums of 16-bit gradients accumulate in
+    float32. The divisor is always the number of ranks of the group, as in torch's hooks: the hook ignores
     ``ddp.join(divide_by_initial_world_size=False)``.
 
     Args:
-        state: the process group that the module was wrapped with, of backend "torchmpi"; None: the default group.
-        bucket: the gradients, a flat dense tensor that DDP passes.
+        state (ProcessGroup): the process group that the module was wrapped with, of backend "torchmpi", or None for the
+            default group.
+        bucket (GradBucket): the gradients, a flat dense tensor that DDP passes.
 
     Returns:
         A future of the mean, a tensor with the shape and dtype of the bucket.
@@ -92,7 +94,10 @@ def average(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
 
 
 def _memory(group: Any, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
-    """Return symmetric memory for the bucket ``x``, reused in each step; ``x`` if there is none. Collective."""
+    """Return symmetric memory for the bucket ``x``, the same in each step, or ``x`` if symmetric memory is unavailable.
+
+    All ranks of the group must call this function.
+    """
     memories = group.bucket_memories
     memory = memories.get(parameters[0])
     if memory is None or memory.nbytes not in (0, x.nbytes) or any(memories.get(p) is not memory for p in parameters):

@@ -1,14 +1,15 @@
-"""Carry out operations of process groups that the package's collectives lack.
+"""Operations that process groups need, and that the package's collectives do not provide.
 
-They have the form of a flavour, so that they are recorded and reported in the same way as collectives.
+The operations are methods of a class with the interface of a flavour, so they are recorded and reported like
+collectives.
 
 - `barrier`: A barrier that raises an error when its group is destroyed.
 - `alltoall`: Parts of any sizes, sent as messages between all pairs of ranks.
-- `gather`: Large tensors, sent as messages directly into the list of root.
-- `scatter`: Large tensors, sent as messages directly from the list of root.
+- `gather`: Large tensors, sent as messages directly into root's list.
+- `scatter`: Large tensors, sent as messages directly from root's list.
 - `sparse`: An allreduce of sparse tensors. Each rank gathers all indices and values, and adds them in rank order.
 - `memory`: Symmetric memory for buckets.
-- `divided`: A mean of integers, which the collectives refuse; Lightning counts samples in integer tensors.
+- `divided`: A mean of integers. The collectives refuse it, but Lightning counts samples in integer tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torchmpi_py.core.tensors import copy_to, flat
 from torchmpi_py.errors import CommunicatorError, RanksDisagree, Unavailable
 from torchmpi_py.memory import symmetric
 
-_BY_MESSAGE_BYTES = 64 << 10  # of all ranks: from this size on, a flat tensor of all parts costs more than messages
+_BY_MESSAGE_BYTES = 64 << 10  # If all parts together have this size, messages take less time than one flat tensor.
 
 
 class ExtraOperations(Carrier):
@@ -50,7 +51,7 @@ class ExtraOperations(Carrier):
     ) -> Operation[Any]:  # fmt: skip
         """Return an operation that ``method`` carries out (default: the method ``name``).
 
-        Each tensor must be an argument of its own, not part of a list. ``keep`` is called with the method's result.
+        Pass each tensor as a separate argument, not in a list. ``keep`` is called with the method's result.
         """
         resolve(self.comm)
         tensors = [x for x in arguments if isinstance(x, Tensor)]
@@ -62,22 +63,22 @@ class ExtraOperations(Carrier):
         return Operation(plan, arguments, None, keep)
 
     def alltoall_operation(self, outputs: list[Tensor], inputs: list[Tensor]) -> Operation[Any]:
-        """Return an alltoall: ``outputs[r]`` becomes rank r's ``inputs[this rank]``, with as many elements."""
+        """Return an alltoall, which writes the ``inputs[this rank]`` of rank r into this rank's ``outputs[r]``."""
         compared = "any size", inputs[0].dtype
         return self.operation("alltoall", True, *outputs, *inputs, compared=compared, method="exchange")
 
     def takes(self, verb: str, x: Tensor) -> bool:
-        """Return whether messages, not the collective's flavour, carry out a gather or scatter of ``x`` per rank."""
+        """Return whether to use messages, not a flavour's method, for a gather or scatter of one ``x`` per rank."""
         num_bytes = self.comm.size * x.nbytes
         if x.is_cuda or num_bytes < _BY_MESSAGE_BYTES:
             return False
         return selector.flavour_for(verb, self.comm, x.device, num_bytes, symmetric=False, name=None).name == self.name
 
     def with_root(self, verb: str, x: Tensor, parts: Sequence[Tensor], root: int) -> Operation[Any]:
-        """Return the gather of ``x`` into root's ``parts``, or the scatter of ``parts`` into ``x``, all of one size."""
+        """Return the gather of ``x`` into root's ``parts``, or the scatter of ``parts`` into ``x``. All are of one size."""
         num_bytes = self.comm.size * x.nbytes
         of_root = [x[:0]] * self.comm.size
-        of_root[root] = x  # this rank sends it to root in a gather, and receives it in a scatter
+        of_root[root] = x  # A gather sends x to root, and a scatter receives x from root.
         of_parts = parts or [x[:0]] * self.comm.size
         outputs, inputs = (of_parts, of_root) if verb == "gather" else (of_root, of_parts)
         compared = num_bytes, x.dtype, root
@@ -103,17 +104,18 @@ class ExtraOperations(Carrier):
             nap.take()
 
     def exchange(self, channel: Channel, has_empty: bool, *tensors: Tensor) -> None:
-        """Exchange messages between all pairs of ranks. ``tensors`` are an output for each rank, then the inputs.
+        """Exchange messages between all pairs of ranks.
 
-        ``has_empty`` says that empty parts are sent too, because the other rank may expect or send a different size.
+        ``tensors`` contains an output for each rank, and then an input for each rank. With ``has_empty``, empty parts
+        are sent too, because the other rank may expect or send a different size.
         """
         outputs, inputs = tensors[: channel.size], tensors[channel.size :]
         received = [_room_on_host(x) for x in outputs]
         sent = apart([flat(x).cpu() for x in inputs], received)
         # Copy this rank's own part, which needs no message.
         received[channel.rank].copy_(sent[channel.rank].view_as(received[channel.rank]))
-        # Post all receives first, so that messages arrive in place. Each rank sends in an order of its own, so that the
-        # ranks do not all send to the same rank at once.
+        # Post all receives first, so that messages arrive in place. Each rank sends to a different rank first, so that
+        # no rank is flooded with messages from all other ranks.
         others = [(channel.rank + step) % channel.size for step in range(1, channel.size)]
         sources = [r for r in others if has_empty or received[r].numel()]
         destinations = [r for r in reversed(others) if has_empty or sent[r].numel()]
@@ -121,7 +123,7 @@ class ExtraOperations(Carrier):
         requests = [mpi_steps.post_send(channel.mpi, sent[r], r, mpi_steps.EXCHANGE) for r in destinations]
         messages: list[Any] = [*itertools.chain(*receipts, *requests)]
         errors = []
-        for message in messages:  # wait for all, even after an error, because MPI still uses their memory
+        for message in messages:  # Wait for all messages, even after an error, because MPI still uses their memory.
             try:
                 message.Wait()
             except Exception as error:
@@ -148,7 +150,7 @@ class ExtraOperations(Carrier):
     def divided(
         self, channel: Channel, source: Tensor, destination: Tensor, flavour: Carrier, method: str, op: str, *root: int
     ) -> None:
-        """Compute a sum by a method of ``flavour``, and divide it by the number of ranks; round to zero as NCCL does.
+        """Compute a sum by a method of ``flavour``, and divide it by the number of ranks. Round toward zero like NCCL.
 
         Sums are int64 or uint64, so that the sum of shorter integers does not overflow.
         """
@@ -157,7 +159,7 @@ class ExtraOperations(Carrier):
         getattr(flavour, method)(channel, source.to(wide), total, op, *root)
         if root and root[0] != channel.rank:
             return
-        if wide == torch.uint64:  # torch cannot divide it
+        if wide == torch.uint64:  # torch cannot divide tensors of this dtype.
             total = total.cpu()
             numbers = total.numpy()
             numbers //= channel.size
@@ -166,7 +168,7 @@ class ExtraOperations(Carrier):
         copy_to(destination, total)
 
     def memory(self, channel: Channel, num_bytes: int, device: torch.device) -> Tensor | None:
-        """Return symmetric memory; None, on all ranks, if it is unavailable."""
+        """Return ``num_bytes`` of symmetric memory, or None on all ranks if symmetric memory is unavailable."""
         try:
             return symmetric.memory(channel, num_bytes, device)[:num_bytes]
         except Unavailable:
@@ -174,12 +176,12 @@ class ExtraOperations(Carrier):
 
 
 def _room_on_host(x: Tensor) -> Tensor:
-    """Return host memory to receive ``x`` in: its own memory if MPI can write there."""
+    """Return host memory for receiving ``x``: the memory of ``x`` if MPI can write to it, else new memory."""
     return x.detach() if not x.is_cuda and x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device="cpu")
 
 
 def apart(sent: list[Tensor], received: Sequence[Tensor]) -> list[Tensor]:
-    """Return the flat tensors ``sent``, with a copy in place of each one that overlaps a received tensor."""
+    """Return the flat tensors ``sent``, with a copy in place of each tensor that overlaps a received tensor."""
     ranges = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in received if x.numel())
     begins, ends = [begin for begin, _ in ranges], list(itertools.accumulate((end for _, end in ranges), max))
 
