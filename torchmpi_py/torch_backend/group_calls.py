@@ -4,11 +4,11 @@ The idea: torch.distributed passes lists with one tensor per rank, but the packa
 with the parts of all ranks. So a call copies its lists into a flat tensor before the operation, or copies the parts out
 of a flat tensor in a last step. Tensors that are contiguous and not in lists are used in place.
 
-An alternative is one message or one broadcast per list element, straight from and into the user's tensors, without
-copies. Only large gathers and scatters do that (``ExtraOperations.takes``). For all other calls the collectives on one
-flat tensor take fewer messages, and one operation is easier to compare between ranks than many.
+An alternative is one message or one broadcast per list element, directly from and into the user's tensors, without
+copies. Only large gathers and scatters use messages (``ExtraOperations.takes``). In all other calls, a collective on
+one flat tensor needs fewer messages, and one operation is easier to compare between ranks than many.
 
-Each function here that returns a ``Call`` checks its tensors on this rank only, and raises ValueError or TypeError.
+Each function that returns a ``Call`` checks its tensors on this rank only, and raises ValueError or TypeError.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ _scatter = builder(verbs.scatter)
 
 
 class GroupReduction(NamedTuple):
-    """A reduction with ``op``, a name of the package. Each tensor is first multiplied by ``factor``, unless None."""
+    """The package's name of a reduction, and a factor by which each tensor is first multiplied, or None."""
 
     op: str
     factor: Any
 
     def scaled(self, x: Tensor) -> Tensor:
-        """Return a copy of ``x`` times the factor; ``x`` itself without a factor.
+        """Return a copy of ``x`` times the factor, or ``x`` itself if there is no factor.
 
-        Raise ValueError if the dtype or shape of ``x`` cannot hold the products.
+        Raise ValueError if the products do not fit the dtype or shape of ``x``.
         """
         if self.factor is None:
             return x
@@ -74,7 +74,7 @@ class GroupReduction(NamedTuple):
     def operation(
         self, build: Callable[..., Operation[Any]], extra: ExtraOperations, x: Tensor, *root: int, out: Tensor | None
     ) -> Operation[Any]:
-        """Return the operation that reduces ``x``, also for a mean of integers, which collectives refuse."""
+        """Return the operation that reduces ``x``. Unlike the collectives, it computes means of integers too."""
         is_mean_of_whole = self.op == "avg" and x.dtype in WHOLE_NUMBERS
         op = "sum" if is_mean_of_whole else self.op
         operation = build(x, *root, out=out, op=op, comm=extra.comm)
@@ -82,7 +82,7 @@ class GroupReduction(NamedTuple):
 
 
 def _into_lists(wholes: Tensors, lists: Sequence[Tensors]) -> Callable[[], None]:
-    """Return a last step that copies each flat tensor into the tensors of its list."""
+    """Return the last step of a call: a function that copies each flat tensor into the tensors of its list."""
 
     def conclude() -> None:
         with torch.no_grad():
@@ -94,7 +94,7 @@ def _into_lists(wholes: Tensors, lists: Sequence[Tensors]) -> Callable[[], None]
 
 
 def _buffers(verb: str, outputs: Tensors) -> tuple[list[Tensor], list[Finish]]:
-    """Return a flat buffer for each output, and the last steps that copy to non-contiguous outputs."""
+    """Return a contiguous buffer for each output, and last steps that copy from buffers to non-contiguous outputs."""
     targets = [output_buffer(verb, output, holds_input=False) for output in outputs]
     return [buffer for buffer, _ in targets], [copy_out for _, copy_out in targets if copy_out]
 
@@ -102,10 +102,10 @@ def _buffers(verb: str, outputs: Tensors) -> tuple[list[Tensor], list[Finish]]:
 def warn_in_backward(verb: str, x: Tensor) -> None:
     """Make ``backward`` warn if it passes through a tensor that a call overwrites, as torch's own backends do.
 
-    The package's collectives raise an error here. A process group only warns, because programs of torch.distributed
-    deliberately add up their losses in this way.
+    The package's collectives raise an error in this case. A process group only warns, because programs that use
+    torch.distributed deliberately add up their losses in this way.
     """
-    is_leaf = x.is_leaf if x._base is None else x._base.is_leaf  # a parameter: the program wants its new values
+    is_leaf = x.is_leaf if x._base is None else x._base.is_leaf  # The program wants to overwrite a leaf (a parameter).
     if is_leaf or not torch.is_grad_enabled():
         return
 
@@ -120,7 +120,7 @@ def warn_in_backward(verb: str, x: Tensor) -> None:
 
 
 def allreduce(extra: ExtraOperations, tensors: list[Tensor], reduction: GroupReduction) -> Call:
-    """Return the allreduce of each tensor, dense or sparse, in an operation of its own."""
+    """Return the allreduce of each tensor, dense or sparse, in a separate operation."""
     if any(x.is_sparse for x in tensors):
         return _allreduce_sparse(extra, tensors, reduction)
     operations = [reduction.operation(_allreduce, extra, reduction.scaled(x), out=x) for x in tensors]
@@ -135,11 +135,11 @@ def _allreduce_sparse(extra: ExtraOperations, tensors: list[Tensor], reduction: 
     totals: list[Tensor] = []
 
     def conclude() -> None:
-        with torch.no_grad():  # x.detach() would not do, because it has its own indices
+        with torch.no_grad():  # This writes x itself, because x.detach() has separate indices.
             for x, total in zip(tensors, totals, strict=True):
                 base = x._base
                 if base is not None and base.is_sparse and base.is_complex() and not x.is_complex():
-                    base.copy_(torch.view_as_complex(total))  # the program's tensor; torch passes a real view of it
+                    base.copy_(torch.view_as_complex(total))  # Here x is torch's real view of the program's tensor.
                 else:
                     x.copy_(total)
 
@@ -147,30 +147,30 @@ def _allreduce_sparse(extra: ExtraOperations, tensors: list[Tensor], reduction: 
 
 
 def allreduce_together(extra: ExtraOperations, tensors: list[Tensor], reduction: GroupReduction) -> Call:
-    """Return the allreduce of all tensors, with one operation for each dtype and device."""
+    """Return the allreduce of all tensors, in one operation for each dtype and device."""
     check_parts("all_reduce", "tensors", tensors)
     kinds: dict[tuple[Any, ...], list[Tensor]] = {}
     for x in tensors:
         kinds.setdefault((x.dtype, x.device), []).append(x)
-    # Make one flat tensor of each kind; the last step copies the results back.
+    # Make one flat tensor for each dtype and device. The last step copies the results back.
     wholes = [torch.cat([flat(reduction.scaled(x)).view(-1) for x in alike]) for alike in kinds.values()]
     operations = [reduction.operation(_allreduce, extra, whole, out=whole) for whole in wholes]
     return operations, tensors, [_into_lists(wholes, list(kinds.values()))]
 
 
 def broadcast(comm: Communicator, tensors: list[Tensor], root: int) -> Call:
-    """Return the broadcast of each tensor in an operation of its own."""
+    """Return the broadcast of each tensor in a separate operation."""
     return [_broadcast(x, root, comm=comm) for x in tensors], tensors, ()
 
 
 def reduce(extra: ExtraOperations, tensors: list[Tensor], root: int, reduction: GroupReduction) -> Call:
-    """Return the reduce of each tensor in an operation of its own; only root's tensors are written."""
+    """Return the reduce of each tensor in a separate operation. Only root's tensors are written."""
     operations = [reduction.operation(_reduce, extra, reduction.scaled(x), root, out=x) for x in tensors]
     return operations, tensors, ()
 
 
 def allgather(comm: Communicator, output_lists: Sequence[Tensors], inputs: Tensors) -> Call:
-    """Return the allgather of each input into a list of outputs. The shapes of the ranks may differ."""
+    """Return the allgather of each input into a list of outputs. The shapes may differ between ranks."""
     operations, wholes = [], []
     for outputs, x in zip(output_lists, inputs, strict=True):
         check_list("all_gather", "outputs", outputs, x, comm.size, of_equal_size=[comm.rank])
@@ -190,13 +190,13 @@ def allgather_single(comm: Communicator, outputs: Tensors, inputs: Tensors) -> C
     for source, buffer in zip(sources, buffers, strict=True):
         whole = buffer.view(-1)
         slot = whole[comm.rank * source.numel() :][: source.numel()]
-        source = copy_if_overlapping(source, whole, slot)  # FSDP passes the slot itself
+        source = copy_if_overlapping(source, whole, slot)  # FSDP passes the slot as input.
         operations.append(_gathering(comm, source, whole, [source.numel()] * comm.size))
     return operations, list(outputs), copies_out
 
 
 def gather(extra: ExtraOperations, output_lists: Sequence[Tensors], x: Tensor, root: int) -> Call:
-    """Return the gather of all ranks' inputs, which have one shape, into a list on root."""
+    """Return the gather of the inputs of all ranks into a list on root. All inputs have one shape."""
     comm, outputs, whole = extra.comm, [], None
     check_rank("gather", "dst", root, comm.size)
     source = flat(check_tensor("gather", "input", x)).view(-1)
@@ -213,7 +213,7 @@ def gather(extra: ExtraOperations, output_lists: Sequence[Tensors], x: Tensor, r
 
 
 def scatter(extra: ExtraOperations, output: Tensor, input_lists: Sequence[Tensors], root: int) -> Call:
-    """Return the scatter of a list of tensors on root, which have one shape, to all ranks."""
+    """Return the scatter of root's list of tensors to all ranks. All these tensors have one shape."""
     comm, inputs = extra.comm, []
     check_rank("scatter", "src", root, comm.size)
     check_tensor("scatter", "output", output)
@@ -237,7 +237,7 @@ def reduce_scatter(
     buffers, copies_out = _buffers("reduce_scatter", outputs)
     for buffer, parts in zip(buffers, input_lists, strict=True):
         inputs = [flat(reduction.scaled(x)).view(-1) for x in parts]
-        if len({x.numel() for x in inputs}) == 1:  # unequal sizes need a reduce for each rank
+        if len({x.numel() for x in inputs}) == 1:  # Unequal sizes need a reduce for each rank.
             operations.append(reduction.operation(_reduce_scatter, extra, torch.cat(inputs), out=buffer.view(-1)))
         else:
             for rank, x in enumerate(apart(inputs, buffers)):
@@ -262,7 +262,7 @@ def reduce_scatter_single(extra: ExtraOperations, outputs: Tensors, inputs: Tens
 def alltoall_single(
     extra: ExtraOperations, output: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]
 ) -> Call:
-    """Return the alltoall of one tensor's parts along dim 0: equal parts, or as many rows as the splits say."""
+    """Return the alltoall of one tensor's parts along dim 0: equal parts, or the numbers of rows in the splits."""
     size = extra.comm.size
     if not output_splits and not input_splits:
         check_divisible("all_to_all_single", x, size)
@@ -279,7 +279,7 @@ def alltoall_single(
 
 
 def alltoall(extra: ExtraOperations, outputs: Tensors, inputs: Tensors) -> Call:
-    """Return the alltoall of lists: one tensor to and from each rank. Sizes match within a pair, not between pairs."""
+    """Return the alltoall of lists with one tensor per rank. Sizes must match only between sender and receiver."""
     rank, size = extra.comm.rank, extra.comm.size
     check_list("all_to_all", "inputs", inputs, next(iter(inputs), None), size)
     check_list("all_to_all", "outputs", outputs, inputs[rank], size, of_equal_size=[rank])
@@ -288,7 +288,7 @@ def alltoall(extra: ExtraOperations, outputs: Tensors, inputs: Tensors) -> Call:
 
 
 def _apart(sources: list[Tensor], buffers: list[Tensor]) -> list[Tensor]:
-    """Return ``sources``, with copies of tensors that the operation for another output may overwrite first."""
+    """Return ``sources``, with copies of the tensors that the operation for another output may overwrite earlier."""
     if len(sources) == 1:
         return sources
     return [apart([x], buffers[:number] + buffers[number + 1 :])[0] for number, x in enumerate(sources)]
@@ -301,7 +301,7 @@ def _gathering(comm: Communicator, x: Tensor, whole: Tensor | None, counts: list
     num_bytes = sum(sizes.num_bytes)
     resolve(comm)
     flavour = selector.flavour_for(verb, comm, x.device, num_bytes, symmetric=False, name=None)
-    compared = num_bytes if len(set(counts)) == 1 else zlib.crc32(repr(counts).encode())  # parts may differ
+    compared = num_bytes if len(set(counts)) == 1 else zlib.crc32(repr(counts).encode())  # Sizes may differ.
     plan = Plan(
         name=verb, flavour=flavour, comm=comm, others=(*root, sizes), num_bytes=num_bytes, dtype=x.dtype,
         device=x.device if x.is_cuda else None, fingerprint=(verb, flavour.name, compared, x.dtype, *root),

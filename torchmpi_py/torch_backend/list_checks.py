@@ -15,7 +15,7 @@ Tensors = Sequence[Tensor]
 def check_list(
     verb: str, what: str, parts: Tensors, x: Tensor | None, size: int, *, of_equal_size: Iterable[int] = ()
 ) -> None:
-    """Raise ValueError unless there is a tensor for each of ``size`` ranks, of the dtype and on the device of ``x``.
+    """Raise ValueError unless ``parts`` has a tensor for each of ``size`` ranks, with the dtype and device of ``x``.
 
     ``of_equal_size`` lists the indices of the tensors that must have as many elements as ``x``.
     """
@@ -32,19 +32,19 @@ def check_list(
     for rank in of_equal_size:
         if parts[rank].numel() != x.numel():
             raise ValueError(
-                f"{verb}: expected {x.numel()} elements, as the other tensor has; "
+                f"{verb}: expected {x.numel()} elements, to match the other tensor; "
                 f"{what}[{rank}] has {parts[rank].numel()} elements"
             )
 
 
 def check_whole(verb: str, what: str, whole: Tensor, part_what: str, part: Tensor, size: int) -> None:
-    """Raise ValueError unless ``whole`` is ``size`` times as long as ``part``, of its dtype and on its device."""
+    """Raise ValueError unless ``whole`` has the dtype and device of ``part``, and ``size`` times as many elements."""
     check_tensor(verb, part_what, part)
     check_tensor(verb, what, whole)
     if whole.dtype != part.dtype or whole.device != part.device:
         raise ValueError(
             f"{verb}: the {what} is {whole.dtype} on {whole.device}, "
-            f"but the {part_what} is {part.dtype} on {part.device}"
+            f"but the {part_what} is {part.dtype} on {part.device}; convert one of them"
         )
     if whole.numel() != size * part.numel():
         raise ValueError(
@@ -54,7 +54,7 @@ def check_whole(verb: str, what: str, whole: Tensor, part_what: str, part: Tenso
 
 
 def rows(what: str, x: Tensor, splits: list[int], size: int) -> list[Tensor]:
-    """Return the parts of ``x`` along dim 0; without ``splits`` they are equal."""
+    """Return the parts of ``x`` along dim 0. Without ``splits``, the parts are equal."""
     num_rows = x.shape[0] if x.dim() else 1
     splits = splits or [num_rows // size] * size
     if len(splits) != size or sum(splits) != num_rows:

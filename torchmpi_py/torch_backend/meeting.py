@@ -1,8 +1,8 @@
 """Start process groups: the rendezvous of torch.distributed over MPI, and the creation of a group.
 
-Without ``init_method`` and ``store``, torch.distributed uses ``env://``. If an MPI has started the ranks, and the user
-has not set MASTER_ADDR and MASTER_PORT, the handler of ``env://`` (``registration.py``) calls this module. Then the
-ranks agree on a store over MPI (``rendezvous.open_store``), so gloo and nccl start under ``torchmpirun`` too.
+Without ``init_method`` and ``store``, torch.distributed uses ``env://``. If MPI has started the ranks, and the user has
+not set MASTER_ADDR and MASTER_PORT, the handler of ``env://`` (``registration.py``) calls this module. The ranks then
+agree on a store over MPI (``rendezvous.open_store``), so gloo and nccl start under ``torchmpirun`` too.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from torchmpi_py.torch_backend.torch_internals import DEFAULT_SECONDS, check_ver
 from torchmpi_py.watch import reports
 
 Rendezvous = Iterator[tuple[Any, int, int]]
-_SLACK_SECONDS = 60  # so that waits for an operation give up before the watchdog ends the job
+_SLACK_SECONDS = 60  # seconds from the timeout of a wait until the watchdog ends the job
 
 
 def ensure_started(timeout: dt.timedelta | None) -> None:
-    """Start the package unless it is started; ``timeout`` is the argument of torch.distributed.
+    """Start the package if it has not been started. ``timeout`` is the argument of ``init_process_group``.
 
-    Then hang detection ends the job after torch's default timeout, or after ``timeout`` if that is longer.
+    Unless the environment sets a timeout, hang detection ends the job a minute after torch's default timeout, or a
+    minute after ``timeout`` if that is longer.
     """
     if process.is_started():
         return
@@ -44,9 +45,9 @@ def ensure_started(timeout: dt.timedelta | None) -> None:
 
 
 def wait_for_all(world: Communicator, timeout: dt.timedelta | None) -> None:
-    """Wait until all ranks have called ``init_process_group``. Collective.
+    """Wait until all ranks have called ``init_process_group``. All ranks of ``world`` must call this function.
 
-    Raise CollectiveTimeout, which names the missing ranks, after ``timeout`` if it is not None or torch's default.
+    Raise CollectiveTimeout, which lists the missing ranks, after ``timeout``. None and torch's default mean no limit.
     """
     frame, name = program(), "init_process_group"
     entry = journal.record(Plain(name, world, (name,)), DIRECT, frame=frame)
@@ -69,13 +70,13 @@ def wait_for_all(world: Communicator, timeout: dt.timedelta | None) -> None:
 
 
 def _seconds(timeout: dt.timedelta | None) -> float:
-    """Return the program's timeout in seconds; 0 for None, and for torch's default, which looks like no timeout."""
+    """Return the program's timeout in seconds, or 0 for None and for torch's default, which count as no timeout."""
     seconds = 0.0 if timeout is None else timeout.total_seconds()
     return 0.0 if seconds == DEFAULT_SECONDS else seconds
 
 
 def over_mpi(rank: int | None, is_lazy: bool, timeout: dt.timedelta | None = None, **_: object) -> Rendezvous:
-    """Yield the store, the rank (default: MPI's) and the size for torch.distributed. Collective over all ranks."""
+    """Yield the store, the rank (default: MPI's) and the size for torch.distributed. All ranks must call it."""
     ensure_started(timeout)
     world = communicators.stack().levels[0]
     wait_for_all(world, timeout)
@@ -90,12 +91,12 @@ def over_mpi(rank: int | None, is_lazy: bool, timeout: dt.timedelta | None = Non
 
 
 def create(options: Any) -> ProcessGroup:
-    """Return the process group that the ``options`` of torch.distributed describe. Collective over its ranks."""
+    """Return the process group that torch's ``options`` describe. All ranks of the group must call it."""
     # 1. Check that the group is possible, then start the package.
     check_version()
     is_default = not options.global_ranks_in_group
     if is_default and not communicators.is_started():
-        _check_is_whole(options, variables.size_in(os.environ) or 1)  # before this rank waits for the others to start
+        _check_is_whole(options, variables.size_in(os.environ) or 1)  # Check before waiting for other ranks to start.
     ensure_started(options.timeout)
     world = communicators.stack().levels[0]
     if is_default:
@@ -104,15 +105,15 @@ def create(options: Any) -> ProcessGroup:
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     if max(ranks, default=-1) >= world.size or ranks[options.group_rank] != world.rank:
         raise TorchMPIError(
-            f"torch.distributed got the arguments of rank {options.group_rank} of {ranks}, but MPI numbers it rank "
+            f"torch.distributed numbers this process rank {options.group_rank} of {ranks}, but MPI numbers it rank "
             f"{world.rank} of {world.size}. Launch with torchmpirun (not torchrun), omit rank= and world_size=, and "
             "unset RANK and WORLD_SIZE in the environment"
         )
-    # 3. Wait for all ranks before the default group is made, because this wait can name the missing ranks.
+    # 3. Wait for all ranks before the default group is created, because this wait can report the missing ranks.
     if is_default:
         wait_for_all(world, options.timeout)
     group = ProcessGroup(ranks, options.group_id, options.timeout)
-    group.lazy_store, rendezvous.newest_lazy_store[:] = rendezvous.newest_lazy_store[:], []  # as long as the group
+    group.lazy_store, rendezvous.newest_lazy_store[:] = rendezvous.newest_lazy_store[:], []  # The group keeps the store.
     return group
 
 
@@ -121,6 +122,6 @@ def _check_is_whole(options: Any, size: int) -> None:
     if options.group_size < size:
         raise TorchMPIError(
             f"init_process_group: expected all {size} ranks of MPI in the group, found {options.group_size}. "
-            'Call dist.init_process_group("torchmpi") on every rank, without rank= and world_size=; make a smaller '
-            "group by dist.new_group(ranks), which every rank calls too"
+            'Call dist.init_process_group("torchmpi") on every rank, without rank= and world_size=; for a smaller '
+            "group, call dist.new_group(ranks) on every rank"
         )

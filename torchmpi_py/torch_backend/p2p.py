@@ -1,8 +1,8 @@
 """Send and receive messages with tags in a process group, from one rank or from any rank.
 
-A message must not queue behind collectives or behind other messages, because a receive may be called before the send
-that matches it. So each message is posted to MPI at once, on a communicator for messages, with tags of the group
-(``communicator_pool.py``).
+A message must not wait in a queue for collectives or other messages, because a program may call a receive before the
+send that matches it. So each message is posted to MPI immediately, on a communicator for messages, with tags of the
+group (``communicator_pool.py``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torchmpi_py.torch_backend.work import PendingWork
 
 
 class Message(PendingWork):
-    """A message under way. No other call waits for it. MPI transfers it while a thread waits for it."""
+    """A message in transit. Other calls do not wait for it. MPI transfers it while a thread waits for it."""
 
     def __init__(self, handle: RequestHandle[Any], x: Tensor, seconds: float | None, receipts: list[Any]) -> None:
         super().__init__([x], seconds)
@@ -56,15 +56,15 @@ class Message(PendingWork):
 
 
 class Mailbox:
-    """The messages of a group."""
+    """The point-to-point messages of a group."""
 
     def __init__(self, membership: Membership) -> None:
         self._members, self._comm, self._mpi = membership, membership.comm, membership.messages
-        self._receives: dict[int, RequestHandle[Any]] = {}  # kept until they are complete
+        self._receives: dict[int, RequestHandle[Any]] = {}  # pending receives
         communication_thread.current().add_companion(self)
 
     def send(self, x: Tensor, destination: int, tag: int, seconds: float | None, frame: FrameType) -> Message:
-        """Post a send."""
+        """Post a send to MPI, and return the message."""
         check_rank("send", "dst", destination, resolve(self._comm).size)
         place, buffer = self._members.tag("send", tag), flat(check_tensor("send", "tensor", x)).cpu()
         operation = self._operation("send", destination, buffer, x)
@@ -73,14 +73,14 @@ class Mailbox:
         return Message(handle, x, seconds, [])
 
     def receive(self, x: Tensor, source: int | None, tag: int, seconds: float | None, frame: FrameType) -> Message:
-        """Post a receive, from any rank if ``source`` is None."""
+        """Post a receive to MPI, from any rank if ``source`` is None, and return the message."""
         size, place = resolve(self._comm).size, self._members.tag("recv", tag)
         where = MPI.ANY_SOURCE if source is None else check_rank("recv", "src", source, size)
         buffer, copy_out = output_buffer("recv", check_tensor("recv", "tensor", x), holds_input=False)
         if source is None and x.nbytes > config.current.message_bytes:
             raise ValueError(
-                f"recv: {x.nbytes} bytes travel in several messages, and messages of different ranks could mix; "
-                "pass the sender's rank (src=)"
+                f"recv: {x.nbytes} bytes need several messages, which could mix with messages from other ranks; pass "
+                "the sender's rank (src=)"
             )
         if x.is_cuda:
             copy = HostCopy(x.detach())
@@ -93,10 +93,10 @@ class Mailbox:
         return Message(handle, x, seconds, receipts)
 
     def drain(self) -> None:
-        """Wait for nothing, because receives without a message may stay open."""
+        """Do nothing, because receives without a matching message may stay pending."""
 
     def close(self) -> None:
-        """Cancel the receives without a message."""
+        """Cancel the receives without a matching message."""
         for handle in list(self._receives.values()):
             handle.cancel()
 
@@ -110,7 +110,7 @@ class Mailbox:
 def _posted(
     operation: Operation[Any], frame: FrameType, post: Callable[[], list[Any]]
 ) -> tuple[RequestHandle[Any], list[Any]]:
-    """Record an operation and post it; return its handle and its requests."""
+    """Record an operation, post it to MPI, and return its handle and its requests."""
     operation.entry = journal.record(operation.plan, DIRECT, IS_LAUNCH, frame)
     try:
         requests = post()
