@@ -75,7 +75,7 @@ class ExtraOperations(Carrier):
         return selector.flavour_for(verb, self.comm, x.device, num_bytes, symmetric=False, name=None).name == self.name
 
     def with_root(self, verb: str, x: Tensor, parts: Sequence[Tensor], root: int) -> Operation[Any]:
-        """Return the gather of ``x`` into root's ``parts``, or the scatter of ``parts`` into ``x``. All have one size."""
+        """Return the gather of ``x`` into root's ``parts``, or the scatter of ``parts`` into ``x``, all of one size."""
         num_bytes = self.comm.size * x.nbytes
         of_root = [x[:0]] * self.comm.size
         of_root[root] = x  # A gather sends x to root, and a scatter receives x from root.

@@ -113,7 +113,8 @@ def create(options: Any) -> ProcessGroup:
     if is_default:
         wait_for_all(world, options.timeout)
     group = ProcessGroup(ranks, options.group_id, options.timeout)
-    group.lazy_store, rendezvous.newest_lazy_store[:] = rendezvous.newest_lazy_store[:], []  # The group keeps the store.
+    # The group keeps the store alive.
+    group.lazy_store, rendezvous.newest_lazy_store[:] = rendezvous.newest_lazy_store[:], []
     return group
 
 

@@ -34,24 +34,25 @@ _OPS = {kind: kind.lower() for kind in ("SUM", "AVG", "MIN", "MAX", "BAND", "BOR
 _OPS |= {"PRODUCT": "prod", "PREMUL_SUM": "sum"}
 _KINDS: Any = distributed.ReduceOp.RedOpType
 _BY_NUMBER = {_KINDS.__members__[name].value: GroupReduction(op, None) for name, op in _OPS.items()}
-_PREMUL_SUM = _KINDS.PREMUL_SUM.value  # compare numbers, because torch's enumerations are slow
+_PREMUL_SUM = _KINDS.PREMUL_SUM.value  # Numbers are compared, because torch's enumerations are slow.
 _allreduce = builder(verbs.allreduce)
-# Any, because torch declares several signatures for each method, and ProcessGroup's methods accept them all
+# The type is Any, because torch declares several signatures for each method, and our methods accept all of them.
 _Base: Any = distributed.ProcessGroup
 
 
 class ProcessGroup(_Base):  # type: ignore[misc]
-    """A process group of torch.distributed, on a communicator of its own.
+    """A process group of torch.distributed, with its own communicator.
 
-    Programs do not construct this class: ``dist.init_process_group("torchmpi")`` and ``dist.new_group`` do. The
-    constructor is collective over the group's ranks. The collectives do what torch.distributed documents. With a
-    ``timeout`` other than torch's default, a wait that takes longer raises ``work.TimedOut``, which is a
-    ``CollectiveTimeout`` and a ``DistBackendError`` and names the late ranks as far as known.
+    To create a group, call ``dist.init_process_group("torchmpi")`` or ``dist.new_group``, not this constructor. All
+    ranks of the group must call the constructor. The collectives behave as torch.distributed documents. With a
+    ``timeout`` other than torch's default, a wait that takes longer raises ``work.TimedOut``. This error is both a
+    ``CollectiveTimeout`` and a ``DistBackendError``, and it lists the late ranks as far as they are known.
 
     Args:
-        world_ranks: the world ranks of the members, in the order of their group ranks.
-        name: the name that torch.distributed gives the group; reports show it.
-        timeout: how long waits last; for torch's default (30 minutes) ``Tuning.deadline_seconds`` applies instead.
+        world_ranks (sequence of int): the world ranks of the members, in the order of their group ranks.
+        name (str): the name of the group in torch.distributed and in reports.
+        timeout (datetime.timedelta): longest duration of a wait. For torch's default (30 minutes),
+            ``Tuning.deadline_seconds`` applies instead.
     """
 
     def __init__(self, world_ranks: Sequence[int], name: str, timeout: dt.timedelta) -> None:
@@ -70,7 +71,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return NAME
 
     def set_timeout(self, timeout: dt.timedelta) -> None:
-        """Make waits give up after ``timeout``; for torch's default (30 minutes) the package's own timeout applies."""
+        """Set the timeout of waits. For torch's default (30 minutes), the package's own timeout applies."""
         deadline = float(config.current.deadline_seconds) if config.can_raise else None
         seconds = timeout.total_seconds()
         self.seconds = deadline if seconds == torch_internals.DEFAULT_SECONDS else seconds
@@ -107,7 +108,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return self.carry_out(group_calls.allgather(self.comm, outputs, inputs), opts)
 
     def allgather_coalesced(self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None) -> Any:
-        by_tensor = [list(of_tensor) for of_tensor in zip(*output_lists, strict=True)]  # torch passes one list per rank
+        # torch passes one list per rank, but the call needs one list per tensor.
+        by_tensor = [list(of_tensor) for of_tensor in zip(*output_lists, strict=True)]
         return self.carry_out(group_calls.allgather(self.comm, by_tensor, input_list), opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002
@@ -150,7 +152,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         return self.carry_out(([self.extra.operation("barrier")], [], ()), opts)
 
-    _allgather_base = all_gather_single  # the names in older versions of torch
+    # Older versions of torch call these methods by the following names.
+    _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -180,11 +183,11 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return Several(works or [])
 
     def shutdown(self) -> None:
-        """Wait for this rank's calls, at most for the timeout, and release the communicator. Not collective."""
+        """Wait for this rank's calls, up to the timeout, and release the communicator. Ranks may call it alone."""
         self._end(self.seconds)
 
     def abort(self) -> None:
-        """Release the communicator as ``shutdown`` does, but without a wait."""
+        """Release the communicator without waiting for this rank's calls. Ranks may call it alone."""
         self._end(0.0)
 
     def _end(self, seconds: float | None) -> None:
@@ -198,11 +201,11 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             communicator_pool.release(self.comm)
 
     def carry_out(self, call: Call, opts: Any = None, *, is_written: bool = True) -> Any:
-        """Carry out or queue ``call``; return its Work.
+        """Carry out or queue ``call``, and return its Work.
 
-        A blocking call is complete at the return, unless other calls are under way or it has a timeout. ``opts`` may
-        hold a timeout, and whether the program waits in this call. ``is_written`` says whether this rank's results are
-        written.
+        A blocking call is complete when this method returns, unless other calls are under way or the call has a
+        timeout. ``opts`` may contain a timeout, and whether the program waits in this call. ``is_written`` is False if
+        the call does not overwrite the tensors of this rank.
         """
         operations, results, _ = call
         if not operations:
@@ -230,12 +233,12 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def _check_open(self) -> None:
         if not self.queue.is_open:
-            raise CommunicatorError(f"process group {self.group_name!r} was destroyed; create one by dist.new_group")
+            raise CommunicatorError(f"process group {self.group_name!r} was destroyed; create one with dist.new_group")
         communicators.resolve(self.comm)
 
 
 def reduction_of(opts: Any) -> GroupReduction:
-    """Return the reduction that torch.distributed passes, in options or directly; the sum if it passes none."""
+    """Return the reduction that torch.distributed passes, in ``opts.reduceOp`` or as ``opts``; default: the sum."""
     op = getattr(opts, "reduceOp", opts)
     if op is None:
         return GroupReduction("sum", None)
@@ -247,15 +250,15 @@ def reduction_of(opts: Any) -> GroupReduction:
 
 
 def root_of(opts: Any) -> int:
-    """Return the root, which torch.distributed passes in options or as a plain number."""
+    """Return the root that torch.distributed passes, in ``opts.rootRank`` or as ``opts``."""
     return opts if isinstance(opts, int) else int(opts.rootRank)
 
 
 def as_list(tensors: Sequence[Tensor] | Tensor) -> list[Tensor]:
-    """Return a list of tensors; torch.distributed passes a list or one tensor."""
+    """Return ``tensors`` as a list. torch.distributed passes a sequence of tensors or a single tensor."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-# A compiled function may call collectives from C++, which calls these methods; the compiler must not trace into them.
+# A compiled function may call collectives from C++, and C++ calls these methods. The compiler must not trace into them.
 compiling.leave_alone(ProcessGroup, CallWork, Done, PendingWork, QueuedCall, Several, Message)
 torch_internals.keep_join_notices()

@@ -1,11 +1,13 @@
 """Register the backend with torch.distributed: torch calls `register` at the end of ``import torch``.
 
-Every process that imports torch runs this module, including spawned workers. So this module imports no heavier part of
-the package, and imports torch only inside `register`. The first process group loads the rest. This module uses torch's
-``Backend.register_backend`` and ``Backend.backend_list``; ``torch_internals.py`` contains all uses of private names.
+Every process that imports torch runs this module, including spawned workers. So this module imports only light modules
+of the package, and imports torch only inside `register`. The first process group loads the other modules. This module
+uses torch's ``Backend.register_backend`` and ``Backend.backend_list``; ``torch_internals.py`` contains all uses of
+private names.
 
-By default torch starts with ``env://``, which asks a handler for rank, size and a store. This package replaces the
-handler, and calls the former handler for programs that do not synchronize over MPI (``_meets_over_mpi``).
+By default, ``init_process_group`` uses ``env://`` and gets rank, size and a store from the handler of this scheme. This
+package replaces the handler, and calls the former handler if the ranks do not rendezvous over MPI
+(``_meets_over_mpi``).
 """
 
 from __future__ import annotations
@@ -48,16 +50,16 @@ def _rendezvous(former: Callable[..., Any]) -> Callable[..., Any]:
             return former(url, **options)
         rank = int(arguments["RANK"]) if "RANK" in arguments else None
         over_mpi = importlib.import_module("torchmpi_py.torch_backend.meeting").over_mpi
-        return over_mpi(rank, _named_backend() == NAME, **options)  # our groups do not use the store
+        return over_mpi(rank, _named_backend() == NAME, **options)  # Groups of this backend do not use the store.
 
     return meet
 
 
 def _meets_over_mpi(arguments: Mapping[str, str]) -> bool:
-    """Return whether the rendezvous uses MPI: MPI has started the ranks, and neither user nor torchrun overrides it.
+    """Return whether the rendezvous uses MPI: MPI has started the ranks, and neither user nor torchrun overrides this.
 
-    ``arguments`` holds RANK and WORLD_SIZE if the user sets them. A process without a launcher is a world of one rank
-    if the program names this backend or has started the package. The answer is the same on all ranks.
+    ``arguments`` contains RANK and WORLD_SIZE if the user sets them. A process without a launcher is a world of one
+    rank if the program selects this backend or has started the package. The result is the same on all ranks.
     """
     has_place = bool(os.environ.get(variables.ADDRESS)) and ("RANK" in os.environ or "RANK" in arguments)
     if variables.is_under_torchrun(os.environ) or (variables.is_own(os.environ, variables.PORT) and has_place):
@@ -70,13 +72,13 @@ def _meets_over_mpi(arguments: Mapping[str, str]) -> bool:
 
 
 def _stack() -> Any:
-    """Return the package's communicators if the package is started; else None."""
+    """Return the stack of the package's communicators if the package is started, else None."""
     communicators: Any = sys.modules.get("torchmpi_py.core.communicators")
     return communicators.stack() if communicators is not None and communicators.is_started() else None
 
 
 def _named_backend() -> str:
-    """Return the backend argument of init_process_group, read from its frame because its handler does not get it."""
+    """Return the backend argument of ``init_process_group`` from its frame, because torch does not pass it on."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_name != "init_process_group":
         frame = frame.f_back

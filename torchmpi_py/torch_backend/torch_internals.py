@@ -1,21 +1,23 @@
-"""Change torch where the backend needs it, and hold every private name of torch. Tested on torch 2.10 to 2.15.
+"""Change torch where the backend requires it. Only this module uses private names of torch.
 
-setup.cfg allows torch from 2.4 on, which is enough for the rest of the package; `check_version` refuses groups on torch
-before 2.10. ``import torch`` runs `prepare`, so this module imports nothing heavier than torch.
+The module was tested with torch 2.10 to 2.15. setup.cfg allows torch from 2.4 on, which is enough for the other parts
+of the package; `check_version` refuses groups with torch before 2.10. ``import torch`` runs `prepare`, so this module
+imports nothing heavier than torch.
 
-- The table of backends in torch holds this backend, but does not list it.
-- The scheme ``env://`` leads to this package's handler.
-- A string such as "cpu:gloo,cuda:torchmpi" makes a group of "torchmpi" only. A backend written in Python
-  may serve the whole group, so torch would make the other backend in vain.
-- If an MPI job of several ranks makes its default group on another CPU backend that the program has not named, one log
-  line says so.
-- The function ``_set_pg_timeout`` knows only gloo and NCCL. Its wrapper also sets the timeout of this backend's groups.
-- Under ``model.join(divide_by_initial_world_size=False)`` a model tells the other ranks by an allreduce that its rank
-  has inputs left. Python makes the ``Work`` of this call and passes it to C++. C++ calls the Python methods of a
-  ``Work`` only while the Python object lives; afterwards ``wait()`` of the C++ class blocks for ever. So this module
-  keeps the work until the next one. (C++ itself keeps the objects of the calls that it makes.)
-- C++ needs a C++ backend in a process group, and asks it for devices and names. It gets a placeholder that raises an
-  error if a collective reaches it.
+- torch's table of backends finds this backend by its name, but does not list it.
+- The scheme ``env://`` uses this package's handler.
+- A string such as "cpu:gloo,cuda:torchmpi" creates a group of "torchmpi" only. A backend written in Python serves all
+  devices of a group, so the other backend would never be used.
+- If an MPI job of several ranks creates its default group with another CPU backend, and the program did not choose this
+  backend, rank 0 logs a warning.
+- The function ``_set_pg_timeout`` supports only gloo and NCCL. Its wrapper also sets the timeout of this backend's
+  groups.
+- Under ``model.join(divide_by_initial_world_size=False)``, a model announces by an allreduce, the join notice, that its
+  rank has inputs left. Python creates the ``Work`` of this call and passes it to C++. C++ calls the Python methods of a
+  ``Work`` only while the Python object exists. After that, ``wait()`` of the C++ class blocks forever. So this module
+  keeps each ``Work`` until the next join notice. (For its own calls, C++ keeps the Python objects.)
+- C++ expects a C++ backend in each process group, and reads devices and names from this backend. So each group contains
+  a placeholder, which raises an error if a collective reaches it.
 """
 
 from __future__ import annotations
@@ -51,11 +53,11 @@ _UNNAMED = "undefined"
 _ON_THE_CPU = {"gloo", "mpi", "ucc"}
 _REMEDY = f'call dist.init_process_group("{NAME}") first, or pass that name to the library'
 
-_last_notice: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by model
+_last_notice: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # model: Work
 
 
 def prepare(handler_of: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Change torch's tables and functions. ``handler_of`` turns the former handler of ``env://`` into the new one."""
+    """Change torch's tables and functions. ``handler_of`` takes the former handler of ``env://``, and returns ours."""
     backend: Any = distributed.Backend
     backend._plugins = _Plugins(backend._plugins)
     _rendezvous_handlers["env"] = handler_of(_rendezvous_handlers["env"])
@@ -84,7 +86,7 @@ class _Plugins(dict[str, Any]):
 
 
 def _wrap_making() -> None:
-    """Make torch choose this backend wherever it is named, and log if the default group is made on another backend."""
+    """Make torch use this backend wherever it is named, and log if the default group uses another backend."""
     former = distributed_c10d._new_process_group_helper
 
     @functools.wraps(former)
@@ -98,7 +100,7 @@ def _wrap_making() -> None:
 
 
 def _wrap_set_timeout() -> None:
-    """Make torch's function set the timeout of this backend's groups too."""
+    """Make torch's ``_set_pg_timeout`` set the timeout of this backend's groups too."""
     former = distributed_c10d._set_pg_timeout
 
     @functools.wraps(former)
@@ -118,15 +120,15 @@ def is_group(group: Any) -> bool:
 
 
 def group_of_hook(hook: str, state: Any) -> Any:
-    """Return the process group for a DDP hook; the default group for None.
+    """Return the process group that a DDP hook uses: ``state``, or the default group if ``state`` is None.
 
-    Raise RuntimeError or TypeError if the group does not belong to this package's backend.
+    Raise RuntimeError if there is no default group, and TypeError if the group has another backend.
     """
     group = distributed.group.WORLD if state is None else state
     if group is None:
         raise RuntimeError(f"{hook}: there is no default process group; call init_process_group first")
     if not is_group(group):
-        raise TypeError(f"{hook}: {group!r} is not a process group of backend torchmpi; pass the module's group")
+        raise TypeError(f"{hook}: {group!r} is not a process group of backend torchmpi; pass the group of the module")
     return group
 
 
@@ -134,27 +136,27 @@ def check_bucket(hook: str, x: Tensor) -> Tensor:
     """Return the gradients of a DDP bucket; raise TypeError if they are sparse."""
     if x.is_sparse:
         raise TypeError(
-            f"{hook}: expected dense gradients, found a bucket of sparse ones. Build the layer with sparse=False, or "
-            "register no hook: DDP itself reduces sparse gradients"
+            f"{hook}: expected dense gradients, found sparse gradients; create the layer with sparse=False, or do not "
+            "register a hook, because DDP itself can reduce sparse gradients"
         )
     return x
 
 
 def _names(backend: str) -> set[str]:
-    """Return the backends of a group that torch would make for a name, for device strings, or for no name."""
+    """Return the backends that torch would create for a name, for device strings, or without a name."""
     if backend == _UNNAMED:
         backend = str(distributed_c10d.BackendConfig(distributed.Backend(backend)))
     return {part.rpartition(":")[2] for part in backend.lower().split(",")}
 
 
 def _chosen(backend: str, names: set[str]) -> str:
-    """Return the backend to make: this one if the string names it, else the string; without a name torch's choice."""
+    """Return the backend to create: this one if the string contains its name, else the string, or torch's default."""
     if NAME in names:
         if len(names) > 1 and _logs():
             rest = " and ".join(sorted(names - {NAME}))
             logger.warning(
-                '"%s": %s serves all devices of a group, and %s is not used; pass "%s" only, or make a separate group '
-                'by dist.new_group(backend="%s")',
+                '"%s": %s serves all devices of a group, so %s is not used; pass "%s" only, or create a separate group '
+                'with dist.new_group(backend="%s")',
                 backend, NAME, rest, NAME, min(names - {NAME}),
             )  # fmt: skip
         return NAME
@@ -162,12 +164,12 @@ def _chosen(backend: str, names: set[str]) -> str:
 
 
 def _warn_if_elsewhere(backend: str, names: set[str]) -> None:
-    """Log a line on rank 0 of an MPI job if its default group gets a CPU backend that the program did not name."""
+    """Log a warning on rank 0 of an MPI job if its default group uses a CPU backend that the program did not choose."""
     if not names <= _ON_THE_CPU or not _is_job() or not _logs():
         return
     library = library_of(program())
     if backend == _UNNAMED or library:
-        why = f"{library} asks for it" if library else "no backend was named"
+        why = f"{library} requested it" if library else "the program passed no backend"
         logger.warning(
             'the default group of torch.distributed uses "%s" instead of MPI: %s. For MPI, %s',
             "/".join(sorted(names)), why, _REMEDY,
@@ -192,10 +194,10 @@ def program() -> FrameType:
 
 
 def keeps_bucket() -> bool | None:
-    """Return whether DDP keeps the bucket that the caller reduces for C++; None if Python has called the caller.
+    """Return whether DDP keeps the bucket that C++ reduces by this call, or None if Python makes the call.
 
-    True: C++ reduces a bucket in a backward pass, and keeps it. False: C++ reduces zeros on a rank without inputs, in
-    place of a bucket. Deeply nested backward passes run in C++ threads, where the caller is the outermost frame.
+    True: C++ reduces a bucket in a backward pass, and keeps the bucket. False: C++ reduces zeros in place of a bucket,
+    on a rank without inputs. Deeply nested backward passes run in C++ threads, where the caller is the outermost frame.
     """
     frame = sys._getframe(1).f_back
     return True if frame is None else _AROUND_BUCKETS.get(frame.f_code)
@@ -214,7 +216,7 @@ def library_of(frame: FrameType) -> str:
 
 
 def keep_join_notices() -> None:
-    """Make torch keep each model's last "inputs left" work (see the module). The first process group calls this."""
+    """Make torch keep the ``Work`` of each model's last join notice (see the module). The first group calls this."""
     from torch.distributed.algorithms.join import Join, Joinable
 
     former = Join.notify_join_context
@@ -227,7 +229,7 @@ def keep_join_notices() -> None:
 
 
 def check_version() -> None:
-    """Raise TorchMPIError on a torch whose placeholder would not raise an error if a collective reached it."""
+    """Raise TorchMPIError if torch is so old that its placeholder would not raise an error in a collective."""
     from torch._C._distributed_c10d import FakeProcessGroup
 
     if not hasattr(FakeProcessGroup, "Options"):

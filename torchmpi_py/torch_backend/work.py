@@ -1,16 +1,17 @@
-"""Return a ``Work`` for each call to torch.distributed: the work, its future, and the callbacks of the future.
+"""The ``Work`` of each call to torch.distributed, the future of the call, and the callbacks of the future.
 
-A program may drop a ``Work``, because the queue holds the call until it is complete.
+A program may drop a ``Work``, because the queue keeps each call until the call is complete.
 
-A callback (``future.then``) runs in the thread that completes the future. That is the thread that carries out the
-group's calls, before it begins the next call; or the thread that adds the callback, if the call is complete already.
+A callback (``future.then``) runs in the thread that completes the future. This is the thread that carries out the
+group's calls, and it runs the callback before the next call. If the call is already complete, the callback runs in the
+thread that adds the callback.
 
 A callback may make calls and wait for them, as DDP's PowerSGD hook does. A call from a callback must not queue behind
-calls that wait for the callback, and its place among the other calls may differ from rank to rank. So calls from
-callbacks are carried out at once, on a separate channel. Their order on that channel is the order of the calls to which
-the callbacks are chained. It is the same on all ranks if the program chains callbacks in the order of its calls, and
-before it waits for later calls. (Callbacks of other futures, such as ``torch.futures.collect_all``, make calls like any
-other part of the program.)
+calls that wait for the callback, and its place among the other calls may differ between ranks. So calls from callbacks
+are carried out immediately, on a separate channel. Their order on this channel is the order of the calls to which the
+callbacks are chained. This order is the same on all ranks if the program chains callbacks in the order of its calls,
+and before it waits for later calls. (Callbacks of other futures, such as ``torch.futures.collect_all``, make calls like
+any other part of the program.)
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from torchmpi_py.torch_backend.torch_internals import raise_on_wait, work_of
 
 
 class _InCallback(threading.local):
-    """Whether this thread runs a callback of a future."""
+    """The state of each thread: whether the thread is running a callback of a future."""
 
     is_in_callback = False
 
@@ -42,11 +43,11 @@ callback_state = _InCallback()
 
 @contextlib.contextmanager
 def _callback(gpus: Sequence[torch.device]) -> Iterator[None]:
-    """Run a callback in this block, and wait at its end for the work that the callback has queued on the GPUs.
+    """Run a callback in this block, and at the end wait for the work that the callback has queued on the GPUs.
 
-    A callback runs on a stream of torch's own, and may use memory that was allocated on another stream, such as the
-    copies of DDP's PowerSGD hook. If that memory were freed before the callback's work is done, the other stream could
-    reuse it at once.
+    torch runs a callback on a stream of its own. The callback may use memory that was allocated on another stream, such
+    as the copies of DDP's PowerSGD hook. If this memory were freed before the callback's work is done, the other stream
+    could reuse the memory too early.
     """
     former = callback_state.is_in_callback
     callback_state.is_in_callback = True
@@ -59,14 +60,14 @@ def _callback(gpus: Sequence[torch.device]) -> Iterator[None]:
 
 
 def _nothing() -> None:
-    """Do nothing: the step before a wait for most futures."""
+    """Do nothing. Most futures need no preparation for a wait."""
 
 
 class _Failure:
     """The value of a future that has failed.
 
-    An error that Python sets on a future is an ordinary value for C++. DDP takes this value for gradients, and pickles
-    it to find the tensors, without a check that it finds any. So pickling this value raises the error.
+    For C++, an error that Python sets on a future is an ordinary value. DDP treats this value as gradients and pickles
+    it to find the tensors, without checking that it contains any. So pickling this value raises the error.
     """
 
     def __init__(self, error: BaseException, *, raises: bool = True) -> None:
@@ -80,14 +81,14 @@ class _Failure:
 
 
 class CallFuture(torch.futures.Future[Any]):
-    """The future of a call. ``before_wait`` carries the call out if that is the task of the waiting thread."""
+    """The future of a call. Before a wait, ``before_wait`` carries out the call if no other thread can do so."""
 
     def __init__(self, devices: list[torch.device], before_wait: Callable[[], object] = _nothing) -> None:
         super().__init__(devices=list(devices))
         self.gpus, self.before_wait = devices, before_wait
 
     def wait(self) -> Any:
-        """Block until the future is completed; return its value, or raise the error of the call."""
+        """Block until the future is complete. Return its value, or raise the error of the call."""
         self.before_wait()
         return super().wait()
 
@@ -98,14 +99,14 @@ class CallFuture(torch.futures.Future[Any]):
         return following
 
     def set_exception(self, error: Any) -> None:
-        """Complete the future with an error, for waits in Python, and for DDP, which waits in C++."""
-        failure = _Failure(error, raises=not self.gpus)  # a future of GPU tensors pickles its value
+        """Complete the future with an error. A wait in Python raises the error, and so does DDP's wait in C++."""
+        failure = _Failure(error, raises=not self.gpus)  # ``set_result`` of a future of GPU tensors pickles the value.
         raise_on_wait(self, error)
         self.set_result(failure)
         failure.raises = True
 
     def add_done_callback(self, callback: Callable[..., None]) -> None:
-        """Run ``callback`` with this future when it is completed."""
+        """Run ``callback`` with this future when the future is complete."""
         gpus = self.gpus
 
         def run(future: Any) -> None:
@@ -116,12 +117,12 @@ class CallFuture(torch.futures.Future[Any]):
 
 
 def _gpus(results: Sequence[Tensor]) -> list[torch.device]:
-    """Return the GPUs of the tensors, which torch requires for their future."""
+    """Return the GPUs of the tensors. torch requires this list to create a future of the tensors."""
     return sorted({x.device for x in results if x.is_cuda}, key=str)
 
 
 def first(future: Any) -> Any:
-    """Return the first tensor of a call: a callback that queues no GPU work."""
+    """Return the first tensor of a call. This function is a callback that queues no GPU work."""
     return future.value()[0]
 
 
@@ -140,7 +141,7 @@ class TimedOut(CollectiveTimeout, distributed.DistBackendError):
 
 
 class CallWork(distributed.Work):
-    """The base class of the works below. Each one sets ``_results`` and defines ``exception``."""
+    """Base class of the ``Work`` classes. Each subclass sets ``_results`` and defines ``exception``."""
 
     _results: list[Tensor]
 
@@ -155,7 +156,7 @@ class CallWork(distributed.Work):
 
 
 class Several(CallWork):
-    """The work of several calls together. torch waits for it, and asks for no future."""
+    """The ``Work`` of several calls together. torch waits for this object, and does not use a future."""
 
     def __init__(self, works: Sequence[Any], results: list[Tensor] | None = None) -> None:
         super().__init__()
@@ -175,7 +176,7 @@ class Several(CallWork):
 
 
 class Done(Several):
-    """The work of a call that was carried out at once."""
+    """The ``Work`` of a call that is already complete."""
 
     def __init__(self, results: list[Tensor]) -> None:
         super().__init__([], results)
@@ -187,13 +188,13 @@ class Done(Several):
 
 
 OVER = work_of(Done([]).get_future())
-"""The work of every blocking call: programs never see it, and making one takes a third of a call's time."""
+"""The ``Work`` of every blocking call. Programs never see it; creating one per call would take a third of the time."""
 
 
 class PendingWork(CallWork):
-    """The work of a call under way, which ``handle`` represents. ``wait`` and the future raise the call's error.
+    """The ``Work`` of a call under way, whose handle is ``handle``. ``wait`` and the future raise the call's error.
 
-    Waits give up after ``seconds`` (None: never), but the call continues. A subclass sets the handle when it launches
+    Waits time out after ``seconds`` (None: never), but the call continues. A subclass sets the handle when it launches
     the call, and calls ``end`` once, when the call is over. A message calls ``end`` only if it has a future.
     """
 
@@ -205,17 +206,17 @@ class PendingWork(CallWork):
         self._lock = threading.Lock()
         self._is_over = False
         self._future: CallFuture | None = None
-        self._future_is_open = threading.Lock()  # the thread that completes the future acquires it for ever
+        self._future_is_open = threading.Lock()  # The thread that completes the future acquires this lock permanently.
         self._timer: threading.Timer | None = None
 
     def before_wait(self) -> None:
-        """Prepare a wait of this thread for the call."""
+        """Prepare this thread for a wait for the call."""
 
     def before_future_wait(self) -> None:
-        """Prepare a wait of this thread for the future."""
+        """Prepare this thread for a wait for the future."""
 
     def expect(self) -> None:
-        """Count the call as waited for once its future exists, because waits inside torch cannot be observed."""
+        """Treat the call as waited for from now on, because torch's waits for its future cannot be observed."""
         self.handle.expect(self._seconds)
 
     def give_up(self) -> None:
@@ -249,7 +250,7 @@ class PendingWork(CallWork):
         return None
 
     def get_future(self) -> CallFuture:
-        """Return a future of the tensors. From now on the call counts as waited for (``core/journal.py``)."""
+        """Return the future of the call's results. From now on the call counts as waited for (``core/journal.py``)."""
         with self._lock:
             if self._future is not None:
                 return self._future
@@ -265,7 +266,7 @@ class PendingWork(CallWork):
         return future
 
     def end(self) -> None:
-        """Complete the future, after the call has completed or failed."""
+        """Complete the future after the call has completed or failed."""
         with self._lock:
             self._is_over = True
         self._complete_future()
@@ -273,10 +274,10 @@ class PendingWork(CallWork):
     def _complete_future(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        future = self._future  # the timer or the program may have completed it already
+        future = self._future  # The timer or the program may have completed the future already.
         if future is None or future.done() or not self._future_is_open.acquire(blocking=False):
             return
-        # On the program's own stream, the program's later work would wait for the call too.
+        # Use the call's stream. On the program's own stream, later work of the program would wait for the call too.
         with self.handle.on_its_stream():
             try:
                 self.handle.wait()
@@ -285,10 +286,10 @@ class PendingWork(CallWork):
             else:
                 future.set_result(self._results)
             finally:
-                future.before_wait = _nothing  # break the reference cycle, which would keep the tensors alive
+                future.before_wait = _nothing  # Break the reference cycle, which would keep the tensors alive.
 
     def _expire(self) -> None:
-        """Make the future give up, because the call has exceeded its timeout."""
+        """Complete the future with TimedOut, because the call has exceeded its timeout."""
         late = self.handle.who_is_late()
         if self._future is None or self.handle.is_settled() or not self._future_is_open.acquire(blocking=False):
             return
