@@ -3,9 +3,9 @@
 The stand-in is a tensor without memory. Programs can read its shape, dtype and device. Every use of its values raises
 RuntimeError: clipping, norms, GradScaler, hooks, and the addition of a second gradient by autograd.
 
-There are two alternatives. If ``p.grad`` were None, ``clip_grad_norm_`` would silently skip the gradient. If ``p.grad``
-were a view of the bucket, ``clip_grad_norm_`` would change values that are being sent. ``zero_grad()`` works with the
-stand-in, because setting ``p.grad`` to None drops the stand-in.
+Two alternatives were rejected. If ``p.grad`` were None, ``clip_grad_norm_`` would silently skip the gradient. If
+``p.grad`` were a view of the bucket, ``clip_grad_norm_`` would change values that are being sent. ``zero_grad()`` works
+with the stand-in, because setting ``p.grad`` to None drops the stand-in.
 """
 
 from __future__ import annotations

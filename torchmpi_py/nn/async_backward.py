@@ -5,12 +5,12 @@ its bucket and launches every bucket that is complete, in the fixed order of the
 pass a callback launches the remaining buckets, with zeros for parameters without a gradient. So the communication of
 one bucket overlaps the computation of the next gradients.
 
-An alternative is to launch each bucket as soon as it is complete. It was rejected because ranks may complete their
-buckets in different orders, for example if one rank skips a layer in a step. MPI matches collectives by their order, so
-gradients of different layers would be added to each other. The fixed order costs some overlap in networks that complete
-buckets out of order. A second alternative is torch's DistributedDataParallel, which searches the graph for unused
-parameters in each step (``find_unused_parameters``). It was rejected because it needs torch.distributed and replaces
-the module.
+An alternative is to launch each bucket as soon as it is complete, in any order. It was rejected because ranks may
+complete their buckets in different orders, for example if one rank skips a layer in a step. Collectives are matched by
+their order, so gradients of different layers would be added to each other. The fixed order costs some overlap in
+networks that complete buckets out of order. A second alternative is torch's DistributedDataParallel, which searches the
+graph for unused parameters in each step (``find_unused_parameters``). It was rejected because it needs
+torch.distributed and replaces the module.
 
 The protocol of one step:
 
@@ -143,7 +143,7 @@ class AsyncBackward:
         if self._flags is not None:
             self._finish()
         elif self._hooks:
-            self._check_parameters()  # A pass that reached no registered parameter has not checked them.
+            self._check_parameters()  # A pass that reached no registered parameter has not made this check.
 
     def _finish(self) -> None:
         """Wait for the pending reduction, and set each ``p.grad``."""
@@ -161,10 +161,10 @@ class AsyncBackward:
         self.buckets.finish(self.op, self.order.checked(flags.wait()))
 
     def reduce_now(self) -> None:
-        """Reduce the current gradients, without waiting for ``frequency`` passes. Every rank must reduce in this step.
+        """Reduce the current gradients, without waiting for ``frequency`` passes.
 
-        Call this on a rank that ran no backward pass in this step, or fewer passes than the other ranks. On the other
-        ranks, the backward pass may already have started the reduction.
+        Call this on a rank that ran no backward pass in this step, or fewer passes than the other ranks. Every rank
+        must reduce its gradients in this step, but on the other ranks the backward pass may have started the reduction.
 
         Raises:
             RuntimeError: the module has parameters that are new or changed since the registration.
@@ -268,7 +268,7 @@ class AsyncBackward:
             )
 
     def _end_pass(self) -> None:
-        """Count a complete pass; after ``frequency`` passes, launch the remaining buckets and the flags."""
+        """Count a complete pass. After ``frequency`` passes, launch the remaining buckets and the flags' reduction."""
         self._pass_id = -1
         self.num_passes += 1
         if self.num_passes == self.frequency:
@@ -285,7 +285,7 @@ class AsyncBackward:
 
     def _end_reduction(self) -> None:
         """Launch the remaining buckets, and the reduction of the flags."""
-        flags = self.buckets.gradient_flags()  # Launching a bucket sets p.grad of all its parameters.
+        flags = self.buckets.gradient_flags()  # Launching a bucket sets p.grad, so read the flags first.
         self._launch(only_ready=False)
         self.order.add()
         flags = self.order.append_numbers(flags, compares_steps=self.compares_steps and self.num_passes > 0)

@@ -22,7 +22,7 @@ class Block:
     """Consecutive children of a BlockSequential, and their parameters.
 
     ``BlockSequential.blocks`` creates the blocks. ``weights`` and ``gradients`` return the current values each time, so
-    you need not keep a block. They allocate memory only if the tensors are not adjacent in memory.
+    you need not keep a block. Both allocate memory only if the parameters or gradients are not adjacent in memory.
 
     Args:
         children (tuple of torch.nn.Module): consecutive children of the BlockSequential, in order.
@@ -61,7 +61,7 @@ def partition(parameters: Sequence[Sequence[torch.nn.Parameter]], partitions: in
     """Return consecutive runs of children, each of at most ceil(total / partitions) elements.
 
     ``parameters`` lists the parameters of each child. Children that share parameters stay in one run, with the children
-    between them. A run exceeds the limit only if one child, or one group of children that share parameters, exceeds it.
+    between them. A run exceeds the limit only if a single child, or such a group of children, is larger than the limit.
     The number of runs may exceed ``partitions``. No run is empty.
     """
     last = {p: index for index, own in enumerate(parameters) for p in own}
@@ -147,7 +147,7 @@ class BlockSequential(torch.nn.Sequential):
 
         The gradients of the pass are added to ``block.gradients`` of each block. At the end, the gradient of the
         network's input is added to ``input.grad``, if the input is a leaf that requires a gradient. Each backward pass
-        needs a forward pass of its own.
+        needs a separate forward pass.
 
         Args:
             gradient (Tensor): gradient of the loss with respect to the output of the last forward pass, with the shape
@@ -160,7 +160,7 @@ class BlockSequential(torch.nn.Sequential):
             RuntimeError: no forward pass has run since the last backward pass.
         """
         if not self._passed:
-            raise RuntimeError("backward_blocks: call forward first; each backward pass needs its own forward pass")
+            raise RuntimeError("backward_blocks: call forward first; each backward pass needs a separate forward pass")
         passed, self._passed = self._passed, []
         for block, before, after in reversed(passed):
             inputs = [*block.trained, *([before] if before.requires_grad else [])]

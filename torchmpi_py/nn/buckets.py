@@ -30,7 +30,7 @@ from torchmpi_py.nn.members import parameters_of
 from torchmpi_py.nn.sparse_reducer import SparseReducer, sparse_parameters
 
 T = TypeVar("T", bound=Tensor)
-_ALIGNMENT = 512  # bytes. This is torch's alignment on GPUs; two buckets never share a cache line.
+_ALIGNMENT = 512  # bytes, torch's alignment on GPUs. Two buckets never share a cache line.
 
 
 class Buckets:
@@ -65,7 +65,7 @@ class Buckets:
 
     def reduce(self, op: str = "avg") -> None:
         """Reduce all gradients on the calling thread. All ranks of ``comm`` must call it."""
-        flags = self.gradient_flags()  # Reducing a bucket sets p.grad of all its parameters.
+        flags = self.gradient_flags()  # Reducing a bucket sets p.grad, so read the flags first.
         for bucket in self.all:
             bucket.reduce(op)
         self.finish(op, verbs.allreduce(flags, op="max", comm=self.comm))
@@ -120,7 +120,7 @@ def _dense_reducer(
 def grouped(tensors: Iterable[T], key: Callable[[T], Hashable] = lambda x: None) -> Iterator[list[T]]:
     """Yield the tensors in groups. All tensors of a group have the same dtype, device and ``key``.
 
-    A tensor of at least ``Tuning.alone_bytes`` is a group of its own. Smaller tensors share groups of up to
+    A tensor of at least ``Tuning.alone_bytes`` forms a separate group. Smaller tensors share groups of up to
     ``Tuning.fuse_bytes``.
     """
     tuning = config.current
@@ -165,8 +165,8 @@ def flat_memory(
 ) -> list[Tensor]:
     """Return a flat tensor of zeros for each run of parameters, all in one symmetric tensor if possible.
 
-    ``counts`` lists the number of elements of each flat tensor. By default, each one has as many elements as its
-    parameters. All ranks of ``comm`` must call this function.
+    ``counts`` lists the number of elements of each flat tensor. By default, a flat tensor has as many elements
+    as its parameters. All ranks of ``comm`` must call this function.
     """
     counts = counts or [sum(p.numel() for p in run) for run in runs]
     num_bytes = [

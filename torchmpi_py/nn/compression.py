@@ -6,8 +6,8 @@ uncompressed. All ranks get the same bits. A plain allreduce of n elements of b 
 2 n b (P-1)/P bytes on each rank. With compression, the ranks exchange:
 
 - ``BF16()``: 16-bit floats with the range of float32, in an allreduce of 2 n bytes.
-- ``FP16()``: 16-bit floats, scaled into the range of float16, in an allreduce of 2 n bytes. After an overflow, the
-  ranks reduce the bucket again uncompressed.
+- ``FP16()``: 16-bit floats, scaled into the range of float16, in an allreduce of 2 n bytes. After an overflow or
+  an underflow, the ranks reduce the bucket again uncompressed.
 - ``TopK(r)``: the largest share r of each rank's elements, in allgathers whose results have r n (4 + b) P bytes.
 - ``PowerSGD(k)``: matrices as products of rank k, in two allreduces of k (rows + columns) b bytes in total.
 
@@ -77,7 +77,7 @@ class Compressor:
     ``flat``, at least into the part that ``destination`` needs. All ranks of ``comm`` must call both methods.
 
     Args:
-        flat (Tensor): the bucket, flat.
+        flat (Tensor): the bucket as a flat tensor.
         views (sequence of Tensor): views of ``flat``, one for each gradient in the bucket, in order. Each view has the
             shape and the strides of its gradient.
         comm (Communicator): ranks to reduce over.
@@ -143,7 +143,7 @@ class CompressedReducer(GradientReducer):
         super().finish(op)
 
     def owes(self, parameter: torch.nn.Parameter) -> bool:
-        """Return whether the reduced gradient is not zero, because error feedback has added a part of earlier ones."""
+        """Return whether the reduced gradient is nonzero, because error feedback has added earlier gradients."""
         return bool(self._views[parameter].any())
 
     def restart(self) -> None:
@@ -157,7 +157,7 @@ class Compression:
         """Create the compressor of a bucket.
 
         Args:
-            flat (Tensor): the bucket, flat.
+            flat (Tensor): the bucket as a flat tensor.
             *of_bucket (object): the other arguments of ``Compressor``.
 
         Returns:
@@ -309,10 +309,10 @@ class _TopK(Compressor):
 
 
 class PowerSGD(Compression):
-    """Send each gradient of at least two dimensions as a product of two matrices of rank ``rank``, if that is smaller.
+    """Send each gradient of at least two dimensions as a product of two smaller matrices of rank ``rank``.
 
     The approximation error is added to the next step's gradients. Only float32 and float64 gradients are compressed.
-    Gradients that would not become smaller are sent uncompressed.
+    A gradient is sent uncompressed if the two matrices together would not be smaller.
 
     Args:
         rank (int): rank of the matrices, at least 1; default 1. A larger rank is more exact and sends more bytes.
@@ -330,7 +330,7 @@ class PowerSGD(Compression):
         self.rank = check_count("PowerSGD: rank", rank, 1)
 
     def compressor(self, flat: Tensor, views: Sequence[Tensor], *of_bucket: Any) -> Compressor | None:
-        """Create a compressor for a bucket of float32 or float64 if the products are smaller; else return None."""
+        """Create a compressor for a bucket of float32 or float64 if the matrices are smaller; else return None."""
         is_smaller = flat.dtype in _WIDE and any(_is_smaller(self.rank, view) for view in views)
         return _PowerSGD(self.rank, flat, views, *of_bucket) if is_smaller else None
 
@@ -350,7 +350,7 @@ class _PowerSGD(Compressor):
         self.restart()
 
     def restart(self) -> None:
-        generator = torch.Generator().manual_seed(0)  # the same initial values on all ranks
+        generator = torch.Generator().manual_seed(0)  # All ranks start with the same values.
         shapes = [(view.numel() // len(view), self.rank) for view in self.low_rank]
         self.qs = [torch.randn(shape, generator=generator, device="cpu").to(self.flat) for shape in shapes]
         self.residuals = [torch.zeros_like(view) for view in self.low_rank]

@@ -49,7 +49,7 @@ from torchmpi_py.errors import RanksDisagree
 def own_communicator(comm: Communicator | None) -> Communicator:
     """Return the duplicate of ``comm`` for layers, because reductions of gradients use ``comm`` during ``backward``.
 
-    The first call creates the duplicate, and all ranks of ``comm`` must make it.
+    The first call creates the duplicate, and all ranks of ``comm`` must make this call.
     """
     return communicators.beside(communicators.resolve(comm), "layers")
 
@@ -216,7 +216,7 @@ def alltoall(x: Tensor, *, comm: Communicator | None = None) -> Tensor:
         comm (Communicator): ranks that make this call; default None, the current level.
 
     Returns:
-        A new tensor of the shape of ``x``; slice s comes from rank s.
+        A new tensor of the shape of ``x``; slice s is from rank s.
 
     Raises:
         TypeError: ``x`` is not a supported tensor.
@@ -283,7 +283,7 @@ def _value(verb: str, x: Tensor, comm: Communicator, arguments: dict[str, Any]) 
     writes = COLLECTIVES[verb].writes
     if writes is Writes.X:
         x = x.clone()
-    elif writes is Writes.X_WITHOUT_OUT:  # reduce writes ``out`` only on root.
+    elif writes is Writes.X_WITHOUT_OUT:  # reduce writes ``out`` only on root, so other ranks return zeros.
         arguments = {**arguments, "out": torch.zeros_like(x) if verb == "reduce" else torch.empty_like(x)}
     y: Tensor | None = getattr(verbs, verb)(x, comm=comm, **arguments)
     return x.new_empty((0, *x.shape[1:])) if y is None else y
@@ -292,7 +292,7 @@ def _value(verb: str, x: Tensor, comm: Communicator, arguments: dict[str, Any]) 
 class _Linear(Function):
     """A linear map of the inputs of all ranks.
 
-    ``link`` requires a gradient, so autograd calls ``backward`` even if ``x`` requires one only on another rank.
+    ``link`` requires a gradient, so autograd calls ``backward`` even if only the ``x`` of another rank requires one.
     """
 
     @staticmethod

@@ -84,7 +84,10 @@ class GradientReducer:
             parameter.grad = view.detach()  # Detach the view, because module.to() changes parameter.grad in place.
 
     def owes(self, parameter: torch.nn.Parameter) -> bool:
-        """Return whether a parameter without a gradient on any rank gets one. The result is the same on all ranks."""
+        """Return whether a parameter gets a gradient although no rank has computed one.
+
+        The result is the same on all ranks.
+        """
         return False
 
     def restart(self) -> None:
@@ -103,7 +106,7 @@ class GradientReducer:
         return self.flat
 
     def _insert(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Copy gradients that are not in the bucket into it, in one call. Write zeros for missing gradients."""
+        """Copy gradients that are not yet in the bucket, in one call. Write zeros for missing gradients."""
         views, gradients = [], []
         for parameter in parameters:
             gradient, view, absent = dense_gradient(parameter), self._views[parameter], self._absent[parameter]

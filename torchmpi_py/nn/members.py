@@ -44,9 +44,9 @@ def _shows_others(module: torch.nn.Module) -> bool:
 class ParameterSnapshot:
     """The parameters of a network, a criterion and an optimizer at one moment.
 
-    ``are_current`` returns whether a new snapshot would be the same. It compares the identities of all modules and
-    parameters in one Python frame and without names. torch's registration hooks would be cheaper, but they miss
-    ``del``, ``ModuleList.insert`` and ``requires_grad_``.
+    ``are_current`` returns whether a new snapshot would be the same. For speed, this method compares the identities of
+    all modules and parameters in one function, without their names. Hooks that torch calls at registrations would be
+    cheaper, but they miss ``del``, ``ModuleList.insert`` and ``requires_grad_``.
 
     ``groups`` lists the parameters of the optimizer's groups, which may differ from ``optimizer.param_groups``.
     """

@@ -3,8 +3,8 @@
 Each rank gathers the rows of all ranks. So the reduced gradient is sparse too, and only rows with values are sent.
 
 If another layer on a rank also uses the weight, that rank's gradient is dense, and the reduced gradient is dense on
-every rank. A rank with a dense gradient sends an additional row, numbered one past the last row, which makes the other
-ranks convert the result. ``sparse_as_dense`` is faster in this case.
+every rank. A rank with a dense gradient reports it by an additional row, whose number is one past the last row.
+``sparse_as_dense`` is faster in this case.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchmpi_py.nn.members import modules_of
 
 
 class SparseReducer(GradientReducer):
-    """A bucket of one sparse gradient, reduced by gathering row numbers and values. ``flat`` is the reduced values."""
+    """A bucket that reduces one sparse gradient by gathering rows and values. ``flat`` holds the reduced values."""
 
     def __init__(self, parameter: torch.nn.Parameter, comm: Communicator) -> None:
         super().__init__([parameter], torch.empty(parameter.numel(), device="meta"), comm)  # The views need no memory.
@@ -79,7 +79,7 @@ def _added(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
 
 
 def sparse_parameters(module: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """Return those parameters of a module that get sparse gradients."""
+    """Return the parameters of a module that have sparse gradients."""
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     embeddings = [part for part in modules_of(module) if isinstance(part, kinds) and part.sparse]
     return {m.weight for m in embeddings if isinstance(m.weight, torch.nn.Parameter)}

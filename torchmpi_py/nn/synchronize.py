@@ -32,8 +32,8 @@ def synchronize_parameters(module: torch.nn.Module, average: bool = False, *, co
     """Give every rank the parameters and buffers of rank 0, or the mean over all ranks if ``average`` is True.
 
     Every rank of ``comm`` must make this call, with a module that has the same parameters and buffers in the same
-    order. **Overwrites** the parameters and buffers of ``module``. Buffers of integers, such as counters, always come
-    from rank 0.
+    order. **Overwrites** the parameters and buffers of ``module``. Integer buffers, such as counters, always get
+    the values of rank 0.
 
     Args:
         module (torch.nn.Module): module to change.
@@ -90,7 +90,7 @@ def _make_equal(tensors: Sequence[Tensor], average: bool, comm: Communicator) ->
 
 
 def synchronize_buffers(module: torch.nn.Module, how: Literal["average", "root"] = "average") -> None:
-    """Make buffers that differ between ranks equal, such as the statistics of BatchNorm.
+    """Make buffers equal on all ranks, such as the statistics of BatchNorm.
 
     Every rank of the current level must make this call, with a module that has the same buffers. **Overwrites** the
     buffers that differ; buffers that are equal on all ranks keep their bits.

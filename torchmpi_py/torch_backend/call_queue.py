@@ -87,7 +87,7 @@ class QueuedCall(PendingWork, Work[list[Tensor]]):
         super().__init__(call[1], seconds)
         self._queue = queue
         self._call = call
-        self._first = first = call[0][0]  # represents all operations of the call
+        self._first = first = call[0][0]  # operation that represents the whole call
         self.entry, self.label = first.entry, first.label
 
     def late_ranks(self) -> str:
@@ -141,10 +141,11 @@ class CallQueue:
         self._is_ending = False  # whether callbacks are running
 
     def run_here(self, call: Call, frame: FrameType) -> bool:
-        """Carry out a call in this thread, and return True. Return False, without any effect, if it must be queued.
+        """Carry out a call in this thread, and return True, unless the call must be queued.
 
-        ``frame`` is the place in the program that makes the call. The method also returns False if the group is closed,
-        or if a forked child has inherited the group. The caller then raises the error.
+        If the call must be queued, return False without any effect. Also return False if the group is closed, or if a
+        forked child has inherited the group; the caller then raises the error. ``frame`` is the place in the program
+        that makes the call.
         """
         if self._under_way or not self.is_open or communicators.current_stack is None:
             return False
@@ -186,7 +187,7 @@ class CallQueue:
                     self._thread = communication_thread.current().beside(self._name)
             tensors = itertools.chain(results, *(operation.tensors for operation in operations))
             queued.handle = devices.submit(queued, operations[0].plan.device, tensors, self._thread)
-        except BaseException:  # The call may not be in the queue, and the program gets no handle for it.
+        except BaseException:  # The call may not be queued, and the program gets no handle.
             for operation in operations:
                 journal.break_off(operation.entry)  # type: ignore[arg-type]
             raise

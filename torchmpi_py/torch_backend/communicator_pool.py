@@ -99,7 +99,10 @@ def acquire(ranks: Sequence[int]) -> Membership:
 
 
 def release(comm: Communicator) -> None:
-    """Return the communicator of a destroyed group to the pool, unless it is stuck. Any rank may call it alone."""
+    """Return the communicator of a destroyed group to the pool, or give it up if it is stuck.
+
+    The other ranks need not make this call.
+    """
     if comm.is_stuck:
         comm._release(is_lost=True)
     else:

@@ -56,7 +56,7 @@ class CompressedBuckets:
         elif not self._module.issuperset(members):
             raise RuntimeError("compressed: a hook serves one module; create another hook for the second module")
         if compressor is None or list(map(id, parameters or [])) != list(map(id, members)):
-            flat = torch.empty_like(x)  # This is separate memory, because DDP may replace its buckets.
+            flat = torch.empty_like(x)  # Use separate memory: DDP may replace its buckets on some ranks.
             views = list(views_of(flat, members))  # The views have the layout of DDP's gradients.
             own = self.compression.compressor(flat, views, self.comm) if self.comm.size > 1 else None
             compressor = own or Compressor(flat, views, self.comm)

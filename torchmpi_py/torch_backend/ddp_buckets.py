@@ -12,7 +12,7 @@ sums of 16-bit gradients accumulate in float32. Without a hook, DDP divides the 
 On GPUs the hook reduces from DDP's memory into symmetric memory, which other ranks of the node read and write directly.
 DDP then copies the mean from this memory, as it copies the result of any hook, so the hook adds no copy. The symmetric
 memory is reused in every step. A bucket is identified by its parameters, because several modules may share a group, and
-each of them has a bucket number 0. If DDP moves a module's parameters to other buckets, the new buckets get new memory.
+each module has a bucket number 0. If DDP moves a module's parameters to other buckets, the new buckets get new memory.
 The memory of an old bucket is freed when all its parameters have moved.
 """
 

@@ -34,7 +34,7 @@ from torchmpi_py.core.tensors import copy_to, flat
 from torchmpi_py.errors import CommunicatorError, RanksDisagree, Unavailable
 from torchmpi_py.memory import symmetric
 
-_BY_MESSAGE_BYTES = 64 << 10  # If all parts together have this size, messages take less time than one flat tensor.
+_BY_MESSAGE_BYTES = 64 << 10  # Above this total size of all parts, messages take less time than one flat tensor.
 
 
 class ExtraOperations(Carrier):

@@ -51,7 +51,7 @@ _scatter = builder(verbs.scatter)
 
 
 class GroupReduction(NamedTuple):
-    """The package's name of a reduction, and a factor by which each tensor is first multiplied, or None."""
+    """A reduction: the package's name of the op, and the factor that first multiplies each tensor, or None."""
 
     op: str
     factor: Any
@@ -262,7 +262,10 @@ def reduce_scatter_single(extra: ExtraOperations, outputs: Tensors, inputs: Tens
 def alltoall_single(
     extra: ExtraOperations, output: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]
 ) -> Call:
-    """Return the alltoall of one tensor's parts along dim 0: equal parts, or the numbers of rows in the splits."""
+    """Return the alltoall of one tensor's parts along dim 0.
+
+    The splits list the number of rows of each part. If both lists are empty, all parts are equal.
+    """
     size = extra.comm.size
     if not output_splits and not input_splits:
         check_divisible("all_to_all_single", x, size)

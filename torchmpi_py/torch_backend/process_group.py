@@ -80,7 +80,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         reduction, inputs = reduction_of(opts), as_list(tensors)
         if reduction.factor is None and len(inputs) == 1:
             (x,) = inputs
-            # Only an asynchronous call may be for a bucket, because DDP's C++ code does not wait in the call.
+            # Only an asynchronous call can be for a bucket, because DDP's C++ code does not wait in the call.
             is_kept = torch_internals.keeps_bucket() if getattr(opts, "asyncOp", True) else None
             if is_kept is not None and ddp_buckets.is_bucket(x):
                 return self.carry_out(ddp_buckets.allreduce(self.comm, x, reduction.op, is_kept), opts)
@@ -183,11 +183,17 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return Several(works or [])
 
     def shutdown(self) -> None:
-        """Wait for this rank's calls, up to the timeout, and release the communicator. Ranks may call it alone."""
+        """Wait for this rank's calls, up to the timeout, and release the communicator.
+
+        The other ranks need not make this call.
+        """
         self._end(self.seconds)
 
     def abort(self) -> None:
-        """Release the communicator without waiting for this rank's calls. Ranks may call it alone."""
+        """Release the communicator without waiting for this rank's calls.
+
+        The other ranks need not make this call.
+        """
         self._end(0.0)
 
     def _end(self, seconds: float | None) -> None:

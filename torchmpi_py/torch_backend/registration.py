@@ -25,7 +25,7 @@ from torchmpi_py.torch_backend.backend_name import NAME
 
 
 def register() -> None:
-    """Register the backend for CPU and CUDA tensors, and replace the handler of ``env://``. Idempotent."""
+    """Register the backend for CPU and CUDA tensors, and replace the handler of ``env://``, unless this is done."""
     distributed = importlib.import_module("torch.distributed")
     if not distributed.is_available() or NAME in distributed.Backend.backend_list:
         return
@@ -56,7 +56,7 @@ def _rendezvous(former: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _meets_over_mpi(arguments: Mapping[str, str]) -> bool:
-    """Return whether the rendezvous uses MPI: MPI has started the ranks, and neither user nor torchrun overrides this.
+    """Return whether to rendezvous over MPI: MPI has started the ranks, and neither the user nor torchrun overrides it.
 
     ``arguments`` contains RANK and WORLD_SIZE if the user sets them. A process without a launcher is a world of one
     rank if the program selects this backend or has started the package. The result is the same on all ranks.

@@ -57,7 +57,7 @@ _last_notice: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary() 
 
 
 def prepare(handler_of: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Change torch's tables and functions. ``handler_of`` takes the former handler of ``env://``, and returns ours."""
+    """Change torch's tables and functions. ``handler_of`` returns the replacement of torch's handler of ``env://``."""
     backend: Any = distributed.Backend
     backend._plugins = _Plugins(backend._plugins)
     _rendezvous_handlers["env"] = handler_of(_rendezvous_handlers["env"])
@@ -150,7 +150,7 @@ def _names(backend: str) -> set[str]:
 
 
 def _chosen(backend: str, names: set[str]) -> str:
-    """Return the backend to create: this one if the string contains its name, else the string, or torch's default."""
+    """Return the backend to create: this backend if the string names it, else the string, or torch's default."""
     if NAME in names:
         if len(names) > 1 and _logs():
             rest = " and ".join(sorted(names - {NAME}))
@@ -194,7 +194,7 @@ def program() -> FrameType:
 
 
 def keeps_bucket() -> bool | None:
-    """Return whether DDP keeps the bucket that C++ reduces by this call, or None if Python makes the call.
+    """Return whether DDP keeps the bucket that C++ reduces by the current call, or None if Python makes the call.
 
     True: C++ reduces a bucket in a backward pass, and keeps the bucket. False: C++ reduces zeros in place of a bucket,
     on a rank without inputs. Deeply nested backward passes run in C++ threads, where the caller is the outermost frame.

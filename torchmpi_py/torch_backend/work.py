@@ -45,7 +45,7 @@ callback_state = _InCallback()
 def _callback(gpus: Sequence[torch.device]) -> Iterator[None]:
     """Run a callback in this block, and at the end wait for the work that the callback has queued on the GPUs.
 
-    torch runs a callback on a stream of its own. The callback may use memory that was allocated on another stream, such
+    torch runs a callback on a separate stream. The callback may use memory that was allocated on another stream, such
     as the copies of DDP's PowerSGD hook. If this memory were freed before the callback's work is done, the other stream
     could reuse the memory too early.
     """
@@ -156,7 +156,7 @@ class CallWork(distributed.Work):
 
 
 class Several(CallWork):
-    """The ``Work`` of several calls together. torch waits for this object, and does not use a future."""
+    """The ``Work`` of several calls together. torch waits for this object, and requests no future."""
 
     def __init__(self, works: Sequence[Any], results: list[Tensor] | None = None) -> None:
         super().__init__()
@@ -192,7 +192,9 @@ OVER = work_of(Done([]).get_future())
 
 
 class PendingWork(CallWork):
-    """The ``Work`` of a call under way, whose handle is ``handle``. ``wait`` and the future raise the call's error.
+    """The ``Work`` of a call under way. ``wait`` and the future raise the call's error.
+
+    ``handle`` is the handle of the call.
 
     Waits time out after ``seconds`` (None: never), but the call continues. A subclass sets the handle when it launches
     the call, and calls ``end`` once, when the call is over. A message calls ``end`` only if it has a future.
@@ -210,13 +212,13 @@ class PendingWork(CallWork):
         self._timer: threading.Timer | None = None
 
     def before_wait(self) -> None:
-        """Prepare this thread for a wait for the call."""
+        """Do what is necessary before this thread waits for the call."""
 
     def before_future_wait(self) -> None:
-        """Prepare this thread for a wait for the future."""
+        """Do what is necessary before this thread waits for the future."""
 
     def expect(self) -> None:
-        """Treat the call as waited for from now on, because torch's waits for its future cannot be observed."""
+        """Count the call as waited for from now on, because torch's waits for the future cannot be observed."""
         self.handle.expect(self._seconds)
 
     def give_up(self) -> None:
