@@ -86,7 +86,7 @@ def test_begin_and_end_in_any_order(tmp_path):
         """,
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    assert "and nccl is not used" in done.stderr
+    assert "so nccl is not used" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
