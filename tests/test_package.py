@@ -24,7 +24,7 @@ def test_names_of_other_packages_are_explained():
 def test_names_that_were_removed_are_explained():
     page = (ROOT / "docs/from_0.1.md").read_text(encoding="utf-8")
     for name, replacement in mpi.nn._REMOVED.items():
-        with pytest.raises(AttributeError, match=rf"use {re.escape(replacement)} \(docs/from_0\.1\.md\)"):
+        with pytest.raises(AttributeError, match=rf"use {re.escape(replacement)} \(see docs/from_0\.1\.md\)"):
             getattr(mpi.nn, name)
         assert f"`nn.{name}`" in page
         assert pkgutil.resolve_name(replacement.split()[0])

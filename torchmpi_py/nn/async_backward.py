@@ -268,7 +268,7 @@ class AsyncBackward:
             )
 
     def _end_pass(self) -> None:
-        """Count a complete pass. After ``frequency`` passes, launch the remaining buckets and the flags' reduction."""
+        """Count a complete pass. After ``frequency`` passes, launch all reductions that are not launched yet."""
         self._pass_id = -1
         self.num_passes += 1
         if self.num_passes == self.frequency:

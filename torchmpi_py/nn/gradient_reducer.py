@@ -106,7 +106,7 @@ class GradientReducer:
         return self.flat
 
     def _insert(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Copy gradients that are not yet in the bucket, in one call. Write zeros for missing gradients."""
+        """Copy the gradients that the bucket does not contain yet, in one call. Write zeros for missing gradients."""
         views, gradients = [], []
         for parameter in parameters:
             gradient, view, absent = dense_gradient(parameter), self._views[parameter], self._absent[parameter]

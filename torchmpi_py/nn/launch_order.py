@@ -62,7 +62,7 @@ class LaunchOrder:
         self._digest = zlib.crc32(next(self._places).to_bytes(8, "little"), self._digest)
 
     def append_numbers(self, flags: Tensor, *, compares_steps: bool) -> Tensor:
-        """Return the flags, followed by the digest, the number of updates, and their complements. Reset this number."""
+        """Append the digest, the number of updates and their complements to the flags. Reset the number of updates."""
         digest = list(zlib.crc32(self.age.to_bytes(8, "little"), self._digest).to_bytes(_BYTES, "little"))
         self.age += 1
         self._updates_here = min(self.num_updates, 255)

@@ -99,7 +99,7 @@ def acquire(ranks: Sequence[int]) -> Membership:
 
 
 def release(comm: Communicator) -> None:
-    """Return the communicator of a destroyed group to the pool, or give it up if it is stuck.
+    """Return the communicator of a destroyed group to the pool, unless the communicator is stuck.
 
     The other ranks need not make this call.
     """
