@@ -91,7 +91,7 @@ def test_an_optimizer_that_reduces_gradients_is_taken_and_left(mpi, wrap):
         assert trained(divided, optimizer=optimizer, **options).optimizer is optimizer
         trained(plain, optimizer=plain_optimizer, **options)
     assert_close(divided.state_dict(), plain.state_dict())
-    with pytest.raises(ValueError, match="omit compression= and sharded= of the engine"):
+    with pytest.raises(ValueError, match="omit compression= and sharded= from the engine"):
         trained(divided, optimizer=optimizer, compression=BF16())
     optimizer.remove()
     if wrap is optim.DistributedOptimizer:

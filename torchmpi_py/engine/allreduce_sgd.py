@@ -1,20 +1,20 @@
 """Data-parallel SGD: the loop of ``SGDEngine``, with gradients averaged over the ranks.
 
-The engine overrides the small methods of the loop, so that all hooks remain the user's. It adds three things:
+The engine overrides the small methods of the loop, so all hooks remain free for the user. It adds three things:
 
-* Before the first sample, it broadcasts rank 0's parameters and buffers of network and criterion, the parameters that
-  only the optimizer holds, and the optimizer's state. It repeats this after ``hooks.on_start``, which may change them
-  on one rank.
+* Before the first sample, rank 0 broadcasts the parameters and buffers of network and criterion, the parameters that
+  only the optimizer holds, and the optimizer's state. The broadcast is repeated after ``hooks.on_start``, because the
+  hook may change these values on one rank.
 * Before a test, and at the end of training, it averages buffers that differ between ranks.
 * After each backward pass, it averages the gradients over the ranks; ``hooks.on_backward`` sees the averages. With
-  ``asynchronous``, each gradient is reduced during the pass, as soon as it is complete, and the end of the pass waits
-  for all of them.
+  ``asynchronous``, each gradient is reduced as soon as the backward pass has completed it. After the pass the engine
+  waits for all reductions.
 
-In a job started by ``torchmpirun --elastic``, training continues when a rank dies (``elastic``).
+In a job started by ``torchmpirun --elastic``, training continues when a rank dies (see ``elastic``).
 
 Source: TorchMPI, ``AllReduceSGDEngine`` (reference section 7). There are four differences. Gradients are averaged, not
-summed. Uneven batches are weighted (``iterators``). The new parameters of a network that grows are broadcast too. There
-are no barriers: TorchMPI had two per step, to synchronize the ranks for its GPU streams. On a CPU the averaging
+summed. Uneven batches are weighted (see ``iterators``). If the network grows, its new parameters are broadcast too.
+There are no barriers: TorchMPI had two per step, to synchronize the ranks for its GPU streams. On a CPU the averaging
 synchronizes the ranks in every step, and a barrier before it only adds latency.
 """
 
@@ -53,37 +53,39 @@ from torchmpi_py.runtime import process
 class AllReduceSGDEngine(SGDEngine):
     """Train one copy of the network per rank; all copies are equal after every step.
 
-    Every rank of the current level must call ``train`` and ``test`` with the same arguments. The iterators must give
-    the same number of batches on every rank: ``DatasetIterator`` and ``StreamIterator`` do, and a DataLoader with
-    torch's own order is divided (see ``loaders``). With one rank the engine works like ``SGDEngine``.
+    Every rank of the current level must call ``train`` and ``test`` with the same arguments. The iterators must yield
+    the same number of batches on every rank. ``DatasetIterator`` and ``StreamIterator`` ensure this, and the engine
+    divides a DataLoader that uses torch's own order (see ``loaders``). With one rank the engine works like
+    ``SGDEngine``.
 
     Args:
         usegpu (bool): True moves network, criterion and samples to ``mpi.device()``; default False. Batches of a
             ``DatasetIterator`` are moved in advance, from pinned memory, while the previous step is computed.
         asynchronous (bool): True averages gradients during the backward pass, False (default) after it.
-        devicesync (bool): with ``usegpu``, True (default) waits for the device at each sample, as TorchMPI does; False
-            does not wait.
+        devicesync (bool): with ``usegpu``, True (default) waits for the GPU after it has received a sample, as TorchMPI
+            does; False does not wait.
         dynamicnetwork (bool): True (default) checks before each forward pass whether hooks have changed the set of
-            trained parameters, with the same change on every rank. If so, it broadcasts parameters and buffers and
-            registers gradients again.
+            trained parameters. If they have, the engine broadcasts parameters and buffers and registers gradients
+            again. Hooks must make the same change on every rank.
         debug (bool): True checks before each forward pass that all ranks have the same parameters; default False.
         buffers (str): how buffers that differ between ranks, such as BatchNorm's statistics, become equal before a test
-            and at the end of training. "average" (default) averages them, and uses rank 0's integers. "root" uses rank
-            0's buffers. "leave" does not change them.
+            and at the end of training. "average" (default) averages them, but copies buffers of integers from rank 0.
+            "root" copies all buffers from rank 0. "leave" does not change them.
         compression (Compression): compression of gradients, such as ``optim.compression.BF16()``, or None (default).
-        sharded (bool): True shards the optimizer's state: ``state.optimizer`` becomes an ``optim.ShardedOptimizer``.
-            The default is False. Gradients are then reduced during the backward pass. Reading ``p.grad`` in
+        sharded (bool): True shards the optimizer's state; default False. ``state.optimizer`` becomes an
+            ``optim.ShardedOptimizer``, which reduces gradients during the backward pass. Reading ``p.grad`` in
             ``hooks.on_backward`` raises RuntimeError, so clip with ``state.optimizer.clip_grad_norm_``. An optimizer
             that you created before ``train`` gets its whole state back at the end, unless an error ends training. If
-            ``lr`` or a function creates the optimizer, its state stays sharded. Your own ``optim.ShardedOptimizer`` or
-            ``DistributedOptimizer`` needs no option here; it reduces the gradients until you call its ``remove``.
+            ``lr`` or a function creates the optimizer, its state stays sharded. An ``optim.ShardedOptimizer`` or
+            ``DistributedOptimizer`` that you pass to ``train`` needs no option here. It reduces the gradients until
+            you call its ``remove``.
 
     Raises:
-        NotStarted: in ``train`` and ``test``, before ``mpi.start()``.
-        ValueError: ``buffers`` is unknown. In ``train`` and ``test``: ``usegpu`` in a session without GPUs, or an
-            iterator created before ``mpi.start()`` or at another level. On every rank: the ranks iterate over different
-            data.
-        RanksDisagree: with ``debug``, on every rank, if the parameters differ between ranks.
+        NotStarted: ``train`` or ``test`` was called before ``mpi.start()``.
+        ValueError: ``buffers`` is unknown. ``train`` and ``test`` raise it for ``usegpu`` in a session without GPUs,
+            and for an iterator created before ``mpi.start()`` or at another level. They also raise it, on every rank,
+            if the ranks iterate over different data.
+        RanksDisagree: with ``debug``, the parameters differ between ranks. Every rank raises the error.
 
     Examples:
         >>> data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
@@ -117,14 +119,14 @@ class AllReduceSGDEngine(SGDEngine):
         check_compression(self.compression)
         if self.buffers not in ("average", "root", "leave"):
             raise ValueError(f"buffers={self.buffers!r}: expected 'average', 'root' or 'leave'")
-        # These belong to the current call of train().
-        self._replicas: Replicas | None = None  # It is None with one rank.
-        self._sharded: ShardedOptimizer | None = None  # It is set if the engine has created it.
-        self._gets_state_back = False  # whether the optimizer in it is the user's
+        # These attributes belong to the current call of train().
+        self._replicas: Replicas | None = None  # None in a test or with one rank
+        self._sharded: ShardedOptimizer | None = None  # wrapper created for ``sharded``
+        self._gets_state_back = False  # whether the user created the wrapped optimizer
 
     @contextmanager
     def session(self, state: State) -> Iterator[None]:
-        """Return the context of a run: check, divide the iterator, move to the device, and keep the copies equal.
+        """Return the context of a run, which divides the iterator, moves the modules, and keeps the replicas equal.
 
         Args:
             state (State): state of the run; its iterator may be replaced.
@@ -137,7 +139,7 @@ class AllReduceSGDEngine(SGDEngine):
                 iterator.take_place()
             iterator.check_alike()
         device_of_user = getattr(iterator, "device", None)
-        enclosing = self._replicas, self._sharded, self._gets_state_back  # A hook may train again, or test.
+        enclosing = self._replicas, self._sharded, self._gets_state_back  # A hook may call train() or test().
         self._replicas = self._sharded = None
         try:
             if self.usegpu:
@@ -154,12 +156,12 @@ class AllReduceSGDEngine(SGDEngine):
                 self._replicas.close()
             if self._sharded is not None:
                 self._sharded.remove()
-                if self._gets_state_back and state.optimizer is self._sharded:  # An error has ended training.
+                if self._gets_state_back and state.optimizer is self._sharded:  # An error came before finish().
                     self._sharded.optimizer.state.clear()
             self._replicas, self._sharded, self._gets_state_back = enclosing
 
     def _move(self, state: State) -> None:
-        """Move the modules to the device, and let the iterator move batches in advance."""
+        """Move the modules to the device, and set the iterator to move batches in advance."""
         if process.device().type == "cpu":
             raise ValueError("usegpu=True, but this session computes on the CPU: call mpi.start(with_cuda=True)")
         for module in state.modules():
@@ -168,14 +170,14 @@ class AllReduceSGDEngine(SGDEngine):
             state.iterator.device = state.iterator.device or process.device()
 
     def regroup(self) -> None:
-        """Keep the copies of the surviving ranks equal after a death. Every surviving rank must make this call."""
+        """Make the parameters of the surviving ranks equal after a death. Every surviving rank must make this call."""
         if self._replicas is not None:
             self._replicas.regroup()
 
     def make_optimizer(
         self, state: State, lr: float | None, optimizer: OptimizerLike | None
     ) -> torch.optim.Optimizer | None:
-        """Create the optimizer as in ``SGDEngine``; with ``sharded``, shard it. Every rank must make this call.
+        """Create the optimizer as ``SGDEngine`` does; with ``sharded``, shard it. Every rank must make this call.
 
         Args:
             state (State): state of the run.
@@ -186,15 +188,16 @@ class AllReduceSGDEngine(SGDEngine):
             The optimizer, or None with ``lr=0``.
 
         Raises:
-            ValueError: ``optimizer`` reduces gradients, and it or the engine has options that do not fit together.
+            ValueError: ``optimizer`` reduces gradients, and conflicts with ``compression`` or ``sharded`` of the
+                engine, or has ``backward_passes_per_step`` or ``comm``.
         """
         plain = super().make_optimizer(state, lr, optimizer)
         if isinstance(plain, ReducingOptimizer):
             is_other = self.compression is not None or (self.sharded and not isinstance(plain, ShardedOptimizer))
             if is_other or plain.reduction.frequency > 1 or plain.comm is not resolve(None):
                 raise ValueError(
-                    f"optimizer is a {type(plain).__name__}, which reduces gradients: omit compression= and "
-                    "sharded= of the engine, and backward_passes_per_step= and comm= of the optimizer"
+                    f"train: optimizer is a {type(plain).__name__}, which reduces gradients; omit compression= and "
+                    "sharded= from the engine, and backward_passes_per_step= and comm= from the optimizer"
                 )
         elif plain is not None and self.sharded:
             broadcast_optimizer_state(plain)
@@ -204,9 +207,10 @@ class AllReduceSGDEngine(SGDEngine):
         return plain
 
     def set_mode(self, state: State) -> None:
-        """Set the mode of the modules. For a test, make the buffers equal; for training, broadcast the optimizer.
+        """Set the mode of the modules. Before a test, make the buffers equal; before training, broadcast the optimizer.
 
-        The optimizer was created after the session began. So its own parameters and its state are broadcast here.
+        The optimizer was created after the session began. So this method broadcasts the optimizer's state, and the
+        parameters that only the optimizer holds.
 
         Args:
             state (State): state of the run.
@@ -219,14 +223,14 @@ class AllReduceSGDEngine(SGDEngine):
             broadcast_optimizer_state(state.optimizer)
 
     def begin(self, state: State) -> None:
-        """Broadcast again what ``hooks.on_start`` may have changed on rank 0, and check that the ranks agree.
+        """Broadcast the values that ``hooks.on_start`` may have changed, and check that the ranks agree on the epochs.
 
         Args:
             state (State): state of the run.
 
         Raises:
-            ValueError: on every rank, if first or last epoch differ between ranks, or if a rank may have no samples in
-                a step and the network has SyncBatchNorm.
+            ValueError: on every rank, if the first or the last epoch differs between ranks, or if the network has
+                SyncBatchNorm and a rank may have no samples in a step.
         """
         super().begin(state)
         if self._replicas is not None:
@@ -236,11 +240,11 @@ class AllReduceSGDEngine(SGDEngine):
             broadcast_optimizer_state(state.optimizer)
 
     def take_sample(self, state: State, sample: Any) -> None:
-        """Move the sample to the device, and set it in the state.
+        """Move the sample to the device, and store it in the state.
 
         Args:
             state (State): state of the run.
-            sample (object): (input, target), or None.
+            sample (object): (input, target), or None if this rank has no samples.
         """
         if self.usegpu:
             sample = tree_map_only(torch.Tensor, lambda tensor: tensor.to(process.device()), sample)
@@ -249,7 +253,7 @@ class AllReduceSGDEngine(SGDEngine):
             torch.cuda.synchronize(process.device())
 
     def prepare(self, state: State) -> None:
-        """Follow changes of the network; with ``debug``, check that the parameters are equal on all ranks.
+        """Broadcast the network if hooks have changed it; with ``debug``, compare the parameters of all ranks.
 
         Args:
             state (State): state of the run.
@@ -272,7 +276,7 @@ class AllReduceSGDEngine(SGDEngine):
             self._replicas.average_gradients()
 
     def finish(self, state: State) -> None:
-        """Give the user's optimizer its whole state back, if it was sharded, and make the buffers equal.
+        """Restore the whole state of the user's optimizer if it was sharded, and make the buffers equal.
 
         Args:
             state (State): state of the run.
@@ -294,5 +298,5 @@ def _check_every_rank_computes(state: State) -> None:
     if has_none and any(isinstance(part, SyncBatchNorm) for part in parts):
         raise ValueError(
             "train: SyncBatchNorm needs every rank in each forward pass. With this iterator a rank may have no "
-            f"samples in the last steps of an epoch; give the {type(state.iterator).__name__} drop_last=True"
+            f"samples in the last steps of an epoch; pass drop_last=True to the {type(state.iterator).__name__}"
         )
