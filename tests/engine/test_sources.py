@@ -212,7 +212,7 @@ def test_an_epoch_that_was_under_way_keeps_the_order_of_its_sampler(mpi):
 @pytest.mark.mpi(min_size=2)
 def test_what_differs_between_ranks_is_refused_on_all(mpi):
     is_last = mpi.rank() == mpi.size() - 1
-    with pytest.raises(ValueError, match=r"the ranks' samplers, .* digest of epoch 0 is \[.*give all"):
+    with pytest.raises(ValueError, match=r"the ranks' samplers, .* digest of epoch 0 is \[.*make it equal on all"):
         iter(DatasetIterator(sources(), 3, sampler=[5, 4] if is_last else [4, 5]))
     less = [Subset(each, range(len(each) - is_last)) for each in datasets()]
     with pytest.raises(ValueError, match=rf"number of samples is \[52, .*{TOTAL - 3}\]"):

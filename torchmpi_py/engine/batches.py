@@ -1,4 +1,4 @@
-"""The base of iterators over the batches of a rank: position in an epoch, weight of each batch, device of batches."""
+"""The base class of iterators over a rank's batches: position in an epoch, weight of a batch, device of batches."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ _Place = tuple[int | None, int | None]  # rank and size
 
 
 class IterationPlace:
-    """The position of an iteration: its epoch, the samples that all ranks have used, and facts about its last batch."""
+    """The epoch and position of an iteration, and the weight and number of samples of its last batch."""
 
     def __init__(self, epoch: int, position: int) -> None:
         self.epoch, self.position = epoch, position
         self.weight, self.num_samples = 1.0, 0
         self.is_running = self.is_over = False
-        self.progress: Any = None  # progress in a stream
+        self.progress: Any = None  # a ``_StreamProgress``, for a stream
 
 
 class BatchIterator(ABC):
-    """Base of iterators that the engine can set to a position in an epoch.
+    """Base class of iterators that the engine can set to a position in an epoch.
 
-    With each batch the iterator sets ``weight`` and ``num_samples`` (see ``iterators``), and ``position``: the samples
-    of the epoch that all ranks have used, this batch included. A batch is None if this rank has no samples in a step in
-    which other ranks have some; then ``num_samples`` and ``weight`` are 0. An iteration may begin within another one,
-    for example in a hook that tests on the training data. When it ends, the attributes describe the outer iteration
-    again.
+    With each batch the iterator sets ``weight`` and ``num_samples`` (see ``iterators``) and ``position``. The position
+    is the number of samples of the epoch that all ranks have used, including this batch. If this rank has no samples in
+    a step but other ranks have some, the batch is None, and ``num_samples`` and ``weight`` are 0.
+
+    An iteration may begin within another one, for example in a hook that tests on the training data. When the inner
+    iteration ends, the attributes describe the outer iteration again.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class BatchIterator(ABC):
 
     @property
     def position(self) -> int:
-        """The samples of the epoch that all ranks have used, the last batch included."""
+        """The number of samples of the epoch that all ranks have used, including the last batch."""
         return self._place.position
 
     @property
@@ -78,7 +79,7 @@ class BatchIterator(ABC):
 
     @property
     def num_samples(self) -> int:
-        """The samples in this rank's last batch."""
+        """The number of samples in this rank's last batch."""
         return self._place.num_samples
 
     @abstractmethod
@@ -86,16 +87,16 @@ class BatchIterator(ABC):
         """Iterate over the batches of the next epoch, or of the rest of an epoch."""
 
     def may_give_none(self) -> bool:
-        """Return whether a rank may have no samples in a step; the same on every rank."""
+        """Return whether a rank may have no samples in a step. The result is equal on all ranks."""
         return not self.drop_last
 
     @abstractmethod
     def _facts(self) -> dict[str, Any]:
-        """Return the facts that must be equal on all ranks, by their names in an error."""
+        """Return the values that must be equal on all ranks, keyed by the names that an error message uses."""
 
     @abstractmethod
     def _order_facts(self) -> dict[str, Any]:
-        """Return the facts that determine the order of samples, as plain data."""
+        """Return the values that determine the order of samples, as plain data."""
 
     def check_alike(self) -> None:
         """Check that all ranks iterate over the same data. Every rank must make this call.
@@ -103,8 +104,8 @@ class BatchIterator(ABC):
         If ``rank`` and ``size`` were passed to the constructor, nothing is compared.
 
         Raises:
-            ValueError: on every rank, if the facts differ between ranks; or if rank and size of the current
-                communicator have changed since the iterator was created.
+            ValueError: the iterators differ between ranks (raised on every rank), or rank or size of the current
+                communicator has changed since the iterator was created.
         """
         rank, size = _rank_and_size() if self.follows_place else (self.rank, self.size)
         name = type(self).__name__
@@ -117,7 +118,7 @@ class BatchIterator(ABC):
             check_equal(f"{name}s", verbs.allgather_object(self._facts()))
 
     def take_place(self) -> None:
-        """Use the present rank and size, after ranks have died, unless the constructor got ``rank`` and ``size``."""
+        """Update rank and size after ranks have died, unless they were passed to the constructor."""
         if self.follows_place:
             self.rank, self.size = _rank_and_size()
 
@@ -138,7 +139,10 @@ class BatchIterator(ABC):
         self._first, self._is_set = at_least(0, "position", position), True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch as plain data, the same on all ranks, without prefetched batches."""
+        """Return the position after the last batch as plain data, equal on all ranks.
+
+        Prefetched batches that the loop has not received do not count.
+        """
         is_next = self._is_set or self._place.is_over
         place = IterationPlace(self.epoch, self._first) if is_next else self._place
         return {"epoch": place.epoch, "position": place.position, "order": self._order_facts()}
@@ -146,7 +150,7 @@ class BatchIterator(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration begin at a saved position. Make the same call on every rank.
 
-        The number of ranks may differ from the saved one: the rest of the epoch is divided among the present ranks.
+        The number of ranks may have changed since the save: the rest of the epoch is divided among the current ranks.
 
         Args:
             state (mapping): result of ``state_dict``.
@@ -157,7 +161,7 @@ class BatchIterator(ABC):
         order = self._order_facts()
         if state["position"] > 0 and state["order"] != order:
             raise ValueError(
-                f"the place is in the middle of an epoch over {state['order']}; this is a different order: {order}"
+                f"state is in the middle of an epoch over {state['order']}, not {order}; pass the same data and options"
             )
         self.set_epoch(state["epoch"])
         self.set_position(state["position"])
@@ -167,7 +171,7 @@ class BatchIterator(ABC):
         return zlib.crc32(repr((self.seed, place.epoch, place.position, self.rank)).encode())
 
     def _begin(self) -> IterationPlace:
-        """Return the place where an iteration begins; the next iteration uses the next epoch."""
+        """Return the place where an iteration begins, and advance the iterator to the next epoch."""
         place = IterationPlace(self.epoch, self._first)
         self.epoch, self._first = self.epoch + 1, 0
         return place
@@ -175,7 +179,7 @@ class BatchIterator(ABC):
     def _run(self, place: IterationPlace, batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
         """Yield the batches of an iteration, whose position is stored in ``place``.
 
-        While an inner iteration runs, the iterator describes the position of the inner iteration.
+        While an inner iteration runs, the attributes of the iterator describe the inner iteration.
         """
         outer = self._place if self._place.is_running else None
         self._place, self._is_set, place.is_running = place, False, True
@@ -191,15 +195,15 @@ class BatchIterator(ABC):
 
 
 def check_equal(what: str, facts: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError if the ranks' facts, in rank order, differ. All ranks pass the same list."""
+    """Raise ValueError if the ranks have different values. ``facts`` lists all ranks' values, in rank order."""
     for name in facts[0]:
         values = [each.get(name) for each in facts]
         if any(value != values[0] for value in values):
-            raise ValueError(f"the ranks' {what} differ: {name} is {values}; give all ranks the same one")
+            raise ValueError(f"the ranks' {what} differ: {name} is {values}; make it equal on all ranks")
 
 
 def moved(batch: Any, device: torch.device | None) -> Any:
-    """Return the batch on the device. With CUDA, copy on a separate stream, so that it overlaps the current step."""
+    """Return the batch on the device. With CUDA, copy on a separate stream, so that the copy overlaps the step."""
     if device is None or device.type != "cuda":
         return batch if device is None else tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -214,7 +218,7 @@ def moved(batch: Any, device: torch.device | None) -> Any:
 
 
 def adopted(batch: Any, device: torch.device | None) -> Any:
-    """Return the batch, after telling CUDA's allocator that the computing stream uses it."""
+    """Record for CUDA's allocator that the current stream uses the batch, and return the batch."""
     if device is not None and device.type == "cuda":
         stream = torch.cuda.current_stream(device)
         tree_map_only(torch.Tensor, lambda tensor: tensor.record_stream(stream), batch)
@@ -222,7 +226,7 @@ def adopted(batch: Any, device: torch.device | None) -> Any:
 
 
 def _rank_and_size(rank: int | None = None, size: int | None = None) -> tuple[int, int]:
-    """Return (rank, size): the arguments, else those of the current communicator, else (0, 1)."""
+    """Return the arguments, or else rank and size of the current communicator, or (0, 1) before ``mpi.start()``."""
     if rank is None and size is None:
         return (process.rank(), process.size()) if process.is_started() else (0, 1)
     if rank is None or size is None or not 0 <= rank < size:
