@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_an_error(tmp_path):
         train(network, [sample], engine=SGDEngine(), checkpoint=tmp_path, **options)
 
     run(torch.nn.Linear(3, 1))
-    with pytest.raises(errors.CheckpointError, match=r"step 1 of .* does not fit (.|\n)*size mismatch"):
+    with pytest.raises(errors.CheckpointError, match=r"step 1 of .* does not match this run: (.|\n)*size mismatch"):
         run(torch.nn.Linear(3, 2), criterion=lambda output, target: output.mean())
     with pytest.raises(errors.CheckpointError, match="only one of the saved run and this run has an optimizer"):
         run(torch.nn.Linear(3, 1), lr=0)
@@ -239,7 +239,7 @@ def test_training_that_was_ended_early_is_complete(tmp_path, caplog, every):
     for maxepoch in (5, 1):
         caplog.clear()
         assert training(tmp_path, maxepoch, every=every).t == 14
-        assert "complete and nothing is left to do" in caplog.text
+        assert "training is complete" in caplog.text
     caplog.clear()
     assert training(tmp_path, 6, every=every).epoch == 6
     assert "resumed from" in caplog.text

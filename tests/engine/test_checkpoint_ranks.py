@@ -167,7 +167,7 @@ def test_what_fails_on_one_rank_is_raised_on_all(mpi, folder):
     with pytest.raises(errors.CheckpointError, match=rf"training cannot begin: rank {last} on .*not today"):
         run("state_dict")
     run(None)
-    with pytest.raises(errors.CheckpointError, match=rf"does not fit.* rank {last} on .*not today"):
+    with pytest.raises(errors.CheckpointError, match=rf"does not match this run:.* rank {last} on .*not today"):
         run("load_state_dict")
     with pytest.raises(errors.CheckpointError, match=r"TypeError: checkpoint\['own'\]\['f'\] is a function"):
         Checkpoints(folder).save(9, {}, own={"f": drawn} if mpi.rank() == last else {})

@@ -1,7 +1,7 @@
-"""The extension that saves and resumes a run: the content of its checkpoints, and the moments at which it saves.
+"""The extension that saves and resumes a run. This module defines the content of a checkpoint, and when to save.
 
-A run is saved after the user's hooks, at the end of an epoch or after a number of steps. SIGTERM is a request to end
-(``EndRequests``): the run is saved once more, and every rank raises EndRequested.
+The extension saves after the user's hooks, at the end of an epoch or after a number of steps. SIGTERM is a request to
+end (see ``EndRequests``): the extension saves the run once more, and every rank raises EndRequested.
 """
 
 from __future__ import annotations
@@ -29,37 +29,36 @@ from torchmpi_py.optim.wrapper import LocalOptimizer, ReducingOptimizer
 logger = logging.getLogger("torchmpi_py")
 
 completed: dict[pathlib.Path, weakref.ref[torch.nn.Module]] = {}
-"""The network that this process has trained to the end, for each folder of checkpoints."""
+"""The network that this process has trained to the end, keyed by the folder of its checkpoints."""
 
 
 class Checkpoint(Extension):
-    """Save a run into a folder, and resume it: a program that is started again ends as if it was never interrupted.
+    """Save a run into a folder, and resume it. A restarted program ends with the result of an uninterrupted run.
 
-    If the folder holds a checkpoint, the run continues from it, after ``hooks.on_start``. If one rank or all ranks get
-    SIGTERM, all ranks save and raise EndRequested, which ends the program with exit code 143. Where steps are
-    collective (``AllReduceSGDEngine``, or one rank), this happens after the current step; otherwise at the next save.
-    See docs/checkpoints.md.
+    If the folder contains a checkpoint, the run continues from the newest one, after ``hooks.on_start``. If any rank
+    gets SIGTERM, all ranks save and raise EndRequested, which ends the program with exit code 143. With collective
+    steps (``AllReduceSGDEngine``, or one rank) the run ends after one of the next steps. Otherwise it ends after the
+    current epoch. See docs/checkpoints.md.
 
-    The extension runs after all other extensions, whatever its position in the list. The file holds rank 0's network,
-    criterion, optimizer and ``maxepoch``, which are equal on all ranks. For each rank it also holds the
-    buffers of the modules, because the engine averages batch statistics only at the end. It further holds each rank's
-    random generators, counters, position in the epoch, last loss, and objects in ``stateful``. If ranks take local
-    steps (``SGDEngine`` without an optimizer that reduces gradients), it holds network, criterion and optimizer for
-    each rank, too.
+    The extension runs after all other extensions, whatever its position in the list. A checkpoint contains rank 0's
+    network, criterion, optimizer and ``maxepoch``, which are equal on all ranks. It contains the buffers of every rank,
+    because the engine averages batch statistics only at the end. It also contains every rank's random generators,
+    counters, position in the epoch, last loss, and objects in ``stateful``. If ranks take local steps (``SGDEngine``
+    without an optimizer that reduces gradients), it contains the network, criterion and optimizer of every rank.
 
     Args:
-        folder (path): folder into which rank 0 writes the files; it is created.
-        every (int or str): "epoch" (default) saves after each epoch, a number after that many steps. The end of
+        folder (path): folder into which rank 0 writes the files; rank 0 creates it.
+        every (int or str): "epoch" (default) saves after each epoch, a number n after every n steps. The end of
             training is always saved.
         keep (int): number of newest checkpoints to keep; default 3.
-        stateful (mapping): objects with ``state_dict`` and ``load_state_dict`` whose state belongs to the run, by name,
-            such as schedulers and meters; default None.
+        stateful (mapping): objects to save with the run, such as schedulers and meters, keyed by name; default None.
+            Each object has ``state_dict`` and ``load_state_dict``.
 
     Raises:
-        ValueError: ``every`` or ``keep`` is out of range. In ``train``: ranks take local steps and ``every`` is a
-            number.
-        CheckpointError: in ``train``, on every rank, if a checkpoint cannot be written, read or resumed.
-        EndRequested: in ``train``, on every rank, after a save that SIGTERM has requested.
+        ValueError: ``every`` or ``keep`` is out of range. ``train`` also raises it if ranks take local steps and
+            ``every`` is a number.
+        CheckpointError: a checkpoint cannot be written, read or resumed. ``train`` raises it on every rank.
+        EndRequested: a rank got SIGTERM, and the run was saved. ``train`` raises it on every rank.
 
     Examples:
         >>> import tempfile
@@ -91,7 +90,7 @@ class Checkpoint(Extension):
 
     @contextmanager
     def around_run(self, engine: Any, state: State) -> Iterator[None]:
-        """Return the context of a run, in which SIGTERM is a request to end and the folder is locked.
+        """Return the context of a run, in which SIGTERM is a request to end. The folder is unlocked at the end.
 
         Args:
             engine (SGDEngine): engine that runs.
@@ -103,7 +102,7 @@ class Checkpoint(Extension):
                 f"Checkpoint(every={self.every}): all ranks save together, but the ranks of a {type(engine).__name__} "
                 "take local steps; use every='epoch'"
             )
-        self.asked = 0  # maxepoch before hooks change it during training
+        self.asked = 0  # maxepoch before training, which hooks may change
         try:
             with EndRequests() as self.end_requests:
                 yield
@@ -117,18 +116,18 @@ class Checkpoint(Extension):
             state (State): state of the run; it is overwritten.
 
         Raises:
-            CheckpointError: on every rank, if the state cannot be saved, or the checkpoint cannot be read or does not
-                fit.
+            CheckpointError: on every rank, if the state cannot be saved, or if the checkpoint cannot be read or does
+                not match the run.
         """
         self.asked = state.maxepoch
-        # An error of the first save is raised now, not after the first epoch.
+        # Check now that the state can be saved, because otherwise the first save would fail after the first epoch.
         failure = "training cannot begin"
         outcomes.of_all(lambda: check_collected(*self._collected(state)), failure)
         self.checkpoints.hold()
         saved = self.checkpoints.load()
         if saved is None:
             return
-        parts, misfit = saved.parts, f"step {saved.step} of {self.folder} does not fit what is trained now"
+        parts, misfit = saved.parts, f"step {saved.step} of {self.folder} does not match this run"
         outcomes.of_all(lambda: self._check_network(state), failure)
         outcomes.of_all(lambda: self._restore(state, parts), misfit)
         if outcomes.rank() == 0:
@@ -136,7 +135,7 @@ class Checkpoint(Extension):
             if state.epoch < state.maxepoch:
                 logger.info("resumed from %s", text)
             else:
-                logger.warning("training is complete and nothing is left to do, says the checkpoint in %s", text)
+                logger.warning("training is complete in %s; to train further, pass a larger maxepoch", text)
 
     def on_update(self, state: State) -> None:
         """Save if a save is due after this step. Every rank must make this call.
@@ -163,7 +162,7 @@ class Checkpoint(Extension):
         self._save(state, is_due=self.every == "epoch" or is_over, may_end=not is_over)
 
     def on_end(self, state: State) -> None:
-        """Record which network was trained. Every rank must make this call.
+        """Record that the network was trained with this folder. Every rank must make this call.
 
         Args:
             state (State): state of the run.
@@ -176,7 +175,7 @@ class Checkpoint(Extension):
             self._end(state)
 
     def _check_network(self, state: State) -> None:
-        """Raise ValueError if this process has trained a different network with this folder. Each rank calls it."""
+        """Raise ValueError if this process has trained a different network with this folder."""
         before = completed.get(self.folder)
         if before is not None and before() is not state.network:
             raise ValueError(
@@ -185,7 +184,7 @@ class Checkpoint(Extension):
             )
 
     def _save(self, state: State, *, is_due: bool, may_end: bool) -> None:
-        """Save if it is due, or if a rank got SIGTERM. Every rank calls it with the same arguments."""
+        """Save if a save is due, or if a rank got SIGTERM. Every rank must call it with the same arguments."""
         is_end = may_end and self.end_requests.requested()
         if is_due or is_end:
             self.checkpoints.save_collected(state.t, lambda: self._collected(state))
@@ -193,15 +192,16 @@ class Checkpoint(Extension):
             self._end(state)
 
     def _end(self, state: State) -> NoReturn:
-        """Raise EndRequested on every rank, after a save."""
+        """Raise EndRequested on every rank. The run must have been saved."""
         if outcomes.rank() == 0:
-            text = "asked to end (SIGTERM): step %d is saved in %s, and the program ends with exit code 143"
+            text = "received SIGTERM: step %d is saved in %s, and the program ends with exit code 143"
             logger.warning(text, state.t, self.folder)
         raise EndRequested
 
     def _collected(self, state: State) -> Collected:
         modules, optimizer = dict(state.as_one_module().named_children()), state.optimizer
-        # This comes first, because it is collective with a sharded optimizer, and later lines may fail on one rank.
+        # Read the optimizer's state first: with a sharded optimizer this is collective, and later lines may fail on
+        # one rank.
         optimizer_state = None if optimizer is None else optimizer.state_dict()
         trained = {
             "modules": {name: module.state_dict() for name, module in modules.items()},
@@ -233,7 +233,7 @@ class Checkpoint(Extension):
         if experiment != now:
             saved, here = (f"experiment {each} of a sweep" if each else "no experiment" for each in (experiment, now))
             remedy = "use one folder per experiment, such as Checkpoint(mpi.experiment_folder())"
-            raise ValueError(f"it was saved in {saved}, but this run is in {here}; {remedy}")
+            raise ValueError(f"the checkpoint was saved in {saved}, but this run is in {here}; {remedy}")
         trained = parts["trained"]
         for name, module in state.as_one_module().named_children():
             content = trained["modules"].get(name, {})
@@ -242,7 +242,7 @@ class Checkpoint(Extension):
         _restore_optimizer(state, trained)
         for name, part in self.stateful.items():
             if name not in parts["stateful"]:
-                raise ValueError(f"it has no state of stateful[{name!r}]; omit this object, or use an empty folder")
+                raise ValueError(f"there is no state of stateful[{name!r}]; omit this object, or use an empty folder")
             part.load_state_dict(parts["stateful"][name])
         samples.restore_generators(state.iterator, parts["generators"])
         is_known = self._has_common_place(state) or parts.get("size", outcomes.size()) == outcomes.size()
@@ -252,15 +252,15 @@ class Checkpoint(Extension):
         if parts["loss"] is not None:
             state.loss = parts["loss"].to(next((tensor.device for tensor in state.parameters()), None))
         requested, last = parts["maxepoch"]
-        if state.maxepoch == requested:  # Otherwise the program asks for a different number of epochs now.
+        if state.maxepoch == requested:  # Otherwise the maxepoch of this run applies.
             # If a hook has lowered maxepoch in the middle of an epoch, the run ends at the end of that epoch.
             state.maxepoch = max(last, state.epoch + (state.position > 0))
 
 
 def _restore_optimizer(state: State, trained: dict[str, Any]) -> None:
-    """Restore the optimizer. Raise ValueError unless it fits the saved one."""
+    """Restore the optimizer's state. Raise ValueError if the optimizer does not match the saved one."""
     if (state.optimizer is None) != (trained["optimizer"] is None):
-        raise ValueError("only one of the saved run and this run has an optimizer (none with lr=0); use the same one")
+        raise ValueError("only one of the saved run and this run has an optimizer; pass the same lr= or optimizer=")
     if state.optimizer is None:
         return
     _kind(state).check_saved(OptimizerKind(**trained["optimizer_kind"]))
@@ -268,12 +268,15 @@ def _restore_optimizer(state: State, trained: dict[str, Any]) -> None:
 
 
 def _kind(state: State) -> OptimizerKind:
-    """Return the kind of the optimizer, without the wrappers that reduce gradients, so that any ranks can resume."""
+    """Return the class and shapes of the optimizer.
+
+    Wrappers that reduce gradients are ignored, so a run may resume without them.
+    """
     name = name_of_class(state.optimizer, transparent=(ReducingOptimizer, LocalOptimizer))
     return OptimizerKind(name, [tuple(p.shape) for group in state.parameter_groups() for p in group])
 
 
 def _buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that the module's state_dict holds."""
+    """Return the buffers that the module's state_dict contains."""
     state = module.state_dict()
     return {name: state[name] for name, _ in module.named_buffers() if name in state}
