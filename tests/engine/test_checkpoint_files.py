@@ -107,7 +107,7 @@ def test_only_data_is_saved(tmp_path):
         checkpoints.save(1, {"x": [{"y": np.ones(1)}]})
     with pytest.raises(errors.CheckpointError, match="step=-1"):
         checkpoints.save(-1, {})
-    with pytest.raises(errors.CheckpointError, match=r"\['a'\] are in parts and also in own"):
+    with pytest.raises(errors.CheckpointError, match=r"parts and own both have \['a'\]"):
         checkpoints.save(1, {"a": 1}, own={"a": 1})
     assert checkpoints.load() is None
 

@@ -1,22 +1,22 @@
-"""The files of checkpoints, written so that a kill at any moment leaves the last complete one. No ranks are involved.
+"""The files of checkpoints. A kill at any moment leaves the last complete file intact. No ranks communicate here.
 
 ::
 
-    DIR/step-000120.pt                  A complete file gets this name when all its content is on the disk.
-    DIR/.step-000130.pt.partial-1f0c    This file is being written, or a killed job left it.
+    DIR/step-000120.pt                  A file gets this name when all of its content is on the disk.
+    DIR/.step-000130.pt.partial-1f0c    A job is writing this file, or was killed while it wrote the file.
     DIR/step-000120.pt.damaged          This file could not be read, and was skipped.
-    DIR/.lock                           The job that saves here has locked this file (``folder_lock``).
+    DIR/.lock                           The job that saves into DIR has locked this file (see ``folder_lock``).
 
-A file gets its name by ``rename``, which is atomic. Before the rename, ``fsync`` brings the file to the disk; after
-the rename, it brings the folder to the disk. So the name ``step-N.pt`` never belongs to half a checkpoint, not even
-after a power failure. ``tidy`` removes what a killed job left.
+A file gets its name by ``rename``, which is atomic. ``fsync`` writes the file to the disk before the rename, and the
+folder after the rename. So ``step-N.pt`` is never an incomplete checkpoint, not even after a power failure. ``tidy``
+removes the partial files of killed jobs.
 
-A file consists of the bytes of ``torch.save``, and four bytes with the CRC-32 of all bytes before. ``torch.load`` can
-read it. Alternative: the zip archive of ``torch.save`` has a CRC-32 for each entry. Why not: the ranks' own parts are
-archives too, and ``zipfile`` would read one of these from a truncated file.
+A file consists of the bytes that ``torch.save`` writes, followed by their CRC-32 in four bytes. ``torch.load`` can read
+the file. Alternative: rely on the zip archive of ``torch.save``, which has a CRC-32 for each entry. Why not: the ranks'
+own parts are archives too, and ``zipfile`` would read one of these archives from a truncated file.
 
-A file holds plain data, which ``torch.load(weights_only=True)`` can read. From torch 2.6 on, this runs no code of the
-file. With an earlier torch, load only files whose author you trust.
+A file contains only plain data, which ``torch.load(weights_only=True)`` can read. From torch 2.6 on, reading does not
+run code from the file. With an earlier torch, load only files whose author you trust.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torchmpi_py.engine.folder_lock import warn_once
 from torchmpi_py.errors import CheckpointError
 
 _MAY_PASS = {errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOENT, errno.ENOMEM, errno.EPERM, errno.ESTALE}
-"""Errors of reading that do not mean damage: another attempt, or another user, may be able to read the file."""
+"""Errors of reading that do not prove damage: another attempt, or another user, may be able to read the file."""
 _NAME = re.compile(r"step-(\d+)\.pt")
 _FORMER_NAME = re.compile(r"step-\d+")
 _CRC_OF_WHOLE = 0x2144DF1C
@@ -49,13 +49,13 @@ _CRC_OF_WHOLE = 0x2144DF1C
 
 
 class Damaged(Exception):  # noqa: N818 - the name describes the file
-    """A checkpoint file differs from what was written."""
+    """A checkpoint file does not contain the bytes that were written."""
 
 
 def packed(content: Any, where: str = "checkpoint") -> memoryview:
-    """Return the bytes of a file with this content. Raise TypeError, which names the entry, if it is not plain data.
+    """Return the bytes of a file with this content. Raise TypeError for an entry that is not plain data.
 
-    Only ``torch.load`` knows what it can read, so the content is read here again, without the values of tensors.
+    Only an attempt shows what ``torch.load`` can read, so this function reads the bytes, without the values of tensors.
     """
     stream = io.BytesIO()
     try:
@@ -69,22 +69,22 @@ def packed(content: Any, where: str = "checkpoint") -> memoryview:
         for key, value in enumerate(content) if is_list else getattr(content, "items", tuple)():
             packed(value, f"{where}[{key!r}]")
         raise TypeError(
-            f"{where} is a {type(content).__qualname__}, which a checkpoint cannot hold: it can hold tensors, numbers, "
-            "strings, and lists, tuples, sets and dicts of these (numpy: use torch.from_numpy(x))"
+            f"{where} is a {type(content).__qualname__}, which a checkpoint cannot contain; save tensors, numbers, "
+            "strings, or lists, tuples, sets and dicts of these (for numpy, use torch.from_numpy(x))"
         ) from error
     return stream.getbuffer()
 
 
 def compact(content: Any) -> Any:
-    """Return the content with Python numbers in place of numpy's, and with tensors that own their memory.
+    """Return the content with Python numbers instead of numpy's, and with copies instead of views of tensors.
 
-    ``torch.save`` would write all of the memory that a view belongs to.
+    For a view, ``torch.save`` would write all the memory that the view belongs to.
     """
     if isinstance(content, torch.Tensor):
         is_part = content.layout is torch.strided and content.untyped_storage().nbytes() > content.nbytes
         return content.detach().clone() if is_part else content
     if isinstance(content, dict):
-        result = copy.copy(content)  # This keeps the attributes, such as the versions of a state_dict.
+        result = copy.copy(content)  # The copy has the attributes, such as a state_dict's versions.
         result.update({key: compact(value) for key, value in content.items()})
         return result
     if type(content) in (list, tuple):
@@ -93,7 +93,7 @@ def compact(content: Any) -> Any:
 
 
 def write(path: pathlib.Path, content: Any) -> None:
-    """Write plain data under a provisional name, and rename the file when it is on the disk. OSError means failure."""
+    """Write plain data under a provisional name, and rename the file when it is on the disk. Raise OSError if it fails."""
     data, partial = packed(content), path.with_name(f".{path.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
         with open(partial, "wb") as file:
@@ -103,7 +103,7 @@ def write(path: pathlib.Path, content: Any) -> None:
             os.fsync(file.fileno())
         os.rename(partial, path)
     except OSError as error:
-        error.filename = str(path)  # An error of write() does not name the file.
+        error.filename = str(path)  # An error of write() has no file name.
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
@@ -111,33 +111,33 @@ def write(path: pathlib.Path, content: Any) -> None:
 
 
 def read(path: pathlib.Path) -> io.BytesIO:
-    """Return the bytes of a file. Raise Damaged if they are not the bytes that were written."""
+    """Return the bytes of a file. Raise Damaged if the disk cannot read it, or if its checksum is wrong."""
     try:
         with open(trusted_files.open_file(path, os.O_RDONLY, owners=None), "rb") as file:
             data = file.read()
     except MemoryError as error:
-        raise OSError(errno.ENOMEM, "it is larger than the free memory", str(path)) from error
+        raise OSError(errno.ENOMEM, "the file is larger than the free memory", str(path)) from error
     except OSError as error:
         if error.errno in _MAY_PASS:
             raise
         raise Damaged(error.strerror) from error
     if zlib.crc32(data) != _CRC_OF_WHOLE:
-        raise Damaged("its checksum is wrong: it was truncated or changed, or torchmpi_py did not write it")
+        raise Damaged("its checksum is wrong, so the file was changed, truncated, or not written by torchmpi_py")
     return io.BytesIO(data)
 
 
 def unpacked(stream: io.BytesIO) -> Any:
-    """Return the content of a file, on the CPU. From torch 2.6 on, no code of the file runs."""
+    """Return the content of a file, on the CPU. From torch 2.6 on, this does not run code from the file."""
     try:
         return torch.load(stream, map_location="cpu", weights_only=True)
     except Exception as error:
         # torch raises exceptions of many types, and their messages advise the user to run the code in the file.
         why = textwrap.shorten(f"{type(error).__name__}: {error}", 80, placeholder=" ...")
-        raise CheckpointError(f"it does not hold the plain data of a checkpoint ({why})") from error
+        raise CheckpointError(f"the file is not a checkpoint of plain data ({why}); use another folder") from error
 
 
 def make_folder(directory: pathlib.Path) -> None:
-    """Create the folder of checkpoints, and bring its name to the disk."""
+    """Create the folder of checkpoints, and write its name to the disk."""
     new_folders = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     os.makedirs(directory, exist_ok=True)
     for folder in new_folders:
@@ -145,7 +145,7 @@ def make_folder(directory: pathlib.Path) -> None:
 
 
 def _sync(folder: pathlib.Path) -> None:
-    """Bring the folder's list of names to the disk."""
+    """Write the folder's list of names to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -154,7 +154,7 @@ def _sync(folder: pathlib.Path) -> None:
 
 
 def complete(directory: pathlib.Path) -> list[tuple[int, pathlib.Path]]:
-    """Return (step, file) of each complete checkpoint, the newest first. Raise CheckpointError for files of 0.1."""
+    """Return (step, file) of each complete checkpoint, newest first. Raise CheckpointError for checkpoints of 0.1."""
     names = os.listdir(directory) if directory.exists() else []
     steps = sorted(
         ((int(match[1]), directory / name) for name in names if (match := _NAME.fullmatch(name))), reverse=True
@@ -168,17 +168,17 @@ def complete(directory: pathlib.Path) -> list[tuple[int, pathlib.Path]]:
 
 
 def tidy(directory: pathlib.Path) -> None:
-    """Remove partial files of a job that was killed. Call it only while you hold the folder's lock."""
+    """Remove the partial files of killed jobs. The caller must have locked the folder."""
     for path in directory.glob(".step-*.pt.partial-*"):
         with contextlib.suppress(OSError):  # The file may belong to another user.
             path.unlink()
 
 
 def discard(path: pathlib.Path, aside: pathlib.Path | None = None) -> None:
-    """Remove a checkpoint, or rename it to ``aside``. If that fails, log a warning; the next save tries again."""
+    """Remove a checkpoint, or rename it to ``aside``. Log a warning if this fails."""
     try:
         path.unlink() if aside is None else os.rename(path, aside)
     except FileNotFoundError:
         pass
     except OSError as error:
-        warn_once("the checkpoint %s cannot be removed or renamed: %s", path, error.strerror)
+        warn_once("checkpoint %s cannot be removed or renamed (%s); remove it yourself", path, error.strerror)

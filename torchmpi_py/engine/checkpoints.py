@@ -1,18 +1,18 @@
-"""Checkpoints: the data with which a job continues after it was killed, in one file per step in a folder.
+"""Checkpoints: the data from which a killed job resumes. A folder contains one file per saved step.
 
-A checkpoint consists of *parts*, which are equal on all ranks (the model), and of each rank's *own* parts (its random
-generators). Only rank 0 reads and writes files, so the folder need not be shared between hosts.
+A checkpoint consists of *parts*, which are equal on all ranks (such as the model), and of each rank's *own* parts (such
+as its random generators). Only rank 0 reads and writes files, so the hosts need not share the folder.
 
-To save, the ranks send rank 0 their own parts, and rank 0 writes the file (``checkpoint_file``) and removes the oldest.
-To load, rank 0 reads the newest file that is not damaged, and broadcasts its bytes. An error of one rank at any of
-these points is raised on all ranks (``outcomes``), so a full disk never leaves the other ranks waiting.
+To save, the ranks send their own parts to rank 0, which writes the file (see ``checkpoint_file``) and removes the
+oldest one. To load, rank 0 reads the newest file that is not damaged, and broadcasts its bytes. If one rank fails at
+any of these points, all ranks raise an error (see ``outcomes``), so a full disk never leaves the other ranks waiting.
 
-Rank 0 locks the folder before the first save (``folder_lock``), so that two jobs never save into one folder. A load
+Rank 0 locks the folder before the first save (see ``folder_lock``), so two jobs never save into one folder. A load
 needs no lock.
 
-Alternative: each rank writes its own file (torchmpi_py 0.1, ``torch.distributed.checkpoint``). That is faster for
-models which no rank can hold as a whole. Why not: it needs a shared file system, and a checkpoint is complete only when
-all its files are.
+Alternative: each rank writes its own file (torchmpi_py 0.1, ``torch.distributed.checkpoint``). This is faster for
+models that are too large for one rank. Why not: it needs a shared file system, and a checkpoint is complete only when
+all of its files are complete.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from torchmpi_py.engine import checkpoint_file as files, folder_lock, outcomes, 
 
 logger = logging.getLogger("torchmpi_py")
 
-_PIECE_BYTES = 1 << 30  # bytes per broadcast, so that the timeout applies to one piece
+_PIECE_BYTES = 1 << 30  # bytes per broadcast; the timeout applies to each broadcast
 
 Collected = tuple[Mapping[str, Any], Mapping[str, Any]]
 """The parts that are equal on all ranks, and each rank's own parts."""
 
 
 class Saved(NamedTuple):
-    """Result of ``Checkpoints.load``.
+    """A checkpoint that ``Checkpoints.load`` has read.
 
-    Attributes:
-        step (int): step of the checkpoint.
-        parts (dict): the parts, this rank's own parts included.
+    Args:
+        step (int): number of the step after which the checkpoint was saved.
+        parts (dict): the saved data by name, including this rank's own parts.
     """
 
     step: int
@@ -56,7 +56,8 @@ class Checkpoints:
     """The checkpoints in a folder, for your own training loop. The extension ``Checkpoint`` uses this class too.
 
     Every rank of the current level must make the same calls; only rank 0 reads and writes files. One job at a time may
-    save into a folder, but other jobs may load. It also works with one rank, and without ``mpi.start()``.
+    save into a folder, but other jobs may load from it. The class also works with one rank, and without
+    ``mpi.start()``.
 
     Args:
         directory (path): folder of the files; rank 0 creates it.
@@ -64,8 +65,8 @@ class Checkpoints:
 
     Raises:
         ValueError: ``keep`` is below 1.
-        CheckpointError: by ``save``, ``load`` and ``hold``, on every rank, if rank 0 cannot write or read, or if
-            another job saves into the folder.
+        CheckpointError: rank 0 cannot write or read the files, or another job saves into the folder. ``save``,
+            ``load`` and ``hold`` raise it on every rank.
 
     Examples:
         >>> import tempfile
@@ -92,17 +93,17 @@ class Checkpoints:
         self._lock: folder_lock.FolderLock | None = None  # rank 0's lock, as long as this object lives
 
     def hold(self) -> None:
-        """Prevent other jobs from saving into the folder, as the first ``save`` does. Every rank must make this call.
+        """Lock the folder, so that no other job can save into it. Every rank must make this call.
 
-        The folder is free again after ``release``, and when the process of rank 0 has ended.
+        ``save`` also locks the folder. The lock ends with ``release``, or when the process of rank 0 ends.
 
         Raises:
-            CheckpointError: on every rank, with the name of the other job, if another job saves into the folder.
+            CheckpointError: another job saves into the folder. Every rank raises the error, which describes the job.
         """
         outcomes.of_rank_0(self._hold, "the folder cannot be used")
 
     def release(self) -> None:
-        """Let other jobs save into the folder. Not collective. A later ``save`` locks the folder again."""
+        """Unlock the folder for other jobs. The ranks do not communicate. A later ``save`` locks the folder again."""
         self._lock = None
 
     def save(self, step: int, parts: Mapping[str, Any], *, own: Mapping[str, Any] | None = None) -> pathlib.Path:
@@ -111,17 +112,17 @@ class Checkpoints:
         The states of the global random generators are saved too. A checkpoint of the same step is replaced.
 
         Args:
-            step (int): number of the step, not lower than the newest checkpoint's in the folder.
+            step (int): number of the step, not lower than the step of the newest checkpoint in the folder.
             parts (mapping): data that is equal on all ranks: state_dicts, tensors, numbers, strings, and lists and
                 dicts of these. Rank 0's data is written.
-            own (mapping): each rank's own data, under other names; default None.
+            own (mapping): this rank's own data, by names that ``parts`` does not use; default None.
 
         Returns:
             The path of the file.
 
         Raises:
-            CheckpointError: on every rank, if a value is not plain data, if the step is negative or before the newest
-                one, or if the file cannot be written.
+            CheckpointError: a value is not plain data, the step is negative or lower than the newest saved step, or the
+                file cannot be written. Every rank raises the error.
         """
         return self.save_collected(step, lambda: (parts, own or {}))
 
@@ -130,13 +131,14 @@ class Checkpoints:
 
         Args:
             step (int): number of the step, as for ``save``.
-            collect (callable): function that returns (parts, own). If it raises on one rank, all ranks raise.
+            collect (callable): function that returns (parts, own).
 
         Returns:
             The path of the file.
 
         Raises:
-            CheckpointError: on every rank, as for ``save``, or if ``collect`` raises.
+            CheckpointError: ``collect`` raises on any rank, or for the reasons of ``save``. Every rank raises the
+                error.
         """
         what, collected = f"step {step} cannot be saved", []
 
@@ -145,7 +147,7 @@ class Checkpoints:
                 raise ValueError(f"step={step}: expected a number of at least 0")
             parts, own = (files.compact(dict(each)) for each in collect())
             if both := sorted(parts.keys() & own.keys()):
-                raise ValueError(f"{both} are in parts and also in own: use different names")
+                raise ValueError(f"save: parts and own both have {both}; use different names")
             collected.append((parts, _bytes(files.packed({"own": own, "random": samples.random_states()}))))
             return len(collected[0][1])
 
@@ -155,17 +157,18 @@ class Checkpoints:
         return outcomes.of_rank_0(lambda: self._write(operator.index(step), parts, torch.split(whole, sizes)), what)
 
     def load(self) -> Saved | None:
-        """Return the last complete checkpoint. Every rank must make this call.
+        """Return the newest complete checkpoint. Every rank must make this call.
 
-        **Overwrites** the states of the global random generators with this rank's saved states. A rank that the saved
-        job did not have gets rank 0's own parts, and random numbers that are derived from rank 0's and its rank.
+        **Overwrites** the states of the global random generators with this rank's saved states. A rank that did not
+        exist in the saved job gets rank 0's own parts. Its random states are derived from rank 0's states and from the
+        number of the rank.
 
         Returns:
-            A ``Saved`` (step, parts), or None if the folder holds no checkpoint. This rank's own parts are among
-            ``parts``. Tensors are on the CPU.
+            A ``Saved`` (step, parts), or None if the folder contains no checkpoint. ``parts`` includes this rank's own
+            parts. Tensors are on the CPU.
 
         Raises:
-            CheckpointError: on every rank, if the files cannot be read.
+            CheckpointError: the files cannot be read. Every rank raises the error.
         """
         files_read: list[io.BytesIO] = []
         newest = outcomes.of_rank_0(lambda: self._find(files_read), "the checkpoints cannot be read")
@@ -181,14 +184,14 @@ class Checkpoints:
         return Saved(step, parts)
 
     def _hold(self) -> None:
-        """Create the folder, and lock it. Only rank 0 calls it."""
+        """Create the folder, and lock it. Only rank 0 calls this method."""
         files.make_folder(self.directory)
         if not os.access(self.directory, os.W_OK):
-            raise PermissionError(errno.EACCES, "this user cannot write into the folder", str(self.directory))
+            raise PermissionError(errno.EACCES, "this user cannot write here; use another folder", str(self.directory))
         self._lock = folder_lock.take(self.directory)
 
     def _write(self, step: int, parts: Mapping[str, Any], own: Sequence[torch.Tensor]) -> pathlib.Path:
-        """Write the file, and remove the oldest. Only rank 0 calls it."""
+        """Write the file, and remove the oldest one. Only rank 0 calls this method."""
         self._hold()
         # A damaged checkpoint of a later step must not prevent a run from saving this step.
         for path in self._damaged:
@@ -198,8 +201,8 @@ class Checkpoints:
         newest = max((saved for saved, _ in files.complete(self.directory)), default=-1)
         if newest > step:
             raise ValueError(
-                f"{self.directory} holds a checkpoint of step {newest}, which is later than {step}: load() it first, "
-                "remove its file, or use another folder"
+                f"{self.directory} has a checkpoint of step {newest}, which is later than {step}; call load() before "
+                "save(), remove the file, or use another folder"
             )
         path = self.directory / f"step-{step:06}.pt"
         files.write(path, {"step": step, "parts": parts, "own": list(own)})
@@ -208,7 +211,10 @@ class Checkpoints:
         return path
 
     def _find(self, files_read: list[io.BytesIO]) -> tuple[int, int] | None:
-        """Read the newest file that is not damaged; return its step and number of bytes. Only rank 0 calls it."""
+        """Append the newest file that is not damaged to ``files_read``; return its step and number of bytes.
+
+        Only rank 0 calls this method.
+        """
         for step, path in files.complete(self.directory):
             try:
                 files_read.append(files.read(path))
@@ -223,7 +229,7 @@ class Checkpoints:
 
 
 def check_collected(parts: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raise TypeError if a save of this rank's data would. Each rank calls it; the values of tensors are not copied."""
+    """Raise TypeError if this rank's data cannot be saved. The values of tensors are not copied."""
 
     def emptied(x: torch.Tensor) -> torch.Tensor:
         return x.new_empty(0) if type(x) in (torch.Tensor, torch.nn.Parameter) and not vars(x) else x
