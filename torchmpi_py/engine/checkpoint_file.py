@@ -93,7 +93,7 @@ def compact(content: Any) -> Any:
 
 
 def write(path: pathlib.Path, content: Any) -> None:
-    """Write plain data under a provisional name, and rename the file when it is on the disk. Raise OSError if it fails."""
+    """Write plain data under a provisional name; rename the file when it is on the disk. Raise OSError on failure."""
     data, partial = packed(content), path.with_name(f".{path.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
         with open(partial, "wb") as file:

@@ -47,7 +47,7 @@ class Extension:
     def __init_subclass__(cls) -> None:
         for name in vars(cls):
             if name.startswith("on_") and name not in MOMENTS:
-                raise TypeError(f"{cls.__name__}.{name}: there is no such moment; expected {', '.join(MOMENTS)}")
+                raise TypeError(f"{cls.__name__}.{name} is not a hook; define one of {', '.join(MOMENTS)}")
 
     def around_run(self, engine: Any, state: State) -> AbstractContextManager[Any]:
         """Return the context of the run of ``engine``, from before ``on_start`` to after ``on_end``.
