@@ -78,7 +78,7 @@ def test_a_signal_that_nobody_asked_for_has_its_effect_afterwards(monkeypatch, c
     has_effect = error in (None, ValueError)
     assert sent == ([(os.getpid(), signal.SIGTERM, signal.SIG_DFL)] if has_effect else [])
     assert [record.exc_info[0] for record in caplog.records] == ([ValueError] if error is ValueError else [])
-    assert error is not ValueError or "SIGTERM came before this error" in caplog.text
+    assert error is not ValueError or "SIGTERM arrived before this error" in caplog.text
 
 
 def test_it_ends_a_program_that_catches_the_error():
@@ -94,7 +94,7 @@ def test_it_ends_a_program_that_catches_the_error():
     """
     ended = jobs.python(program)
     assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, "")
-    assert "SIGTERM came before this error" in ended.stderr
+    assert "SIGTERM arrived before this error" in ended.stderr
     assert ended.stderr.endswith("ValueError: a bad batch\n")
 
 

@@ -1,17 +1,17 @@
 """Training that continues when a rank dies, in a job started by ``torchmpirun --elastic``.
 
-The idea: a step *counts* if all ranks have confirmed, after the reduction of gradients, that all ranks live. Then the
-result contains every rank's gradients, and each rank can update its parameters without communication. A step in which
-a rank dies before that is repeated. The survivors build a smaller world (``runtime.survivors``) and divide the rest of
-the epoch among them, so every sample is used once.
+The idea: after the reduction of gradients, all ranks confirm that all ranks are alive. A confirmed step *counts*,
+because the result contains every rank's gradients, and each rank can update its parameters without communication. If a
+rank dies before the confirmation, the step is repeated. The survivors build a smaller world (see ``runtime.survivors``)
+and divide the rest of the epoch among themselves, so every sample is used once.
 
-If a death interrupts a hook, some ranks may have completed more of it than others. The others then take their state.
-The end of an epoch (``on_end_epoch``, a checkpoint) is never skipped: if one rank has not completed it, all ranks
-repeat it. Averages are over the present ranks. Batches keep their size per rank, so a global batch is smaller after a
-death.
+If a death interrupts a hook, some ranks may have completed more of the hook than others. All survivors then continue
+from the state of the most advanced rank. The end of an epoch (``on_end_epoch``, with its checkpoint) is never skipped:
+if one rank has not completed it, all ranks repeat it. Averages are computed over the surviving ranks. Batches keep
+their size per rank, so a global batch is smaller after a death.
 
-Alternative: restart the job from the last checkpoint. Why not: all ranks would repeat the steps since
-then, and start their processes again.
+Alternative: restart the job from the last checkpoint. Why not: all processes would start again, and repeat the steps
+since that checkpoint.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from torchmpi_py.runtime import survivors
 
 
 class Elastic(Extension):
-    """Let the other ranks continue when one dies, in an elastic job; in other jobs do nothing.
+    """Let the surviving ranks continue training when a rank dies in an elastic job. Do nothing in other jobs.
 
-    In an elastic job, ``AllReduceSGDEngine`` adds this extension before the others. Use ``hooks.on_recovery`` to scale
-    the learning rate by the number of ranks.
+    In an elastic job, ``AllReduceSGDEngine`` adds this extension automatically, before all other extensions. Use
+    ``hooks.on_recovery`` to scale the learning rate by the number of ranks.
 
     Raises:
-        TypeError: in ``train``, on every rank, if the engine or the iterator does not support a recovery.
-        ValueError: in ``train``, on every rank, if the optimizer or the level does not support a recovery.
+        TypeError: the engine or the iterator does not support a recovery. ``train`` raises it on every rank.
+        ValueError: the optimizer or the level does not support a recovery. ``train`` raises it on every rank.
 
     Examples:
         >>> data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
@@ -56,7 +56,7 @@ class Elastic(Extension):
     """
 
     def around_run(self, engine: Any, state: State) -> AbstractContextManager[None]:
-        """Keep the engine, which a recovery needs, and return an empty context.
+        """Store the engine for a recovery, and return an empty context.
 
         Args:
             engine (SGDEngine): engine that runs.
@@ -66,7 +66,7 @@ class Elastic(Extension):
         return nullcontext()
 
     def on_start(self, state: State) -> None:
-        """Check, on every rank, that survivors of a death could continue.
+        """Check, in an elastic job, that the run supports a recovery.
 
         Args:
             state (State): state of the run.
@@ -80,7 +80,7 @@ class Elastic(Extension):
 
     @contextmanager
     def around_epoch(self, state: State) -> Iterator[None]:
-        """Return the context of an epoch: if a rank dies, the others recover, and the loop continues with the rest.
+        """Return the context of an epoch. If a rank dies, the survivors recover, and the loop continues the epoch.
 
         Args:
             state (State): state of the run.
@@ -92,7 +92,7 @@ class Elastic(Extension):
                 self._recover(state, attempt)
 
     def on_backward(self, state: State) -> None:
-        """Confirm that all ranks live, before the gradients are used. Every rank must make this call.
+        """Confirm that all ranks are alive before the gradients are used. Every rank must make this call.
 
         Args:
             state (State): state of the run.
@@ -100,20 +100,20 @@ class Elastic(Extension):
         survivors.confirm()
 
     def _recover(self, state: State, attempt: survivors.Attempt) -> None:
-        """Make the survivors equal, and divide the rest of the epoch. Collective."""
+        """Give all survivors the same state, and divide the rest of the epoch. Every survivor must make this call."""
         place = state.place
         schedules = self._schedules()
         parts = [state.as_one_module(), *schedules, *([] if state.optimizer is None else [state.optimizer])]
-        # All survivors get the state of the rank with the most progress. At the end of an epoch, a rank that has not
-        # completed it counts as farthest, because all ranks repeat it. Within one hook, some ranks may already have
-        # lowered maxepoch, to stop, or stepped a schedule.
+        # All survivors get the state of the most advanced rank. At the end of an epoch, a rank that has not completed
+        # on_end_epoch counts as the most advanced one, because all ranks repeat on_end_epoch. Compare maxepoch and the
+        # schedules too: if a death interrupts a hook, some ranks may already have changed them.
         standing = state.epoch, place.position, state.t, place.is_ending, -state.maxepoch
         farthest = survivors.catch_up((*standing, *(schedule.last_epoch for schedule in schedules)), *parts)
-        # This rank has the same progress now, even if that rank dies before the others have it.
+        # Store the progress before the confirmation, because another rank may die before all survivors have the state.
         state.epoch, place.position, state.t, place.is_ending, end = farthest[: len(standing)]
         state.maxepoch, place.is_finished = -end, False
         attempt.confirm()
-        # From here on the survivors are at the same step, and share the rest of the epoch.
+        # All survivors are now at the same step. Divide the rest of the epoch among them.
         state.iterator.take_place()  # type: ignore[attr-defined]  # _check has tested the iterator.
         self.engine.regroup()
         self.engine.calls.on_recovery(state)
@@ -125,23 +125,23 @@ class Elastic(Extension):
 
 
 def _check(engine: Any, state: State) -> None:
-    """Raise TypeError or ValueError if the survivors of a death could not continue without a restart."""
+    """Raise TypeError or ValueError if the run does not support a recovery."""
     iterator: Any = state.iterator
     if not hasattr(engine, "regroup"):
         raise TypeError(f"Elastic: expected an AllReduceSGDEngine, found {type(engine).__name__}; omit Elastic()")
     if not getattr(iterator, "follows_place", False):
         raise TypeError(
-            f"iterator is a {type(iterator).__name__} that cannot divide the rest of an epoch among the survivors. "
-            "Use a StreamIterator, a DatasetIterator without rank= and size=, or a DataLoader without a sampler, or "
+            f"iterator is a {type(iterator).__name__}, which cannot divide the rest of an epoch among the survivors. "
+            "Use a StreamIterator, a DatasetIterator without rank= and size=, or a DataLoader without a sampler; or "
             "start the job without --elastic"
         )
     if isinstance(state.optimizer, ReducingOptimizer):
         raise ValueError(
-            f"optimizer is a {type(state.optimizer).__name__}, which needs all the ranks that created it: omit "
-            "sharded=True or use a plain optimizer, or start the job without --elastic"
+            f"optimizer is a {type(state.optimizer).__name__}, which does not work after the death of a rank; omit "
+            "sharded=True, pass a plain optimizer, or start the job without --elastic"
         )
     if communicators.resolve(None).size < communicators.stack().levels[0].size:
         raise ValueError(
-            "an elastic job must train at a level of the whole world, because a death rebuilds the levels and groups "
-            "are lost. Call mpi.set_communicator(0), or start the job without --elastic"
+            "an elastic job must train at a level that contains all ranks, because smaller groups do not survive the "
+            "death of a rank. Call mpi.set_communicator(0), or start the job without --elastic"
         )

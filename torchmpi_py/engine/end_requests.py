@@ -1,4 +1,4 @@
-"""SIGTERM as a request to end, which all ranks obey after the same step."""
+"""SIGTERM as a request to end: all ranks end after the same step."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ from torchmpi_py.engine import outcomes
 logger = logging.getLogger("torchmpi_py")
 
 EXCHANGE_SECONDS = 0.25
-MOST_STEPS = 64  # the most steps between two exchanges, because steps may become slower
+MOST_STEPS = 64  # Steps may become slower, so this limits the number of steps between two exchanges.
 
 
 class EndRequests:
-    """In ``with EndRequests() as end``, SIGTERM asks the program to end, instead of ending it at once.
+    """Context manager in which SIGTERM requests the end of the program instead of killing it.
 
-    The signal keeps its usual effect if the program has a handler for it, and outside the main thread. After
-    ``requested`` has returned True, SIGTERM has no effect until the process ends or enters such a block again. So a
-    second signal does not end the program while it saves or cleans up.
+    SIGTERM keeps its usual effect if the program has its own handler, and in a block outside the main thread. After
+    ``requested`` has returned True, SIGTERM has no effect until the process ends or enters another such block. So a
+    second signal does not kill the program while it saves or cleans up.
 
-    If the block ends before ``requested`` has reported a signal, the signal then has its usual effect. This also
-    happens if an error ends the block; the error is logged first, because a process that the signal ends does not raise
-    it. If SystemExit (such as EndRequested) or KeyboardInterrupt ends the block, the process exits as these exceptions
-    require. It also works with one rank, and without ``mpi.start()``.
+    If a signal arrives, but the block ends before ``requested`` has returned True, the signal has its usual effect at
+    the end of the block. This also happens if an error ends the block. The error is logged first, because the killed
+    process does not raise it. If SystemExit (such as EndRequested) or KeyboardInterrupt ends the block, the process
+    exits as these exceptions require.
+
+    The class also works with one rank, and without ``mpi.start()``.
 
     Examples:
         >>> with mpi.engine.EndRequests() as end:
@@ -44,14 +46,14 @@ class EndRequests:
 
     # Ranks get the signal at different moments. Some ranks may not get it at all, because torchmpirun reaches only the
     # ranks of its own host. So the ranks exchange whether one of them got it. An exchange costs as much as a barrier,
-    # so they exchange only after the number of steps that takes EXCHANGE_SECONDS on the slowest rank.
+    # so the ranks exchange only once per EXCHANGE_SECONDS. They count the steps of the slowest rank in this time.
 
     def __init__(self) -> None:
         self._has_come = False
         self._is_known = False  # whether ``requested`` has returned True
         self._steps_left = 1
         self._num_steps = 1  # steps from the last exchange to the next one
-        self._size = 0  # number of ranks at the last exchange; after a death, survivors restart with the same count
+        self._size = 0  # number of ranks at the last exchange. If a rank has died, the next call is an exchange.
         self._when = time.monotonic()
 
     def __enter__(self) -> EndRequests:
@@ -66,17 +68,17 @@ class EndRequests:
         signal.signal(signal.SIGTERM, _is_known_already if self._is_known else signal.SIG_DFL)
         if self._has_come and not self._is_known and (error is None or isinstance(error, Exception)):
             if error is not None:
-                logger.error("SIGTERM came before this error, and now has its usual effect", exc_info=error)
+                logger.error("SIGTERM arrived before this error, and ends the process now", exc_info=error)
             os.kill(os.getpid(), signal.SIGTERM)
 
     def requested(self, *, now: bool = False) -> bool:
-        """Return whether a rank got SIGTERM: True on all ranks, or on no rank. Every rank must call it once per step.
+        """Return whether any rank got SIGTERM, with the same result on every rank.
 
-        Some of the calls exchange what the ranks know, at most about four per second. The other calls return False at
-        once.
+        Every rank must call this method once per step. At most about four calls per second communicate. The other calls
+        return False immediately.
 
         Args:
-            now (bool): True exchanges in this call; default False. The same on every rank.
+            now (bool): True makes this call communicate; default False. Pass the same value on every rank.
 
         Returns:
             True if a rank of the current level got SIGTERM.
