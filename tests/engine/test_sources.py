@@ -243,7 +243,7 @@ def test_nonsense_is_refused(mpi):
     with pytest.raises(TypeError, match="generator, which lacks a length"):
         DatasetIterator(sources(), 2, sampler=(index for index in range(3)))
     for index in (TOTAL, -1):
-        with pytest.raises(ValueError, match=rf"index {index} is not in a dataset of {TOTAL} samples"):
+        with pytest.raises(ValueError, match=rf"index {index} is out of range; use 0 to {TOTAL - 1}"):
             iter(DatasetIterator(sources(), 3, sampler=[0, index]))
     with pytest.raises(TypeError, match="dataset is a set"):
         Source({1, 2})

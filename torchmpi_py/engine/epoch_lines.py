@@ -14,9 +14,9 @@ from torchmpi_py.engine.state import State
 
 
 class EpochLines(Extension):
-    """Print the mean loss of rank 0's samples, the number of steps and the seconds after each epoch.
+    """After each epoch, print the mean loss of rank 0's samples, the number of steps, and the seconds.
 
-    Every rank counts, because rank 0 may die: the rank that is rank 0 at the end of the epoch prints.
+    Every rank adds up its own losses, because rank 0 may die, and another rank then becomes rank 0.
 
     Examples:
         >>> extensions = [mpi.engine.EpochLines()]  # the default of train(); pass [] for no lines
@@ -32,7 +32,7 @@ class EpochLines(Extension):
         self._num_samples, self._first_step, self._begin = 0, state.t, time.perf_counter()
 
     def on_forward_criterion(self, state: State) -> None:
-        """Add a loss. The sum stays on the loss's device, so the host waits for a GPU only once per epoch.
+        """Add the loss of a batch. The sum stays on the loss's device, so the host waits for a GPU only once per epoch.
 
         Args:
             state (State): state of the run.

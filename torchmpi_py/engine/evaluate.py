@@ -12,18 +12,19 @@ from torchmpi_py.engine.state import State, modes_restored
 
 
 class Evaluate(Extension):
-    """Call a function of the network after epochs, on every rank, in evaluation mode and without gradients.
+    """Evaluate the network after epochs: call a function on every rank, in evaluation mode and without gradients.
 
     Training waits for the function. To evaluate without waiting, start a second job that loads the checkpoints
     (``Checkpoints(folder).load()``).
 
     Args:
-        function (callable): ``function(network, epoch)``, with the number of completed epochs. It may call
-            ``engine.test``.
-        every (int): number of epochs between evaluations; default 1. The last epoch is always evaluated.
+        function (callable): called as ``function(network, epoch)``, where ``epoch`` is the number of completed epochs.
+            The function may call ``engine.test``.
+        every (int): number of epochs between evaluations; default 1. The network is always evaluated after the last
+            epoch.
 
     Attributes:
-        results (dict): what the function returned on this rank, by number of completed epochs.
+        results (dict): results of the function on this rank, keyed by the number of completed epochs.
 
     Raises:
         ValueError: ``every`` is below 1.
@@ -45,13 +46,13 @@ class Evaluate(Extension):
 
     def __init__(self, function: Callable[[torch.nn.Module, int], Any], every: int = 1) -> None:
         if every < 1:
-            raise ValueError(f"every={every}: expected a positive number of epochs")
+            raise ValueError(f"Evaluate: every={every}; pass a positive number of epochs")
         self.function = function
         self.every = every
-        self.results: dict[int, Any] = {}  # results on this rank, by completed epochs
+        self.results: dict[int, Any] = {}  # results on this rank, keyed by the number of completed epochs
 
     def on_start(self, state: State) -> None:
-        """Drop the results of an earlier run.
+        """Remove the results of an earlier run.
 
         Args:
             state (State): state of the run.
@@ -68,7 +69,7 @@ class Evaluate(Extension):
             self._evaluate(state)
 
     def on_end(self, state: State) -> None:
-        """Evaluate the final network, even if nothing was left to train.
+        """Evaluate the final network, unless ``on_end_epoch`` has already evaluated it.
 
         Args:
             state (State): state of the run.

@@ -1,7 +1,7 @@
-"""Extensions: objects that take part in a training run and keep their own state, such as ``Checkpoint``.
+"""Extensions: objects that add behaviour to a training run and have their own state, such as ``Checkpoint``.
 
-The loop calls the user's hooks first, then the extensions in their order. The list of calls at each moment is composed
-once per run, so a moment without calls costs nothing.
+At each hook, the loop calls the user's function first, and then the extensions in the order of their list. These calls
+are composed once per run, so a hook without functions costs almost nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from torchmpi_py.engine.state import MOMENTS, Hook, Hooks, State, nothing
 
 
 class Stateful(Protocol):
-    """An object with a state, such as a scheduler or a meter (the term of torch.distributed.checkpoint)."""
+    """Protocol of objects with a state, such as schedulers and meters.
+
+    The name is the term of torch.distributed.checkpoint.
+    """
 
     def state_dict(self) -> Any:
         """Return the state as plain data."""
@@ -24,15 +27,15 @@ class Stateful(Protocol):
 
 
 class Extension:
-    """Base class of extensions, which take part in ``engine.train(..., extensions=[...])``.
+    """Base class of extensions for ``engine.train(..., extensions=[...])``.
 
-    A subclass defines the moments that it needs, as methods with the names of the hooks: on_start, on_start_epoch,
-    on_sample, on_forward, on_forward_criterion, on_backward, on_update, on_end_epoch, on_end, on_recovery. Each method
-    gets the ``State``. In a step in which this rank has no samples, only on_backward and on_update are called, and
+    A subclass defines methods with the names of the hooks that it needs: on_start, on_start_epoch, on_sample,
+    on_forward, on_forward_criterion, on_backward, on_update, on_end_epoch, on_end, on_recovery. Each method receives
+    the ``State``. If this rank has no samples in a step, only on_backward and on_update are called, and
     ``state.sample`` is None.
 
     Raises:
-        TypeError: when a subclass is defined, for any other name that begins with ``on_``.
+        TypeError: a subclass defines a method whose name begins with ``on_`` but is not the name of a hook.
 
     Examples:
         >>> class StopAtNaN(mpi.engine.Extension):
@@ -42,7 +45,7 @@ class Extension:
     """
 
     serves_tests = False
-    """Whether ``engine.test(extensions=...)`` takes the extension."""
+    """Whether ``engine.test(extensions=...)`` accepts the extension."""
 
     def __init_subclass__(cls) -> None:
         for name in vars(cls):
@@ -50,7 +53,7 @@ class Extension:
                 raise TypeError(f"{cls.__name__}.{name} is not a hook; define one of {', '.join(MOMENTS)}")
 
     def around_run(self, engine: Any, state: State) -> AbstractContextManager[Any]:
-        """Return the context of the run of ``engine``, from before ``on_start`` to after ``on_end``.
+        """Return the context of a run, which begins before ``on_start`` and ends after ``on_end``.
 
         Args:
             engine (SGDEngine): engine that runs.
@@ -62,7 +65,9 @@ class Extension:
         return nullcontext()
 
     def around_epoch(self, state: State) -> AbstractContextManager[Any]:
-        """Return the context of an epoch, or of the rest of one. If it suppresses an error, the loop continues.
+        """Return the context of an epoch, or of the rest of a resumed epoch.
+
+        If the context suppresses an error, the loop continues.
 
         Args:
             state (State): state of the run.
@@ -75,7 +80,7 @@ class Extension:
 
 @contextmanager
 def within(brackets: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
-    """Enter the contexts in their order. If one of them suppresses an error, the block ends without an error."""
+    """Run the block within these contexts, entered in order. A context may suppress an error of the block."""
     with ExitStack() as stack:
         for each in brackets:
             stack.enter_context(each)
@@ -86,7 +91,7 @@ def within(brackets: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
 def called(hooks: Hooks, extensions: Sequence[Extension]) -> Iterator[Hooks]:
     """Yield hooks that call the user's hook and then the same method of each extension.
 
-    A hook that the user sets later is called too.
+    Hooks that the user sets within the block are called too.
     """
     for each in extensions:
         if not isinstance(each, Extension):
@@ -110,7 +115,7 @@ def called(hooks: Hooks, extensions: Sequence[Extension]) -> Iterator[Hooks]:
 
 def _one_after_the_other(calls: list[Hook]) -> Hook:
     if len(calls) < 2:
-        return calls[0] if calls else id  # A call of a builtin is the cheapest call.
+        return calls[0] if calls else id  # Without calls, use the builtin that is fastest to call.
 
     def all_of_them(state: State) -> None:
         for call in calls:

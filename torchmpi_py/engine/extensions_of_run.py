@@ -1,4 +1,4 @@
-"""The extensions of a run: the caller's, the default ones, and those of deprecated keywords."""
+"""The extensions of a run: the caller's extensions, the default ones, and the replacements of deprecated keywords."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _INSTEAD = {
     "keep": "Checkpoint(folder, keep=...)",
     "stateful": "Checkpoint(folder, stateful=...)",
     "evaluator": "Evaluate(function)",
-    "epoch_lines": "extensions=[] for no lines, or EpochLines()",
+    "epoch_lines": "EpochLines(), or extensions=[] for no lines",
 }
-"""The replacement of each keyword that ``train`` had in the previous release."""
+"""The replacement of each keyword that ``train`` accepted in the previous release."""
 
 
 def extensions_of_run(engine: Any, chosen: Sequence[Extension] | None, former: dict[str, Any]) -> list[Extension]:
@@ -36,7 +36,8 @@ def extensions_of_run(engine: Any, chosen: Sequence[Extension] | None, former: d
         extensions.append(FirstBatches())
     if engine.steps_together and ulfm.is_elastic() and not any(isinstance(each, Elastic) for each in extensions):
         extensions.insert(0, Elastic())
-    # Checkpoint comes last: it saves what the others did, and no random number is drawn after a save.
+    # Checkpoint runs last, so that it saves the changes of the other extensions, and none of them draws a random number
+    # after a save.
     return sorted(extensions, key=lambda each: isinstance(each, Checkpoint))
 
 
@@ -52,7 +53,7 @@ def _of_former_keywords(former: dict[str, Any]) -> list[Extension]:
         extensions.append(Checkpoint(former["checkpoint"], **options))
     elif any(options.values()):
         example = f"extensions=[Checkpoint(folder, {next(iter(options))}=...)]"
-        raise ValueError(f"train({', '.join(options)}): expected checkpoint= too, found none; use {example}")
+        raise ValueError(f"train: found {', '.join(options)} without checkpoint=; use {example}")
     if former.get("evaluator") is not None:
         extensions.append(Evaluate(former["evaluator"]))
     return extensions

@@ -1,16 +1,17 @@
-"""A lock on a folder of checkpoints, so that one job at a time saves into it. Only rank 0 takes the lock.
+"""A lock on a folder of checkpoints, so that one job at a time saves into the folder. Only rank 0 takes the lock.
 
-The lock is an flock on the file ``.lock`` in the folder. The kernel frees the lock when the process ends, however it
-ends. So a restarted job, or another rank that has become rank 0, finds the folder free. The file remains, with a line
-that names the last holder. If the file were removed while a job holds the lock, another job could lock a new file.
+The lock is an flock on the file ``.lock`` in the folder. The kernel releases the lock when the process ends, even if
+the process is killed. So a restarted job, or a rank that becomes rank 0 after a death, can take the lock. The file
+remains, and contains a line that describes the last holder. If the file were removed while a job holds the lock,
+another job could create and lock a new file.
 
-Alternative: a POSIX lock (``lockf``). Why not: a process loses it as soon as anything in the process closes the file,
-for example when it copies the folder. The price of an flock: forked children share it, so a DataLoader worker that
-outlives its rank would keep the lock. Therefore children close their copy. On NFS, Linux turns an flock into a lock of
+Alternative: a POSIX lock (``lockf``). Why not: a process loses the lock as soon as any code of the process closes the
+file, for example code that copies the folder. Forked children share an flock, so a DataLoader worker that outlives its
+rank would keep the lock. Therefore children close their copy of the file. On NFS, Linux turns an flock into a lock of
 the server. If the file system has no locks, or this user may not open the file, the job logs a warning and continues
 without a lock.
 
-All objects of a process that use a folder share one lock, until the last object is gone.
+All ``Checkpoints`` of a process that use one folder share its lock, until the last object is deleted.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torchmpi_py.launch.notices import printable
 
 NAME = ".lock"
 SECONDS = 10.0
-"""How long ``take`` waits, because a killed job, or its former rank 0, may need time to end."""
+"""Time that ``take`` waits, because a killed job, or a former rank 0, may need time to end."""
 _MOST_BYTES = 4096  # largest length of the line
 
 warn_once = functools.cache(logging.getLogger("torchmpi_py").warning)
@@ -41,7 +42,7 @@ warn_once = functools.cache(logging.getLogger("torchmpi_py").warning)
 
 
 class FolderLock(io.FileIO):
-    """The open lock file. The lock is free when the object is gone."""
+    """The open lock file. The lock is released when the object is deleted."""
 
     def __del__(self) -> None:
         self.close()
@@ -51,19 +52,19 @@ _held: weakref.WeakValueDictionary[pathlib.Path, FolderLock] = weakref.WeakValue
 
 
 def take(directory: pathlib.Path) -> FolderLock | None:
-    """Return this process's lock on a folder, or None if the file system has no locks.
+    """Lock a folder for this process, and return the lock, or None if the folder cannot be locked.
 
-    Raise BlockingIOError, which names the holder, if another process holds the lock for longer than ``SECONDS``.
+    Raise BlockingIOError, which identifies the holder, if another process still holds the lock after ``SECONDS``.
     """
     path, deadline = pathlib.Path(os.path.realpath(directory), NAME), time.monotonic() + SECONDS
     lock = _held.get(path)
-    if lock is not None and not lock.closed:  # A forked child has closed its copy.
+    if lock is not None and not lock.closed:  # In a forked child the lock is closed.
         return lock
     try:
         lock = FolderLock(trusted_files.open_file(path, os.O_RDWR | os.O_CREAT, owners=None), "r+")
         while not _is_taken(lock):
             if time.monotonic() > deadline:
-                holder = printable(lock.read(_MOST_BYTES).decode(errors="replace")).strip() or "its name is unknown"
+                holder = printable(lock.read(_MOST_BYTES).decode(errors="replace")).strip() or "its process is unknown"
                 what = f"another job saves into this folder ({holder}); end that job, or use another folder"
                 raise BlockingIOError(errno.EWOULDBLOCK, what, str(path.parent))
             time.sleep(0.1)
@@ -71,14 +72,14 @@ def take(directory: pathlib.Path) -> FolderLock | None:
     except BlockingIOError:
         raise
     except OSError as error:
-        warn_once("%s cannot be locked (%s): make sure that no other job saves there", path, error.strerror)
+        warn_once("%s cannot be locked (%s); make sure that no other job saves into this folder", path, error.strerror)
         return None
     _held[path] = lock
     return lock
 
 
 def _is_taken(lock: FolderLock) -> bool:
-    """Try to take the lock, and return whether it succeeded."""
+    """Try to take the lock, and return whether this process has it now."""
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -86,7 +87,7 @@ def _is_taken(lock: FolderLock) -> bool:
 
 
 def _name_holder(lock: FolderLock, directory: pathlib.Path) -> None:
-    """Write the holder's name into the file."""
+    """Write a line that identifies this process into the lock file."""
     with contextlib.suppress(OSError):  # The file may belong to another user.
         os.fchmod(lock.fileno(), directory.stat().st_mode & 0o666)  # Users who may write into the folder may lock it.
     user, began = trusted_files.owner_name(os.geteuid()), time.strftime("%Y-%m-%d %H:%M:%S")

@@ -1,26 +1,26 @@
-"""Each rank's share of a dataset, built by a thread ahead of the training loop.
+"""Each rank's share of a dataset. A thread builds the batches ahead of the training loop.
 
 Terms. A *global batch* contains the samples of all ranks in one step: G = batch_size * size samples; the last global
-batch of an epoch may be smaller. Epoch e visits the dataset in an *order* drawn from (seed, e), the same on all ranks.
-Global batch b is ``order[b * G : (b + 1) * G]``. A rank's *share* of it is one of ``size`` contiguous pieces, whose
-lengths differ by at most one sample.
+batch of an epoch may be smaller. Epoch e visits the dataset in an *order* that is drawn from (seed, e) and equal on all
+ranks. Global batch b is ``order[b * G : (b + 1) * G]``. It is divided into ``size`` contiguous pieces, whose lengths
+differ by at most one sample. Each rank has one piece as its *share*.
 
-This has three consequences. Every rank takes the same number of steps, whatever the size of the dataset; with one step
-more, a rank would wait for the others forever. No sample is dropped (unless ``drop_last`` asks for it), and no sample
-is used twice in an epoch. The global batches depend only on G, so 4 ranks with batch_size=16 train like 1 rank with
+This has three consequences. Every rank takes the same number of steps, whatever the size of the dataset, so no rank
+waits forever for ranks that have no more steps. No sample is dropped (except with ``drop_last``), and no sample is used
+twice in an epoch. The global batches depend only on G, so 4 ranks with batch_size=16 train like 1 rank with
 batch_size=64.
 
 The shares of the last batch may have different lengths, so a plain average over ranks would favour the samples of small
 shares. Therefore each batch has a *weight*: num_samples * size / (samples in the global batch). If each rank scales its
-mean loss by the weight, the average of the gradients over the ranks is exactly the gradient of the mean over the global
-batch.
+mean loss by the weight, the average of the gradients over the ranks is exactly the gradient of the mean loss of the
+global batch.
 
-If the last global batch has fewer samples than there are ranks, some shares are empty, and the batch of such a rank is
-None. The rank computes nothing in this step, and its gradients count as zero, as in torch's Join. With ``drop_last``,
-an incomplete last global batch is omitted, and every share is full.
+If the last global batch has fewer samples than there are ranks, some shares are empty. A rank with an empty share gets
+None as its batch. It computes nothing in this step, and its gradients count as zero, as in torch's Join. With
+``drop_last``, an incomplete last global batch is omitted, and every share is full.
 
-Alternative: torch's DistributedSampler repeats samples until all shares have the same length. Why not: the repeated
-samples count twice, so the result depends on the number of ranks.
+Alternative: repeat samples until all shares have the same length, like torch's DistributedSampler. Why not: the
+repeated samples count twice, so the result depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -41,50 +41,52 @@ from torchmpi_py.engine.sources import Source, Sources, items_of, prefetched, se
 
 
 def share(count: int, rank: int, size: int) -> slice:
-    """Return the slice of a global batch of ``count`` samples for ``rank``. Lengths differ by at most one."""
+    """Return the slice of ``rank`` in a global batch of ``count`` samples. Slices differ by at most one sample."""
     return slice(-(-rank * count // size), -(-(rank + 1) * count // size))
 
 
 class DatasetIterator(BatchIterator):
-    """The batches of this rank, epoch after epoch, from a dataset with a length.
+    """An iterator over this rank's batches from a dataset with a length.
 
-    Each iteration runs through one epoch, and the next iteration uses the next epoch's order. ``set_epoch`` chooses
-    another epoch; the engine calls it. All ranks must iterate in the same way. With each batch, ``weight``,
-    ``num_samples`` and ``position`` are set. After ``load_state_dict`` the next iteration begins at the saved position:
-    the unused samples of the epoch are divided among the present ranks, however many ranks there were before.
+    Each iteration is one epoch, and the next iteration uses the order of the next epoch. ``set_epoch`` chooses another
+    epoch; the engine calls it before each epoch. All ranks must iterate over the same epochs. With each batch, the
+    iterator sets ``weight``, ``num_samples`` and ``position``. After ``load_state_dict`` the next iteration begins at
+    the saved position. The unused samples of the epoch are divided among the current ranks, whatever the number of
+    ranks was before.
 
     A batch is None if this rank has no samples in a step. This happens only in the last step of an epoch, if the last
-    global batch has fewer samples than there are ranks. The engine handles it. Your own loop either passes
-    ``drop_last=True``, or skips the forward and backward pass (``if batch is not None:``) but calls
-    ``optimizer.step()`` of a ``DistributedOptimizer``, which then takes part in the reduction.
+    global batch has fewer samples than there are ranks. The engine handles this case. In your own loop, pass
+    ``drop_last=True``. Or skip the forward and backward pass (``if batch is not None:``), but still call
+    ``optimizer.step()`` of a ``DistributedOptimizer``, because all ranks must join the reduction.
 
-    The prefetching thread shares the global random generators (torch's, numpy's, Python's) with the training loop, and
-    their order is random. For reproducible runs, a dataset with random augmentation needs its own generator, or
-    ``prefetch=0``.
+    The prefetching thread and the training loop share the global random generators (torch's, numpy's, Python's), and
+    draw from them in a random order. For reproducible runs, a dataset with random augmentation needs its own generator,
+    or ``prefetch=0``.
 
     Args:
-        dataset (Dataset or sequence): object with a length that integers index. A list of datasets (torch's
-            ``Dataset``, or ``Source``) is read as one dataset, each by its own readers (see ``sources``).
+        dataset (Dataset or sequence): object with a length and an integer index. A list of datasets (torch's
+            ``Dataset``, or ``Source``) counts as one dataset, and each of them has its own readers (see ``sources``).
         batch_size (int): samples per rank, at least 1.
         shuffle (bool): True (default) draws the order of epoch e from (seed, e); False keeps the dataset's order.
         seed (int): seed of the order, the same on every rank; default 0.
-        sampler (iterable of int): indices of an epoch, for all ranks, in place of ``shuffle`` and ``seed``; default
-            None. It needs a length, and may be a torch sampler. Its ``set_epoch`` is called if it has one. It must give
-            the same indices on all ranks. They compare digests at the start of an epoch, so iterating is collective. A
-            ``state_dict`` in the middle of an epoch holds the indices.
-        prefetch (int): number of batches that a thread builds in advance, or 0 for no thread; default 2. The loop
-            raises errors of the dataset.
-        device (torch.device or str): device to which batches are moved in advance; default None, not moved.
-        collate_fn (callable): function from a list of samples to a batch; default None, torch's. A TensorDataset is
-            indexed directly.
+        sampler (iterable of int): indices of an epoch for all ranks, instead of ``shuffle`` and ``seed``; default None.
+            The sampler needs a length, and may be a torch sampler. If it has ``set_epoch``, the iterator calls it. The
+            indices must be equal on all ranks. The ranks compare digests of them at the start of each epoch, so every
+            rank must iterate. In the middle of an epoch, ``state_dict`` contains the indices.
+        prefetch (int): number of batches that a thread builds in advance, or 0 for no thread; default 2. Errors of the
+            dataset are raised in the loop.
+        device (torch.device or str): device to which batches are moved in advance; default None: not moved.
+        collate_fn (callable): function that makes a batch from a list of samples; default None: torch's
+            ``default_collate``, or direct indexing of a TensorDataset.
         drop_last (bool): True omits an incomplete last global batch; default False.
-        rank (int): this rank's number. Pass both ``rank`` and ``size``, or neither; default None, the current level.
-        size (int): number of ranks that share the dataset; default None, the current level.
+        rank (int): this rank's number; default None: the rank in the current level. Pass both ``rank`` and ``size``, or
+            neither.
+        size (int): number of ranks that share the dataset; default None: the size of the current level.
 
     Raises:
-        TypeError: the dataset lacks length or index, or the sampler a length.
-        ValueError: the dataset gives no batch, a source is empty, or a number is out of range. At the start of an
-            epoch, on all ranks: the sampler's indices differ between ranks, or are not in the dataset.
+        TypeError: the dataset has no length or no index, or the sampler has no length.
+        ValueError: there is no batch, a source is empty, or a number is out of range. At the start of an epoch, all
+            ranks raise it if the sampler's indices differ between ranks, or are out of range.
 
     Examples:
         >>> data = torch.utils.data.TensorDataset(torch.arange(12.0))
@@ -116,7 +118,7 @@ class DatasetIterator(BatchIterator):
         self.dataset: Any = _as_one(dataset)
         if not (hasattr(self.dataset, "__len__") and hasattr(self.dataset, "__getitem__")):
             name = type(dataset).__name__
-            raise TypeError(f"dataset is a {name}, without length or index; use a StreamIterator for a stream")
+            raise TypeError(f"dataset is a {name}, which lacks a length or an index; use a StreamIterator")
         if sampler is not None and not hasattr(sampler, "__len__"):
             raise TypeError(f"sampler is a {type(sampler).__name__}, which lacks a length; define its __len__")
         self.sampler: Any = sampler
@@ -152,7 +154,7 @@ class DatasetIterator(BatchIterator):
         return {"samples": self.total, "seed": self.seed, "shuffle": self.shuffle}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch. In the middle of an epoch it includes the sampler's indices."""
+        """Return the position after the last batch, and the sampler's indices in the middle of an epoch."""
         state = super().state_dict()
         has_drawn = self.sampler is not None and state["position"] > 0
         return state | {"indices": self._order if has_drawn else None}
@@ -175,7 +177,7 @@ class DatasetIterator(BatchIterator):
         return self._run(place, self._batches(self.order(place.epoch)[place.position :], place))
 
     def order(self, epoch: int) -> torch.Tensor:
-        """Return the indices of an epoch, in order; they depend only on (seed, epoch), or come from the sampler.
+        """Return the indices of an epoch, in order. They depend only on (seed, epoch), or come from the sampler.
 
         With a sampler, every rank must make this call.
 
@@ -186,7 +188,7 @@ class DatasetIterator(BatchIterator):
             A tensor of int64 on the CPU, with the indices of all ranks.
 
         Raises:
-            ValueError: on all ranks, if the sampler's indices differ between ranks, or are not in the dataset.
+            ValueError: the sampler's indices differ between ranks, or are out of range. All ranks raise the error.
         """
         if self.sampler is not None:
             return self._of_sampler(epoch)
@@ -195,19 +197,20 @@ class DatasetIterator(BatchIterator):
         return torch.from_numpy(np.random.default_rng((self.seed, epoch)).permutation(self.total))
 
     def _of_sampler(self, epoch: int) -> torch.Tensor:
-        """Return the sampler's order, the same on all ranks. Collective."""
-        # For the rest of an epoch, after a death or a resume, keep the indices: the sampler may return others now.
+        """Return the sampler's indices, and check that they are equal on all ranks. Every rank must make this call."""
+        # For the rest of an epoch, after a death or a resume, keep the indices, because the sampler may return
+        # different ones now.
         if self._drawn_for[0] != epoch or self._drawn_for[1] == self.size:
             set_epoch(self.sampler, epoch)
             self._order = torch.tensor([int(index) for index in self.sampler], dtype=torch.int64, device="cpu")
             self._drawn_for = epoch, self.size
         if self.size > 1 and self.follows_place:
             digest = hashlib.blake2b(self._order.numpy().tobytes(), digest_size=8).hexdigest()
-            what = "samplers, of whose indices the iterator gives each rank a share,"
+            what = "samplers, which need the same indices,"
             check_equal(what, verbs.allgather_object({f"the digest of epoch {epoch}": digest}))
         outside = self._order[(self._order < 0) | (self._order >= len(self.dataset))]
         if len(outside):
-            raise ValueError(f"index {int(outside[0])} is not in a dataset of {len(self.dataset)} samples")
+            raise ValueError(f"sampler: index {int(outside[0])} is out of range; use 0 to {len(self.dataset) - 1}")
         return self._order
 
     def _batches(self, order: torch.Tensor, place: IterationPlace) -> Generator[Any, None, None]:
@@ -222,14 +225,14 @@ class DatasetIterator(BatchIterator):
                 yield sample
 
     def _loaded(self, pieces: list[torch.Tensor], seed: int) -> Generator[Any, None, None]:
-        """Yield one batch for each of these pieces of the order."""
+        """Yield one batch for each piece of the order."""
         read = self._read(pieces, seed)
         with closing(read), closing(prefetched(map(self._batch, read), self.prefetch)) as batches:
             for batch in batches:
                 yield adopted(batch, self.device)
 
     def _read(self, pieces: list[torch.Tensor], seed: int) -> Generator[Any, None, None]:
-        """Return the samples of each piece: a list, or the tensors of a TensorDataset."""
+        """Return a generator that yields the samples of each piece: a list, or the tensors of a TensorDataset."""
         if isinstance(self.dataset, Sources):
             return self.dataset.read(pieces, seed)
         if self._is_of_tensors():
