@@ -1,14 +1,14 @@
 """torch's DataLoaders on several ranks: each rank loads its share of the batches.
 
-A DataLoader does not know about ranks. With ``shuffle=True`` alone, every rank trains on the same batches; with
-different seeds, every rank trains on all of the data in its own order. The engine divides a DataLoader whose order it
-knows: torch's own samplers over a dataset with a length. It divides the order as a ``DatasetIterator`` does, and a
-second DataLoader with the same workers, collate_fn and other options loads the shares. It does not change a DataLoader
-with another sampler or an IterableDataset, because its user may have divided it already.
+A DataLoader does not know about ranks. With equal seeds, every rank trains on the same batches. With different seeds,
+every rank trains on all of the data, in its own order. Therefore the engine divides a DataLoader that has one of
+torch's own samplers and a dataset with a length. The order is divided as in a ``DatasetIterator``, and a second
+DataLoader with the same workers, collate_fn and other options loads this rank's share. The engine does not change a
+DataLoader with another sampler or with an IterableDataset, because the user may have divided the data already.
 
-To be divided, the datasets must be the same on all ranks: class, length and attributes. If they differ, or hold
-attributes that cannot be compared (a connection, a generator), an error asks for a sampler, which makes the intention
-clear. Alternative: compare samples. Why not: reading them opens files before workers are forked, and draws random
+The datasets must have the same class, length and attributes on all ranks. If they differ, or have attributes that
+cannot be compared (a connection, a generator), an error requests a sampler, which makes the user's intention clear.
+Alternative: compare samples. Why not: reading samples opens files before the workers are forked, and draws random
 numbers.
 """
 
@@ -41,14 +41,14 @@ _attributes: WeakKeyDictionary[Dataset[Any], str] = WeakKeyDictionary()
 def shard(dataset: Any, *, shuffle: bool = True, seed: int = 0) -> Sampler[int]:
     """Return a sampler of this rank's share of a dataset, for a DataLoader.
 
-    All shares have the same length, so all ranks take the same number of steps; up to ``size() - 1`` samples occur
-    twice. Create the sampler with the same arguments on every rank of the current level, and iterate it equally often.
-    The ranks do not communicate.
+    All shares have the same length, so all ranks take the same number of steps. Up to ``size() - 1`` samples are used
+    twice. Create the sampler with the same arguments on every rank of the current level, and iterate over it equally
+    often on every rank. The ranks do not communicate.
 
     Args:
         dataset (Dataset): object with a length.
-        shuffle (bool): True (default) draws the order of epoch e from (seed, e). Each iteration is the next epoch, and
-            ``set_epoch`` chooses another one. False keeps the dataset's order.
+        shuffle (bool): True (default) draws the order of epoch e from (seed, e). Each iteration uses the next epoch,
+            unless ``set_epoch`` chooses another epoch. False keeps the dataset's order.
         seed (int): seed of the order, the same on every rank; default 0.
 
     Returns:
@@ -77,7 +77,7 @@ def shard(dataset: Any, *, shuffle: bool = True, seed: int = 0) -> Sampler[int]:
 
 
 class _Shard(DistributedSampler[int]):
-    """torch's sampler, which frameworks recognize; each iteration moves on to the next epoch."""
+    """A DistributedSampler, which frameworks recognize. Each iteration advances it to the next epoch."""
 
     def __iter__(self) -> Iterator[int]:
         indices = super().__iter__()
@@ -86,10 +86,10 @@ class _Shard(DistributedSampler[int]):
 
 
 def divided(iterator: Any) -> Any:
-    """Return the iterator, or a ``DividedLoader`` for a DataLoader that would give all ranks the same samples.
+    """Return a ``DividedLoader`` for a DataLoader in torch's own order, and any other iterator unchanged.
 
-    Collective over the current level for such a DataLoader. Raise ValueError, on all ranks, if it cannot be divided, or
-    if the DataLoaders or datasets differ between ranks.
+    For a DataLoader in torch's own order, every rank of the current level must make this call. All ranks raise
+    ValueError if the DataLoader cannot be divided, or if the DataLoaders or datasets differ between ranks.
     """
     if not isinstance(iterator, DataLoader) or not _has_torch_order(iterator):
         return iterator
@@ -97,28 +97,27 @@ def divided(iterator: Any) -> Any:
     descriptions = [each.pop("dataset") for each in facts]
     if len(set(descriptions)) > 1:
         raise ValueError(
-            "the ranks' DataLoaders have datasets that differ, or cannot be compared, so it is not clear whether to "
-            f"divide them: {descriptions}. Give random_split a generator with the same seed on every rank. Pass "
-            "sampler=mpi.shard(dataset) to the DataLoader to divide one dataset, or "
-            "sampler=SubsetRandomSampler(range(len(dataset))) to let each rank use all of its own dataset"
+            f"the ranks' DataLoaders have datasets that differ, or cannot be compared: {descriptions}. To divide one "
+            "dataset, pass sampler=mpi.shard(dataset) to the DataLoader (and the same seed to random_split on every "
+            "rank). To use all of each rank's own dataset, pass sampler=SubsetRandomSampler(range(len(dataset)))"
         )
     seed, *_ = [each.pop("seed") for each in facts]  # All ranks use rank 0's seed.
     check_equal("DataLoaders", facts)
     has_batches = iterator.batch_size is not None
     if type(iterator).__iter__ is not DataLoader.__iter__ or not has_batches:
-        what = "an __iter__ of its own" if has_batches else "batch_size=None"
+        what = "its own __iter__" if has_batches else "batch_size=None"
         raise ValueError(
             f"a {type(iterator).__name__} with {what} cannot be divided, and would give every rank the same samples; "
-            "pass sampler=mpi.shard(dataset) to it"
+            "pass sampler=mpi.shard(dataset) to the DataLoader"
         )
     return DividedLoader(iterator, shuffle=facts[0]["shuffle"], seed=seed)
 
 
 class DividedLoader(DatasetIterator):
-    """The batches of a DataLoader, divided among the ranks of the current level as by a ``DatasetIterator``.
+    """An iterator that divides the batches of a DataLoader among the ranks of the current level.
 
-    ``loader.batch_size`` is per rank. Its workers belong to this rank, start in each epoch (also with
-    ``persistent_workers``), and are seeded from (seed, epoch, rank).
+    ``loader.batch_size`` is the number of samples per rank. Each rank starts its own workers in each epoch, even with
+    ``persistent_workers``. Their seed is computed from seed, epoch, position and rank.
     """
 
     def __init__(self, loader: DataLoader[Any], *, shuffle: bool, seed: int) -> None:
@@ -133,7 +132,7 @@ class DividedLoader(DatasetIterator):
 
 
 def _facts(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the facts about a DataLoader that must be equal on all ranks, and its seed."""
+    """Return the properties of a DataLoader that must be equal on all ranks, and its seed."""
     seeds = [generator.initial_seed() for generator in samples.generators(loader).values()]
     return {
         "dataset": _described(loader.dataset),
@@ -145,10 +144,13 @@ def _facts(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _described(dataset: Any) -> str:
-    """Return class, length and attributes of a dataset, or a text unique to this rank if they cannot be compared."""
+    """Return a text with class, length and attributes of a dataset.
+
+    If the attributes cannot be compared, the text contains this rank's number, so that the ranks' texts differ.
+    """
     text = f"{type(dataset).__name__} of {len(dataset)} samples"
     try:
-        # Other datasets have no weak references.
+        # Only such a dataset can be a key of _attributes.
         can_be_key = isinstance(dataset, Dataset) and dataset.__hash__ is not None
         attributes = _attributes[dataset] if can_be_key and dataset in _attributes else digest(dataset)
         if can_be_key:
@@ -159,7 +161,7 @@ def _described(dataset: Any) -> str:
 
 
 def _has_torch_order(loader: DataLoader[Any]) -> bool:
-    """Return whether the loader gives all samples of the dataset once, in their order or in a random order."""
+    """Return whether the loader yields each sample of the dataset once, in sequential or in random order."""
     sampler, batches = loader.sampler, loader.batch_sampler
     if type(sampler) not in (SequentialSampler, RandomSampler) or len(sampler) != len(loader.dataset):  # type: ignore[arg-type]
         return False

@@ -1,7 +1,7 @@
 """Running means over samples, on this rank and over all ranks (torchnet's meters).
 
-A meter adds up sums and numbers of samples, not means of batches. So ``reduced()`` is exact even if the ranks have
-different numbers of samples, or none.
+A meter stores a sum and a number of samples, not the means of batches. So ``reduced()`` is exact even if the ranks have
+different numbers of samples, or no samples.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torchmpi_py.runtime import process
 
 
 class _Mean:
-    """A mean over samples."""
+    """Base class of running means over samples."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all samples."""
+        """Remove all samples."""
         self.total = 0.0
         self.num_samples = 0
 
@@ -48,9 +48,9 @@ class _Mean:
         self.total, self.num_samples = state_dict["total"], int(state_dict["num_samples"])
 
     def reduced(self) -> float:
-        """Return the mean over the samples of all ranks, the same number on each. Every rank must make this call.
+        """Return the mean over the samples of all ranks, equal on every rank. Every rank must make this call.
 
-        Without ``mpi.start()`` it is the mean over this rank's samples.
+        Without ``mpi.start()``, return the mean over this rank's samples.
         """
         if not process.is_started():
             return self.value
@@ -71,7 +71,7 @@ class Average(_Mean):
     """
 
     def add(self, value: torch.Tensor | float, num_samples: int = 1) -> None:
-        """Add a mean over ``num_samples`` samples. The host waits for a value on a GPU.
+        """Add the mean of ``num_samples`` samples. If the mean is on a GPU, the host waits for the GPU.
 
         Args:
             value (Tensor or float): mean over the samples, a scalar.
@@ -81,7 +81,7 @@ class Average(_Mean):
 
 
 class Accuracy(_Mean):
-    """Share of targets that are the class with the highest score (top 1), from 0 to 1; NaN without samples.
+    """Share of samples whose target is the class with the highest score (top 1), from 0 to 1; NaN without samples.
 
     Examples:
         >>> accuracy = mpi.engine.Accuracy()
@@ -99,12 +99,12 @@ class Accuracy(_Mean):
             num_samples (int): number of samples to count, from the first one; default None, all.
 
         Raises:
-            ValueError: the shapes do not fit each other.
+            ValueError: ``output`` and ``target`` are not scores and class indices of matching shapes.
         """
         if not are_scores(output, target):
             raise ValueError(
-                f"output of shape {tuple(output.shape)} and target of shape {tuple(target.shape)}: "
-                "expected scores (N, classes, ...) and class indices (N, ...)"
+                "Accuracy.add: pass scores (N, classes, ...) and integer class indices (N, ...); found output of shape "
+                f"{tuple(output.shape)} and target of shape {tuple(target.shape)}"
             )
         num_samples = len(target) if num_samples is None else num_samples
         hits = (output.argmax(1) == target)[:num_samples]
@@ -112,7 +112,7 @@ class Accuracy(_Mean):
 
 
 def are_scores(output: Any, target: Any) -> bool:
-    """Return whether the arguments are scores (N, classes, ...) and class indices (N, ...)."""
+    """Return whether the arguments are scores (N, classes, ...) and integer class indices (N, ...)."""
     if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)) or output.ndim < 2:
         return False
     is_class = not (target.is_floating_point() or target.is_complex())
