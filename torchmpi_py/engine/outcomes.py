@@ -1,7 +1,7 @@
-"""Work that may fail on one rank, and that all ranks then give up together: they exchange the outcomes.
+"""Work that may fail on one rank. The ranks exchange the outcomes, so that all of them raise an error together.
 
-Rank 0 may write to a disk for minutes while the others wait, so no timeout applies to this wait. The death of a rank
-ends the job, as anywhere else.
+Rank 0 may write to a disk for minutes while the other ranks wait, so no timeout applies to this wait. The death of a
+rank ends the job, as in any collective.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def rank() -> int:
-    """Return this process's rank in the current level; 0 without ``mpi.start()``. It changes when ranks die."""
+    """Return this process's rank in the current level; 0 without ``mpi.start()``. A death may change the rank."""
     return process.rank() if process.is_started() else 0
 
 
@@ -34,9 +34,10 @@ def is_chief() -> bool:
 
 
 def of_all(work: Callable[[], T], what: str) -> list[T]:
-    """Do the work on every rank, and return the results of all. Collective; results should be small.
+    """Do the work on every rank, and return the results of all ranks. Results should be small.
 
-    Raise CheckpointError on every rank if the work fails on one rank; ``what`` describes what could not be done.
+    Every rank must make this call. If the work fails on one rank, every rank raises CheckpointError, whose message
+    begins with ``what``.
     """
 
     def describe(error: Exception) -> str:
@@ -59,7 +60,7 @@ def of_rank_0(work: Callable[[], T], what: str) -> T:
 def _exchanged(mine: T) -> list[T]:
     """Return the objects of all ranks, in rank order."""
     comm = communicators.resolve(None)
-    # Wait without a timeout. From here on all ranks are in the exchange.
+    # Wait without a timeout until all ranks have done their work. The exchange itself is short.
     journal.run_together("checkpoint", comm, lambda: backoff.barrier(comm.direct.mpi), is_patient=True)
     return cast(list[T], verbs.allgather_object(mine))
 

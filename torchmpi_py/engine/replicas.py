@@ -18,9 +18,10 @@ from torchmpi_py.optim.wrapper import ReducingOptimizer
 
 
 class Replicas:
-    """This rank's copy of a trained state, kept equal to the copies of the other ranks. All methods are collective.
+    """This rank's copy of the trained parameters and buffers, which is kept equal to the copies of the other ranks.
 
-    A copy consists of parameters and buffers of network and criterion, and of parameters that only the optimizer holds.
+    The copy consists of the parameters and buffers of network and criterion, and of the parameters that only the
+    optimizer has. Every rank must call the same methods.
     """
 
     def __init__(self, state: State, asynchronous: bool, make_buckets: BucketFactory) -> None:
@@ -31,17 +32,17 @@ class Replicas:
         self.members: ParameterSnapshot | None = None  # snapshot at the last broadcast
         self.registration: nn.AsyncBackward | None = None
         self.buckets: Buckets | None = None  # buckets of the reduction after the backward pass
-        self.bucketed: ParameterSnapshot | None = None  # snapshot for which the buckets were created
+        self.bucketed: ParameterSnapshot | None = None  # snapshot that the buckets match
 
     def renew(self, *, with_buffers: bool = True) -> None:
-        """Broadcast rank 0's parameters, and its buffers, and drop the buckets."""
+        """Broadcast rank 0's parameters and, ``with_buffers``, its buffers. Drop the registration and the buckets."""
         self.close()
         self.module, self.members = self.state.as_one_module(), self.state.members()
         nn.synchronize_parameters(self.module if with_buffers else torch.nn.ParameterList(self.module.parameters()))
 
     def regroup(self) -> None:
-        """Continue with the survivors of a death, who may have seen different changes of the network."""
-        with suppress(Exception):  # The death has broken the pending operations.
+        """Broadcast again after a death, because the survivors may have made different changes to the network."""
+        with suppress(Exception):  # Pending operations fail because of the death.
             self.close()
         self.renew(with_buffers=False)  # Each rank keeps the statistics of its own batches.
 
@@ -54,15 +55,16 @@ class Replicas:
             self.members = members
 
     def register(self) -> None:
-        """Let the next backward pass reduce gradients, if ``asynchronous`` is set and the optimizer does not do it."""
+        """With ``asynchronous``, register the gradients for reduction, unless the optimizer reduces them."""
         is_due = self.asynchronous and self.registration is None and self.state.parameters()
         if is_due and not isinstance(self.state.optimizer, ReducingOptimizer):
             self.registration = nn.AsyncBackward(self.module, make_buckets=self.make_buckets)
 
     def average_gradients(self) -> None:
-        """Replace every gradient by its mean over the ranks, unless the backward pass has already reduced it.
+        """Replace every gradient by its mean over the ranks.
 
-        A step without samples has no backward pass, so this rank's gradients count as zero.
+        If the backward pass reduces gradients, wait for these reductions. A rank without samples has no backward pass,
+        so its gradients count as zero.
         """
         optimizer = self.state.optimizer
         if isinstance(optimizer, ReducingOptimizer):
@@ -75,7 +77,7 @@ class Replicas:
             self.registration.reduce_now()
 
     def _present_buckets(self) -> Buckets:
-        """Return the buckets of the gradients, comparing parameters only if something changed since the last step."""
+        """Return the gradient buckets. Create new ones, after a comparison of the ranks, if parameters have changed."""
         members, buckets = self.state.place.members, self.buckets
         is_same = buckets is not None and (members is self.bucketed or buckets.serve(self.module))
         if buckets is None or not is_same or not buckets.all_fit():
@@ -85,7 +87,7 @@ class Replicas:
         return buckets
 
     def check(self) -> None:
-        """Raise RanksDisagree if the parameters differ. Buffers may differ, because each rank has its own batches."""
+        """Raise RanksDisagree if the ranks' parameters differ. Buffers may differ, as each rank has its own batches."""
         check_all_with_allreduce(dict(self.module.named_parameters()))
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""Detection of ranks that have the same data, by digests of datasets and of the first batches.
+"""Detection of ranks that train on the same data, by digests of datasets and of the first batches.
 
-A loop that gives every rank the same batches works, but it only repeats the work of one rank.
+A loop in which every rank has the same batches works, but all ranks only repeat the work of one rank.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from torchmpi_py.runtime import process
 logger = logging.getLogger("torchmpi_py")
 
 _NUM_BATCHES = 2  # One batch may be equal by chance.
-_END = 1024  # number of elements at each end of a tensor or array that enter the digest
+_END = 1024  # number of elements in the digest from each end of a tensor or array
 _BY_NAME = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 
 class FirstBatches(Extension):
-    """Let rank 0 warn after the second step if ranks had the same batches. That step is collective.
+    """Warn on rank 0 after the second step if ranks had the same batches in both steps.
 
-    ``AllReduceSGDEngine`` adds this extension on several ranks.
+    The ranks exchange digests in the second step. ``AllReduceSGDEngine`` adds this extension on several ranks.
     """
 
     def __init__(self) -> None:
         self._digests: list[str | None] = []
 
     def on_update(self, state: State) -> None:
-        """Store the digest of the batch, and compare the digests after the second batch."""
+        """Store the digest of the batch, and compare the digests of all ranks after the second batch."""
         if len(self._digests) == _NUM_BATCHES:
             return
         mine = None
@@ -48,7 +48,7 @@ class FirstBatches(Extension):
             _warn_of_equal(verbs.allgather_object(None if None in self._digests else tuple(self._digests)))
 
     def on_recovery(self, state: State) -> None:
-        """Start again, because a death may have come after a different number of batches on each rank."""
+        """Start again, because the survivors of a death may have stored different numbers of digests."""
         self._digests.clear()
 
 
@@ -57,7 +57,7 @@ def _warn_of_equal(digests: list[Any]) -> None:
     texts = [", ".join(map(str, ranks)) for ranks in same if len(ranks) > 1]
     if texts and process.rank() == 0:
         logger.warning(
-            "ranks %s of %d train on the same batches, so they do the same work. Give each rank its share with "
+            "ranks %s of %d train on the same batches, so they do the same work. To divide the data, use "
             "DataLoader(dataset, ..., sampler=mpi.shard(dataset)) or DatasetIterator(dataset, ...). Your own sampler "
             "or IterableDataset must choose its part by mpi.rank() and mpi.size()",
             *("; ".join(texts), len(digests)),
@@ -65,23 +65,24 @@ def _warn_of_equal(digests: list[Any]) -> None:
 
 
 def digest(content: Any) -> str:
-    """Return a text that is equal in all processes for equal content. Of long tensors and arrays only both ends count.
+    """Return a digest that is equal in all processes for equal content.
 
-    Raise the errors of pickling for content that cannot be pickled, such as a connection or a generator.
+    For long tensors and arrays, only both ends count. Content that cannot be pickled, such as a connection or a
+    generator, raises pickle's error.
     """
     hasher = hashlib.blake2b(digest_size=8)
     pickler = _Pickler(SimpleNamespace(write=hasher.update), protocol=5)
-    pickler.fast = True  # This switches off the memo, because it is random which equal strings are one object.
+    pickler.fast = True  # Switch off the memo: equal strings may be one object in one process, and two in another.
     pickler.dump(content)
     return hasher.hexdigest()
 
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, content: Any) -> Any:
-        """Return what replaces an object in the pickle; None lets the object be pickled as usual."""
+        """Return the replacement of an object in the pickle, or None to pickle the object as usual."""
         if isinstance(content, torch.Tensor):
             if content.layout is not torch.strided or content.is_quantized or content.is_meta:
-                raise TypeError(f"a tensor of layout {content.layout}, {content.dtype} is not compared")
+                raise TypeError(f"cannot compare a tensor of layout {content.layout} and dtype {content.dtype}")
             x = content.detach().reshape(-1)
             ends = torch.cat([x[:_END], x[-_END:]]).resolve_conj().resolve_neg().cpu()
             return str(x.dtype), tuple(content.shape), ends.view(torch.uint8).numpy().tobytes()

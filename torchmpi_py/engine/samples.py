@@ -2,9 +2,9 @@
 
 An iterator with ``state_dict`` and ``load_state_dict`` (a ``DatasetIterator``, a ``StreamIterator``, torchdata's
 StatefulDataLoader) can continue in the middle of an epoch; any other iterator begins the epoch again. The order of an
-epoch may depend on random generators. These belong to the iterator or its samplers (torch's term: ``generator``), or
-they are the global ones of the process (torch's, CUDA's, numpy's, Python's). A checkpoint holds the states of all of
-them, as plain data.
+epoch may depend on random generators: the ``generator`` of the iterator or of its samplers, or the global generators of
+the process (torch's, CUDA's, numpy's, Python's). A checkpoint contains the states of all these generators, as plain
+data.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from torchmpi_py.engine.state import State
 def length(sample: Any) -> int | None:
     """Return the length of the sample's target, which is the number of samples.
 
-    Return 0 for None. Return None if the sample has no target, or a target without a length; ``hooks.on_sample`` may
-    then replace the sample.
+    Return 0 for None. Return None if the sample has no target, or if the target has no length, because
+    ``hooks.on_sample`` may still replace the sample.
     """
     if sample is None:
         return 0
@@ -53,7 +53,7 @@ def split(sample: Any) -> tuple[Any, Any]:
 
 def check_repeatable(iterator: Iterable[Any], maxepoch: int) -> None:
     """Raise TypeError if ``maxepoch`` is above 1 but the iterator can be iterated only once."""
-    # isinstance comes first, because iter() of a DataLoader starts its workers.
+    # Check the type first, because iter() of a DataLoader starts its workers.
     if maxepoch > 1 and isinstance(iterator, Iterator) and iter(iterator) is iterator:
         raise TypeError(
             f"iterator is a {type(iterator).__name__}, which can be iterated only once, and maxepoch={maxepoch}; "
@@ -62,9 +62,9 @@ def check_repeatable(iterator: Iterable[Any], maxepoch: int) -> None:
 
 
 def of_epoch(state: State) -> Iterator[Any]:
-    """Return the samples of ``state.epoch`` from ``state.position`` on."""
+    """Return an iterator over the samples of ``state.epoch`` from ``state.position`` on."""
     iterator = state.iterator
-    # One sampler may have several names.
+    # The same sampler may occur under several names; call its set_epoch once.
     holders = {id(each): each for each in (iterator, *samplers_of(iterator).values())}
     for holder in holders.values():
         set_epoch(holder, state.epoch)
@@ -76,14 +76,14 @@ def of_epoch(state: State) -> Iterator[Any]:
 
 
 def count(state: State) -> None:
-    """Count the samples of a batch that became a pair in ``hooks.on_sample``."""
+    """Set ``state.num_samples`` if ``hooks.on_sample`` has replaced the batch by a pair."""
     if state.num_samples is None:
         state.num_samples = length(state.sample) or 1
 
 
 @contextmanager
 def closed(state: State) -> Iterator[None]:
-    """Close the samples of an epoch at the end of the block, also after an error, which might keep them alive."""
+    """Close the generator of an epoch's batches after the block, because an error's traceback may keep it alive."""
     try:
         yield
     finally:
@@ -94,9 +94,9 @@ def closed(state: State) -> Iterator[None]:
 def _started(iterator: Any) -> Iterator[Any]:
     """Return ``iter(iterator)`` without changing the loader's generator when persistent workers start.
 
-    torch draws a seed from that generator when the workers start, in the first epoch of a process. So a resumed run
-    would be one number ahead. Here the workers' seed comes from a different generator, which is seeded from the state
-    of the loader's.
+    torch draws a seed from the loader's generator when the workers start, in the first epoch of a process. So a resumed
+    run would draw one number more than an uninterrupted run. Here the workers' seed comes from a different generator,
+    which is seeded from the state of the loader's generator.
     """
     has_lasting_workers = isinstance(iterator, DataLoader) and iterator.persistent_workers
     if not has_lasting_workers or isinstance(iterator.dataset, IterDataPipe):  # A DataPipe draws a number every epoch.
@@ -111,37 +111,37 @@ def _started(iterator: Any) -> Iterator[Any]:
 
 
 def place_of(iterator: Any) -> dict[str, Any] | None:
-    """Return the state with which the iterator finds its position in an epoch again, or None if it has none."""
+    """Return the state from which the iterator can continue in an epoch, or None if it cannot load a state."""
     return iterator.state_dict() if hasattr(iterator, "load_state_dict") else None
 
 
 def restore_place(iterator: Any, place: dict[str, Any] | None, position: int) -> int:
-    """Let the next epoch of the iterator continue at a saved place, and return its position.
+    """Set the iterator to continue at a saved place, and return the position where it continues.
 
-    Without a ``place`` the position is 0, the epoch begins again, and rank 0 logs a warning. Raise ValueError if the
-    order of samples has changed.
+    Without a ``place``, the epoch begins again at position 0, and rank 0 logs a warning. Raise ValueError if the order
+    of samples has changed.
     """
     if place is not None and position > 0:
         iterator.load_state_dict(place)
         return position
     if position > 0 and outcomes.rank() == 0:
         name = type(iterator).__name__
-        text = "the position of a %s in the epoch is unknown, so the epoch begins again; use a DatasetIterator to"
-        logger.warning(f"{text} continue (torchdata's StatefulDataLoader can too, on the same number of ranks)", name)
+        text = "the position of a %s in the epoch is unknown, so the epoch begins again; to continue in an epoch, use"
+        logger.warning(f"{text} a DatasetIterator, or torchdata's StatefulDataLoader on the same number of ranks", name)
     return 0
 
 
 def samplers_of(iterator: Any) -> dict[str, Any]:
-    """Return the samplers of a DataLoader, or of a similar iterator, by name; None for missing ones."""
+    """Return the samplers of a DataLoader, or of a similar iterator, keyed by name. A missing sampler is None."""
     batches = getattr(iterator, "batch_sampler", None)
     sampler, of_batches = getattr(iterator, "sampler", None), getattr(batches, "sampler", None)
     return {"sampler": sampler, "batch_sampler": batches, "batch_sampler.sampler": of_batches}
 
 
 def generators(iterator: Any) -> dict[str, torch.Generator]:
-    """Return the random generators of the iterator and of its samplers, by the name of the holder.
+    """Return the random generators of the iterator and of its samplers, keyed by the name of their owner.
 
-    One generator may have several names.
+    The same generator may occur under several names.
     """
     holders = {"iterator": iterator, **samplers_of(iterator)}
     attributes = {name: getattr(holder, "generator", None) for name, holder in holders.items()}
@@ -149,19 +149,19 @@ def generators(iterator: Any) -> dict[str, torch.Generator]:
 
 
 def generator_states(iterator: Any) -> dict[str, torch.Tensor]:
-    """Return the present states of ``generators(iterator)``."""
+    """Return the current states of ``generators(iterator)``."""
     return {name: generator.get_state() for name, generator in generators(iterator).items()}
 
 
 def restore_generators(iterator: Any, states: dict[str, torch.Tensor]) -> None:
-    """Set the generators of the iterator to these states. A generator without a state is not changed."""
+    """Set the generators of the iterator to these states. Generators without a saved state do not change."""
     for name, generator in generators(iterator).items():
         if name in states:
             generator.set_state(states[name])
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of the global random generators; CUDA's is the current device's, if CUDA is in use."""
+    """Return the states of the global random generators, and of the current GPU's if CUDA is initialized."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     states["numpy"] = tree_map_only(np.ndarray, np.ndarray.tolist, np.random.get_state(legacy=False))
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -170,7 +170,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Set the global random generators to these states. CUDA's is not changed if there is no GPU."""
+    """Set the global random generators to these states. Ignore the state of CUDA's if there is no GPU."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     if states["numpy"]["bit_generator"] == np.random.get_state(legacy=False)["bit_generator"]:
@@ -180,7 +180,7 @@ def restore_random_states(states: dict[str, Any]) -> None:
 
 
 def derive_random_states(states: dict[str, Any], rank: int) -> None:
-    """Seed the global random generators of a rank without saved states, from another rank's states and its own rank."""
+    """Seed the global random generators of a rank without saved states, from another rank's states and its number."""
     seed = _number_of(states["torch"])
     torch.manual_seed((seed << 24) + rank)
     np.random.seed([seed, rank])
