@@ -102,7 +102,7 @@ def test_checkpoints_are_saved_after_what_the_others_do(tmp_path):
 
 
 def test_extensions_of_training_alone_are_refused_in_a_test(tmp_path):
-    with pytest.raises(TypeError, match="EpochLines takes part in training only"):
+    with pytest.raises(TypeError, match="EpochLines works only in training"):
         SGDEngine().test(network=torch.nn.Linear(3, 2), criterion=loss_of, iterator=[], extensions=[EpochLines()])
 
 

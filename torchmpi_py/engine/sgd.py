@@ -1,13 +1,13 @@
-"""The training loop: one action, one hook.
+"""The training loop: each action is followed by one hook.
 
-This is torchnet's SGD engine (the parent of TorchMPI's AllReduceSGDEngine, reference section 7) on torch modules. The
-loop is ``SGDEngine.train`` below, and it is its own documentation: every action is followed by the hook that is called
-after it. The engine does not know about ranks, devices, clocks, files or logs:
+This is torchnet's SGD engine (the parent class of TorchMPI's AllReduceSGDEngine, reference section 7) for torch
+modules. The loop is ``SGDEngine.train`` below, which shows the order of all actions and hooks. The engine does not
+handle ranks, devices, clocks, files or logs. Other behaviour is added in one of three ways:
 
 * Users add behaviour with hooks: ``engine.hooks.on_update = lambda state: print(state.loss.item())``.
 * Behaviour that has its own state is an ``Extension``, such as ``Checkpoint``.
-* Packages add behaviour with a subclass that overrides the small methods of the loop (``AllReduceSGDEngine``), so that
-  the hooks remain the user's.
+* Packages add behaviour with a subclass that overrides the small methods of the loop (``AllReduceSGDEngine``), so all
+  hooks remain free for the user.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SGDEngine:
     Source: torchnet, ``SGDEngine``; TorchMPI reference section 7.
 
     Attributes:
-        hooks (Hooks): functions that are called at the moments of the loop.
+        hooks (Hooks): functions that the loop calls after its actions.
 
     Examples:
         >>> trainer = mpi.engine.SGDEngine()
@@ -57,7 +57,7 @@ class SGDEngine:
     def __init__(self) -> None:
         self.hooks = Hooks()
         self.extensions: list[Extension] = []  # extensions of the current run
-        self.calls = self.hooks  # calls of the current run at each moment
+        self.calls = self.hooks  # hooks of the current run, each followed by the extensions
 
     def train(
         self,
@@ -71,35 +71,36 @@ class SGDEngine:
         extensions: Sequence[Extension] | None = None,
         **former: Any,
     ) -> State:
-        """Train for ``maxepoch`` epochs, and return the last state.
+        """Train for ``maxepoch`` epochs, and return the final state.
 
         **Overwrites** the parameters and buffers of ``network`` and ``criterion``. With ``AllReduceSGDEngine`` every
         rank must make this call.
 
         A hook that adds layers must also add their parameters to ``state.optimizer``. An optimizer that reduces
-        gradients (``ShardedOptimizer``, ``DistributedOptimizer``) accepts no more parameters.
+        gradients (``ShardedOptimizer``, ``DistributedOptimizer``) does not accept new parameters.
 
-        If the iterator or its sampler has ``set_epoch``, it gets the number of the epoch, and draws its order from
-        (seed, epoch). Each call counts from epoch 0, so several calls with ``maxepoch=1`` use the same order. Instead,
-        make one call with a larger ``maxepoch``, or set ``state.epoch`` in ``on_start`` to continue where the last call
-        ended. ``maxepoch`` counts from epoch 0 in any case.
+        If the iterator or its sampler has ``set_epoch``, the engine calls it before each epoch, and the order is drawn
+        from (seed, epoch). Each call of ``train`` counts from epoch 0, so several calls with ``maxepoch=1`` use the
+        same order. To avoid this, make one call with a larger ``maxepoch``, or set ``state.epoch`` in ``on_start`` to
+        the number of epochs of the earlier calls. ``maxepoch`` always counts from epoch 0.
 
         Args:
             network (torch.nn.Module): module to train.
-            criterion (callable): module or function; ``criterion(output, target)`` is the mean loss of a batch, a
-                scalar.
+            criterion (callable): module or function that returns the mean loss of a batch, a scalar, for
+                (output, target).
             iterator (iterable): batches of (input, target); iterated once per epoch.
             lr (float): learning rate of plain SGD on the parameters of network and criterion, or 0 for no update;
                 default None.
-            optimizer (torch.optim.Optimizer or callable): in place of ``lr``, an optimizer, or a function from the list
-                of parameters to an optimizer; default None.
+            optimizer (torch.optim.Optimizer or callable): instead of ``lr``, an optimizer, or a function that creates
+                an optimizer from the list of parameters; default None.
             maxepoch (int): number of epochs; default 1.
-            extensions (sequence of Extension): objects that take part, such as ``Checkpoint(folder)``,
-                ``Evaluate(function)``, ``EpochLines()``, ``ProgressBar()``, ``TensorBoard(folder)`` or your own. At
-                each moment they are called after the hook, in their order. Default None: ``[EpochLines()]``, or no
-                extension if there is a hook ``on_end_epoch``. In an elastic job ``Elastic()`` is added.
+            extensions (sequence of Extension): objects that add behaviour, such as ``Checkpoint(folder)``,
+                ``Evaluate(function)``, ``EpochLines()``, ``ProgressBar()``, ``TensorBoard(folder)`` or your own. After
+                each hook, the engine calls the extensions in the order of this list. Default None:
+                ``[EpochLines()]``, or no extension if the hook ``on_end_epoch`` is set. In an elastic job, the engine
+                adds ``Elastic()``.
             **former (object): deprecated keywords of the previous release: checkpoint, every, keep, stateful,
-                evaluator, epoch_lines. Each creates its extension, with a DeprecationWarning.
+                evaluator, epoch_lines. Each keyword adds the extension that replaces it, with a DeprecationWarning.
 
         Returns:
             The ``State`` after the last step.
@@ -107,8 +108,8 @@ class SGDEngine:
         Raises:
             ValueError: not exactly one of ``lr`` and ``optimizer`` was passed.
             TypeError: the optimizer's step needs a closure (LBFGS), or the iterator can be iterated only once (a
-                generator) and ``maxepoch`` is above 1. Also raised if a sample is not (input, target), or an extension
-                is not an ``Extension``.
+                generator) and ``maxepoch`` is above 1. ``train`` also raises it if a sample is not (input, target), or
+                if an extension is not an ``Extension``.
         """
         place = EpochPlace(is_training=True)
         state = State(network, criterion, iterator, maxepoch=maxepoch, place=place)
@@ -125,7 +126,7 @@ class SGDEngine:
                         hooks.on_start_epoch(state)
                         for sample in samples.of_epoch(state):
                             self.take_sample(state, sample)
-                            if sample is not None:  # Without a sample, only other ranks have samples.
+                            if sample is not None:  # None means that only other ranks have samples.
                                 hooks.on_sample(state)
                                 samples.count(state)
                             self.prepare(state)
@@ -159,28 +160,28 @@ class SGDEngine:
         iterator: Iterable[Any],
         extensions: Sequence[Extension] = (),
     ) -> State:
-        """Run every sample forward, without gradients and in evaluation mode, and return the last state.
+        """Compute output and loss of every batch, in evaluation mode and without gradients; return the final state.
 
-        The loss of the state is the last batch's. For the mean, add each loss to an ``Average`` in
-        ``hooks.on_forward_criterion``. The hooks are the same as in training (``state.training`` tells the difference).
+        ``state.loss`` is the loss of the last batch. To compute the mean, add each loss to an ``Average`` in
+        ``hooks.on_forward_criterion``. The loop calls the same hooks as in training, but ``state.training`` is False.
         The mode of each module is restored at the end. With ``AllReduceSGDEngine`` every rank must make this call.
 
         Args:
             network (torch.nn.Module): module to test.
-            criterion (callable): module or function; ``criterion(output, target)`` is the mean loss of a batch, a
-                scalar.
+            criterion (callable): module or function that returns the mean loss of a batch, a scalar, for
+                (output, target).
             iterator (iterable): batches of (input, target).
-            extensions (sequence of Extension): objects that take part, such as ``ProgressBar()``; default none.
+            extensions (sequence of Extension): objects that add behaviour, such as ``ProgressBar()``; default none.
 
         Returns:
             The ``State`` after the last batch.
 
         Raises:
-            TypeError: an extension takes part in training only, or a sample is not (input, target).
+            TypeError: an extension works only in training, or a sample is not (input, target).
         """
         for each in extensions:
             if not getattr(each, "serves_tests", True):
-                raise TypeError(f"test(extensions=...): {type(each).__name__} takes part in training only; omit it")
+                raise TypeError(f"test: the extension {type(each).__name__} works only in training; omit it")
         state = State(network, criterion, iterator)
         with self.session(state), self._taking_part(state, extensions) as hooks, torch.no_grad(), modes_restored(state):
             self.set_mode(state)
@@ -201,9 +202,9 @@ class SGDEngine:
 
     @contextmanager
     def _taking_part(self, state: State, extensions: Sequence[Extension]) -> Iterator[Hooks]:
-        """Yield the calls of a run, within the contexts of its extensions.
+        """Yield the hooks of a run, composed with its extensions, within the contexts of the extensions.
 
-        A hook may train a different network with this engine.
+        Runs may be nested, because a hook may train a different network with this engine.
         """
         enclosing = self.extensions, self.calls
         try:
@@ -214,10 +215,11 @@ class SGDEngine:
         finally:
             self.extensions, self.calls = enclosing
 
-    # The actions of the loop follow in its order. Subclasses override them. Each reads and writes only the state.
+    # The actions of the loop follow, in the order of the loop. Subclasses override them. Each action reads and writes
+    # only the state.
 
     def session(self, state: State) -> AbstractContextManager[None]:
-        """Return the context of the whole run, which is also left when an error ends the run.
+        """Return the context of the whole run. The context also ends when an error ends the run.
 
         Args:
             state (State): state of the run.
@@ -227,7 +229,7 @@ class SGDEngine:
     def make_optimizer(
         self, state: State, lr: float | None, optimizer: OptimizerLike | None
     ) -> torch.optim.Optimizer | None:
-        """Return the optimizer for ``lr`` or ``optimizer``. The parameters are on their device already.
+        """Return the optimizer of the run. The parameters must already be on their device.
 
         Args:
             state (State): state of the run.
@@ -239,12 +241,12 @@ class SGDEngine:
 
         Raises:
             ValueError: not exactly one of ``lr`` and ``optimizer`` was passed.
-            TypeError: ``optimizer`` is neither an optimizer nor a function that returns one.
+            TypeError: ``optimizer`` is neither an optimizer nor a function that returns an optimizer.
         """
         if (lr is None) == (optimizer is None):
             raise ValueError(
-                f"train(lr={lr!r}, optimizer={optimizer!r}): expected exactly one of them; lr=0.1 for plain SGD, "
-                "lr=0 for no update, or optimizer=torch.optim.Adam(network.parameters())"
+                f"train(lr={lr!r}, optimizer={optimizer!r}): pass exactly one of them: lr=0.1 for plain SGD, lr=0 for "
+                "no update, or optimizer=torch.optim.Adam(network.parameters())"
             )
         if lr is not None:
             return torch.optim.SGD(state.parameters(), lr=lr) if lr != 0 else None
@@ -252,7 +254,7 @@ class SGDEngine:
         if callable(result) and (isinstance(result, type) or not hasattr(result, "step")):
             result = result(state.parameters())
         if not hasattr(result, "step"):
-            raise TypeError(f"optimizer={optimizer!r} is neither a torch optimizer nor a function that returns one")
+            raise TypeError(f"train: optimizer={optimizer!r}; pass a torch optimizer, or a function that returns one")
         return cast(torch.optim.Optimizer, result)
 
     def set_mode(self, state: State) -> None:
@@ -265,17 +267,17 @@ class SGDEngine:
             module.train(state.training)
 
     def begin(self, state: State) -> None:
-        """Prepare the first epoch of training, after ``hooks.on_start``, which may have changed the state.
+        """Prepare the first epoch of training, after ``hooks.on_start``. Here the method does nothing.
 
         Args:
             state (State): state of the run.
         """
 
     def take_sample(self, state: State, sample: Any) -> None:
-        """Set the sample, its weight and its number of samples in the state.
+        """Store a sample, its weight and its number of samples in the state.
 
-        Both numbers come from the iterator if it has them. Otherwise the weight is 1.0, and the number of samples is
-        the target's length.
+        If the iterator has no ``weight``, the weight is 1.0. If it has no ``num_samples``, the number is the length of
+        the target.
 
         Args:
             state (State): state of the run.
@@ -287,7 +289,7 @@ class SGDEngine:
         state.num_samples = getattr(state.iterator, "num_samples", samples.length(sample))
 
     def prepare(self, state: State) -> None:
-        """Prepare the forward pass, or a step without samples; in training only. Here the method does nothing.
+        """Prepare a step of training, with or without samples on this rank. Here the method does nothing.
 
         Args:
             state (State): state of the run.
@@ -310,7 +312,7 @@ class SGDEngine:
         state.loss = state.criterion(state.output, samples.split(state.sample)[1])
 
     def zero_gradients(self, state: State) -> None:
-        """Drop the gradients of the previous sample, even those that ``optimizer.zero_grad`` keeps.
+        """Remove the gradients of the previous sample, even gradients that ``optimizer.zero_grad`` keeps.
 
         Args:
             state (State): state of the run.
@@ -324,7 +326,7 @@ class SGDEngine:
             module.zero_grad()
 
     def backward(self, state: State) -> None:
-        """Compute the gradients of the loss, scaled by this batch's weight among the batches of all ranks.
+        """Compute the gradients of the loss, scaled by the weight of this rank's batch.
 
         Args:
             state (State): state of the run.
@@ -333,7 +335,7 @@ class SGDEngine:
         (state.loss if weight == 1.0 else state.loss * weight).backward()
 
     def reduce(self, state: State) -> None:
-        """Reduce the gradients of all ranks. Here the method does nothing, because there are no other ranks.
+        """Reduce the gradients of all ranks. Here the method does nothing, because this engine does not communicate.
 
         Args:
             state (State): state of the run.
@@ -349,7 +351,7 @@ class SGDEngine:
             state.optimizer.step()
 
     def complete(self, state: State) -> None:
-        """Count the step.
+        """Count the completed step, and advance the position in the epoch.
 
         Args:
             state (State): state of the run.
@@ -358,7 +360,7 @@ class SGDEngine:
         state.place.position = state.place.next_position
 
     def end_epoch(self, state: State) -> None:
-        """Count the epoch; ``hooks.on_end_epoch`` follows.
+        """Count the completed epoch. The loop calls ``hooks.on_end_epoch`` next.
 
         Args:
             state (State): state of the run.
@@ -366,7 +368,7 @@ class SGDEngine:
         state.epoch, state.place.position, state.place.is_ending = state.epoch + 1, 0, True
 
     def finish(self, state: State) -> None:
-        """End the training, after the last ``on_end_epoch`` and before ``hooks.on_end``.
+        """End the training. The loop calls this method after the last ``on_end_epoch`` and before ``on_end``.
 
         Args:
             state (State): state of the run.

@@ -1,9 +1,9 @@
-"""Several datasets that are read together, each in advance, at its own speed and by its own readers.
+"""Several datasets that are read together. Each dataset has its own readers, which read ahead at their own speed.
 
-An epoch visits all sources in one order. The indices of a source follow those of the previous source, as in torch's
-ConcatDataset, and a batch may hold samples of any source. Every source reads its samples of the next batches in a
-thread, or in worker processes of torch's DataLoader. So a slow database works ahead while files are read, and delays
-them only when its own queue is empty.
+An epoch visits the samples of all sources in one order. The indices of a source follow the indices of the previous
+source, as in torch's ConcatDataset, and a batch may contain samples of several sources. Each source reads its samples
+of the next batches in a thread, or in worker processes of torch's DataLoader. So a slow source, such as a database,
+delays the other sources only when its own queue of samples is empty.
 
 Alternative: one DataLoader over a ConcatDataset. Why not: each worker reads its samples one after another, so a slow
 source delays all samples of a batch.
@@ -27,10 +27,10 @@ _END = object()  # marks the end of the items
 
 
 def prefetched(items: Iterable[T], depth: int) -> Generator[T, None, None]:
-    """Return a generator of the items, of which a thread computes up to ``depth`` in advance; 0 means no thread.
+    """Return a generator of the items. A thread computes up to ``depth`` items in advance; 0 means no thread.
 
-    The thread starts now. Closing the generator ends the thread after its current item. An exception from ``items`` is
-    raised at its position in the sequence, with its own traceback.
+    The thread starts in this call. Closing the generator ends the thread after its current item. If ``items`` raises an
+    exception, the generator raises it after the earlier items, with the original traceback.
     """
     iterator = iter(items)
     if depth == 0:
@@ -49,7 +49,7 @@ def _items(items: Iterator[T], pool: ThreadPoolExecutor, ahead: deque[Future[Any
 
 
 def loaded(dataset: Any, seed: int, **options: Any) -> Iterator[Any]:
-    """Return an iterator over a DataLoader, whose workers start here with this seed."""
+    """Return an iterator over a new DataLoader. Its workers start in this call, with this seed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.device("cpu"):  # The default device may be a GPU, but torch draws with a generator on the CPU.
         return iter(DataLoader(dataset, generator=generator, **options))
@@ -63,21 +63,21 @@ def items_of(dataset: Any, indices: Sequence[int]) -> list[Any]:
 
 
 class Source:
-    """One of several datasets of a ``DatasetIterator``, and the way to read it.
+    """One of several datasets of a ``DatasetIterator``, with its own readers.
 
-    The reader opens a database at its first sample. Do not open it when you create the dataset: an open LMDB
-    environment can be neither pickled nor inherited by a fork.
+    If the dataset reads a database, open the database at the first sample, not when you create the dataset. An open
+    LMDB environment can be neither pickled nor inherited by a fork.
 
     Args:
-        dataset (Dataset): object with a length that integers index.
+        dataset (Dataset): object with a length and an integer index.
         prefetch (int): number of batches whose samples each worker reads in advance, or 0 for no thread; default 2.
-        num_workers (int): number of processes that read, as in torch's DataLoader, each with its copy of the dataset;
-            default 0, one thread of this process. The iterating thread starts them in each epoch.
-        multiprocessing_context (str): how processes are started, as in torch ("fork", "spawn", "forkserver"); default
-            None, Python's default.
+        num_workers (int): number of worker processes, as in torch's DataLoader, each with its own copy of the dataset.
+            The iterating thread starts them in each epoch. Default 0: one thread of this process reads.
+        multiprocessing_context (str): start method of the processes, as in torch ("fork", "spawn", "forkserver");
+            default None: Python's default.
 
     Raises:
-        TypeError: the dataset lacks a length or an index.
+        TypeError: the dataset has no length or no index.
         ValueError: a number is below 0.
 
     Examples:
@@ -93,14 +93,14 @@ class Source:
         self, dataset: Dataset[Any], *, prefetch: int = 2, num_workers: int = 0, multiprocessing_context: Any = None
     ) -> None:
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-            raise TypeError(f"Source: dataset is a {type(dataset).__name__}; expected __len__ and __getitem__")
+            raise TypeError(f"Source: dataset is a {type(dataset).__name__}; define its __len__ and __getitem__")
         self.dataset: Any = dataset
         self.prefetch = at_least(0, "prefetch", prefetch)
         self.num_workers = at_least(0, "num_workers", num_workers)
         self.multiprocessing_context = multiprocessing_context
 
     def read(self, pieces: list[list[int]], seed: int) -> Iterator[list[Any]]:
-        """Return an iterator over the samples of each piece, read in advance. The thread or the workers start here.
+        """Return an iterator over the samples of each piece. The thread or the workers read ahead from this call on.
 
         Args:
             pieces (list): lists of indices.
@@ -112,29 +112,30 @@ class Source:
 
 
 def worker_options(reader: Any) -> dict[str, Any]:
-    """Return the options of a DataLoader that describe its worker processes."""
+    """Return the options of a DataLoader for the worker processes of ``reader``."""
     options = {"num_workers": reader.num_workers, "multiprocessing_context": reader.multiprocessing_context}
     return options | {"prefetch_factor": max(1, reader.prefetch)}
 
 
 class Sources(ConcatDataset[Any]):
-    """Several datasets as one. All sources read their samples of a batch at the same time."""
+    """Several datasets, combined into one. All sources read their samples of a batch at the same time."""
 
     def __init__(self, sources: Sequence[Source | Dataset[Any]]) -> None:
         self.sources = [each if isinstance(each, Source) else Source(each) for each in sources]
         self.sizes = [len(source.dataset) for source in self.sources]
         if 0 in self.sizes:
-            raise ValueError(f"{self.name(self.sizes.index(0))} is empty; omit it, or check where its samples are")
+            raise ValueError(f"{self.name(self.sizes.index(0))} is empty; omit it, or check the path of its samples")
         super().__init__([source.dataset for source in self.sources])
 
     def name(self, number: int) -> str:
-        """Return the name of the source in an error, such as "source 1 (ImageFolder)"."""
+        """Return the source's name for error messages, such as "source 1 (ImageFolder)"."""
         return f"source {number} ({type(self.sources[number].dataset).__name__})"
 
     def read(self, pieces: list[torch.Tensor], seed: int) -> Generator[list[Any], None, None]:
-        """Return a generator of the samples of each piece. The readers start here, and closing the generator ends them.
+        """Return a generator of the samples of each piece. The readers start in this call.
 
-        Raise RuntimeError, which names the source, if a source raises.
+        Closing the generator ends the readers. If a source raises an error, the generator raises RuntimeError with the
+        name of the source.
         """
         indices = [piece.numpy() for piece in pieces]
         owners = [np.searchsorted(self.cumulative_sizes, piece, "right") for piece in indices]
@@ -144,7 +145,7 @@ class Sources(ConcatDataset[Any]):
             parts = [piece[owner == number] for piece, owner in zip(indices, owners, strict=True)]
             return [(part - starts[number]).tolist() for part in parts if len(part)]
 
-        # Start processes first, because a fork copies the locks that other threads hold.
+        # Start the processes before the threads, because a fork copies locks that other threads hold.
         by_processes_first = sorted(range(len(self.sources)), key=lambda number: -self.sources[number].num_workers)
         readers = {number: self.sources[number].read(of_source(number), seed + number) for number in by_processes_first}
         return self._merged(owners, [self._samples(*each) for each in sorted(readers.items())])
@@ -175,7 +176,7 @@ def set_epoch(of: Any, epoch: int) -> None:
 
 
 def at_least(least: int, name: str, value: int) -> int:
-    """Return the value. Raise TypeError if it is not an integer, ValueError if it is below ``least``."""
+    """Return ``value``. Raise TypeError if it is not an integer, or ValueError if it is below ``least``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}={value!r} must be an integer")
     if value < least:
