@@ -1,20 +1,21 @@
-"""Streams: samples that come one after another, without a length or an index, divided over ranks and workers.
+"""Streams: sequences of samples without a length or an index, which are divided among ranks and workers.
 
 Terms. A stream consists of *pieces*. The pieces of a ``Shards`` are its files. Any other IterableDataset has n pieces,
-where n is the number of *readers*; piece k holds every n-th sample, from sample k on. Readers are the worker processes
-of all ranks, or the ranks. The pieces of an epoch have an order drawn from (seed, epoch). They are dealt to the readers
-like cards, and one reader reads a piece from its first sample to its last.
+where n is the number of *readers*; piece k contains every n-th sample, from sample k on. The readers are the worker
+processes of all ranks, or the ranks if there are no workers. The order of the pieces in an epoch is drawn from
+(seed, epoch). The pieces are dealt to the readers like cards. Each piece is read by one reader, from the first sample
+to the last.
 
 The idea: ranks may have different numbers of samples, which no rank knows in advance. So in each step the ranks
-exchange how many samples they have. A rank that has run out gets None, and its gradients count as zero (torch's Join
-has the same rule). The epoch ends when all ranks have run out. The weights are those of ``iterators``: the average of
-the gradients is the average over the samples of all ranks. Alternative: end the epoch with the first rank that runs out
-(``drop_last``). Why not always: the other samples are lost.
+exchange how many samples they have. A rank that has no more samples gets None as its batch, and its gradients count as
+zero (torch's Join has the same rule). The epoch ends when no rank has samples. The batches are weighted as in
+``iterators``, so the average of the gradients is the average over the samples of all ranks. Alternative: end the epoch
+when the first rank has no more samples (``drop_last``). Why not always: the remaining samples are lost.
 
-The exchange also tells which piece each reader has reached, and how many of its samples are used. So every rank knows
-the rest of the epoch: the pieces that no reader has started, and the rests of pieces that were read in part. From this
-state the same ranks, or the survivors of a death, continue. A reader that gets the rest of a piece reads the piece from
-its start, and drops the used samples.
+In the exchange, the ranks also learn which piece each reader has reached, and how many samples of the piece are used.
+So every rank knows the rest of the epoch: the pieces that no reader has started, and the unused parts of the started
+pieces. The same ranks, or the survivors of a death, can continue from this state. To continue a started piece, a reader
+reads the piece from its beginning, and skips the used samples.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from torchmpi_py.engine.sources import at_least, loaded, prefetched, set_epoch, 
 
 
 class Shards(IterableDataset[Any]):
-    """A stream of files, each of which is read by one reader.
+    """A stream of files. Each file is read by one worker or rank.
 
     Args:
-        files (str or sequence): a pattern of ``glob``, whose files are sorted by name, or a list of arguments for
-            ``read`` (paths, URLs, ranges of a table).
-        read (callable): function from one entry to its samples, an iterable. It must return the same samples in the
-            same order each time. It runs in the reader.
+        files (str or sequence): a ``glob`` pattern, whose files are sorted by name, or a list of arguments for ``read``
+            (paths, URLs, ranges of a table).
+        read (callable): function that returns an iterable over the samples of one file. Every call for the same file
+            must return the same samples in the same order. The function may run in a worker process or a thread.
 
     Raises:
         ValueError: there are no files.
@@ -71,7 +72,7 @@ class Shards(IterableDataset[Any]):
             number (int): number of the file in ``files``.
 
         Raises:
-            RuntimeError: the file cannot be read; the message names it.
+            RuntimeError: the file cannot be read. The message contains the name of the file.
         """
         try:
             yield from self.read(self.files[number])
@@ -83,15 +84,15 @@ Pair = tuple[int, int]
 
 
 def dealt(rests: Sequence[Pair], reader: int, num_readers: int) -> Sequence[Pair]:
-    """Return the pieces of one reader. Each is (piece, used): its first ``used`` samples are used already."""
+    """Return the pieces of one reader, as (piece, used). The first ``used`` samples of the piece are already used."""
     return rests[reader::num_readers]
 
 
 def left(rests: Sequence[Pair], reached: Sequence[Pair]) -> list[Pair]:
-    """Return the unused rest of ``rests``, which were dealt to ``len(reached)`` readers.
+    """Return the unused parts of ``rests``, which were dealt to ``len(reached)`` readers.
 
-    Each reader has reached (number, used). ``number`` is the position of a piece among the reader's pieces, and
-    ``used`` is the number of its samples that are used.
+    ``reached`` contains (number, used) of each reader. ``number`` is the position of the reader's current piece among
+    the reader's pieces, and ``used`` is the number of samples of the current piece that are used.
     """
     unused = []
     for index, (piece, used) in enumerate(rests):
@@ -102,26 +103,26 @@ def left(rests: Sequence[Pair], reached: Sequence[Pair]) -> list[Pair]:
 
 
 class _StreamProgress:
-    """The pieces of an epoch at the start of its iteration, and each reader's progress after the last two steps."""
+    """The pieces at the start of an iteration, and each reader's progress after the last two steps."""
 
     def __init__(self, position: int, num_pieces: int, rests: Sequence[Pair], num_readers: int) -> None:
         self.num_pieces, self.rests = num_pieces, rests
-        # The keys are positions. The values are (number, used) of each reader.
+        # The keys are positions in the epoch. Each value lists (number, used) of all readers.
         self.reached: dict[int, list[Pair]] = {position: [(0, 0)] * num_readers}
 
     def advance(self, position: int, rows: list[list[int]]) -> int:
-        """Store what the ranks used in the step that began at ``position``, and return the position after it."""
+        """Store the readers' progress in the step that began at ``position``; return the position after the step."""
         reached = list(self.reached[position])
         for rank, (count, worker, number, used) in enumerate(rows):
             if count > 0:
                 reached[worker * len(rows) + rank] = number, used
         after = position + sum(row[0] for row in rows)
-        # Survivors of a death continue from here or from the step before.
+        # After a death, the survivors continue after this step or after the previous one.
         self.reached = {position: self.reached[position], after: reached}
         return after
 
     def state(self, position: int) -> dict[str, Any]:
-        """Return the state at ``position``: the rest of each piece."""
+        """Return the state at ``position``, with the unused part of each piece."""
         rests = torch.tensor(left(self.rests, self.reached[position]), dtype=torch.int64, device="cpu")
         return {"position": position, "num_pieces": self.num_pieces, "rests": rests.reshape(-1, 2)}
 
@@ -130,7 +131,7 @@ _ROW = 4  # length of a rank's row in the exchange: number of samples, worker, a
 
 
 class _ReadBatches(IterableDataset[Any]):
-    """The batches of one rank with the rows for the exchange. Each worker yields the batches of its reader."""
+    """A dataset of one rank's batches, each with its row for the exchange. Each worker yields its own batches."""
 
     def __init__(self, iterator: StreamIterator, progress: _StreamProgress) -> None:
         self.iterator, self.progress = iterator, progress
@@ -138,7 +139,7 @@ class _ReadBatches(IterableDataset[Any]):
     def __iter__(self) -> Iterator[tuple[Any, list[int]]]:
         info, of = get_worker_info(), self.iterator
         worker = 0 if info is None else info.id
-        # Number the readers by rank first, so that every rank gets some pieces if there are few.
+        # Consecutive readers belong to different ranks, so that every rank gets some pieces if there are few.
         rests, samples = dealt(self.progress.rests, worker * of.size + of.rank, of.num_readers), []
         collate = of.collate_fn or default_collate
         for number, (piece, used) in enumerate(rests):
@@ -158,40 +159,40 @@ class _ReadBatches(IterableDataset[Any]):
 
 
 class StreamIterator(BatchIterator):
-    """The batches of this rank from a stream, epoch after epoch: every sample is used once, on one rank.
+    """An iterator over this rank's batches from a stream. In each epoch, every sample is used once, on one rank.
 
-    Every rank of the level at which the iterator was created must iterate, because each step exchanges 32 bytes per
-    rank. All ranks take the same number of steps. With each batch, ``weight``, ``num_samples`` and ``position`` are
-    set, as by a ``DatasetIterator``. After ``load_state_dict`` the next iteration begins at the saved position, on any
-    number of ranks and workers. Files that were read in part are read again from
-    their start, and their used samples are skipped.
+    Every rank of the level at which the iterator was created must iterate, because the ranks communicate in each step
+    (32 bytes per rank). All ranks take the same number of steps. With each batch, the iterator sets ``weight``,
+    ``num_samples`` and ``position``, like a ``DatasetIterator``. After ``load_state_dict`` the next iteration begins at
+    the saved position, on any number of ranks and workers. Files that were read in part are read again from the
+    beginning, and the used samples are skipped.
 
-    The batch is None if this rank has run out of samples and others have not. The engine handles it. Your own loop
-    either passes ``drop_last=True``, or skips the forward and backward pass (``if batch is not None:``) but calls
-    ``optimizer.step()`` of a ``DistributedOptimizer``, which then takes part in the reduction.
+    A batch is None if this rank has no more samples, but other ranks have some. The engine handles this case. In your
+    own loop, pass ``drop_last=True``. Or skip the forward and backward pass (``if batch is not None:``), but still call
+    ``optimizer.step()`` of a ``DistributedOptimizer``, because all ranks must join the reduction.
 
     Args:
-        stream (IterableDataset): a ``Shards``, or an IterableDataset that gives the whole stream, the same each time,
-            wherever it is iterated. It must not choose its part by rank or worker, or samples would be lost: every
-            reader produces all samples, and keeps its own. Its ``set_epoch`` is called if it has one.
+        stream (IterableDataset): a ``Shards``, or an IterableDataset that yields all samples of the stream, in the same
+            order, in every process. It must not select a part by rank or worker, because each reader iterates over all
+            samples and keeps only its own part. If the stream has ``set_epoch``, the iterator calls it.
         batch_size (int): samples per rank, at least 1; the last batch of each reader may be smaller.
         shuffle (bool): True (default) draws the order of the files of ``Shards`` from (seed, epoch). The samples of a
             file keep their order.
         seed (int): seed of the order, the same on every rank; default 0.
-        num_workers (int): number of processes per rank that read and collate, started in each epoch; default 0: a
-            thread reads, or the main thread if ``prefetch`` is 0.
-        multiprocessing_context (str): how processes are started, as in torch; default None.
+        num_workers (int): number of worker processes per rank, which read and collate. They start in each epoch.
+            Default 0: a thread reads, or the iterating thread if ``prefetch`` is 0.
+        multiprocessing_context (str): start method of the processes, as in torch; default None: Python's default.
         prefetch (int): number of batches that each worker builds in advance; default 2.
-        device (torch.device or str): device to which batches are moved in advance; default None, not moved.
-        collate_fn (callable): function from a list of samples to a batch; default None: torch's
+        device (torch.device or str): device to which batches are moved in advance; default None: not moved.
+        collate_fn (callable): function that makes a batch from a list of samples; default None: torch's
             ``default_collate``.
-        drop_last (bool): True ends the epoch with the first step in which some rank has no batch, so no batch is None;
+        drop_last (bool): True ends the epoch before the first step in which a rank has no samples, so no batch is None;
             default False.
 
     Raises:
         TypeError: the stream is not an IterableDataset.
-        ValueError: a number is out of range. Also raised on all ranks at the start of an epoch, if files or options
-            differ between ranks.
+        ValueError: a number is out of range. At the start of an epoch, all ranks raise it if files or options differ
+            between ranks.
         RuntimeError: a file of ``Shards`` cannot be read.
 
     Examples:
@@ -218,7 +219,7 @@ class StreamIterator(BatchIterator):
     ) -> None:
         super().__init__(batch_size, seed=seed, prefetch=prefetch, device=device, drop_last=drop_last)
         if not isinstance(stream, IterableDataset):
-            raise TypeError(f"stream is a {type(stream).__name__}; expected a Shards or another IterableDataset")
+            raise TypeError(f"stream is a {type(stream).__name__}; pass a Shards or another IterableDataset")
         self.stream = stream
         self.shuffle = shuffle and isinstance(stream, Shards)
         self.num_workers = at_least(0, "num_workers", num_workers)
@@ -228,12 +229,12 @@ class StreamIterator(BatchIterator):
 
     @property
     def num_readers(self) -> int:
-        """The number of readers: the worker processes of all ranks, or the ranks."""
+        """The number of readers: the worker processes of all ranks, or the ranks if there are no workers."""
         return self.size * max(1, self.num_workers)
 
     @property
     def files(self) -> str | None:
-        """A digest of the files, without their folders; None for a stream without files."""
+        """A digest of the names of all files, without their folders; None for a stream that is not a ``Shards``."""
         if not isinstance(self.stream, Shards):
             return None
         return digest([os.path.basename(f) if isinstance(f, (str, os.PathLike)) else f for f in self.stream.files])
@@ -246,7 +247,7 @@ class StreamIterator(BatchIterator):
         return {"files": self.files}
 
     def set_position(self, position: int) -> None:
-        """Let the next iteration begin at the loaded position, at 0, or after one of the last two steps.
+        """Choose where the next iteration begins: at the loaded position, at 0, or after one of the last two steps.
 
         Make the same call on every rank.
 
@@ -254,7 +255,7 @@ class StreamIterator(BatchIterator):
             position (int): number of samples that all ranks have used.
 
         Raises:
-            ValueError: any other position.
+            ValueError: the iterator cannot continue at this position.
         """
         progress = self._place.progress
         if progress is not None and self._place.epoch == self.epoch and position in progress.reached:
@@ -264,7 +265,10 @@ class StreamIterator(BatchIterator):
         super().set_position(position)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch and the rest of each piece: plain data, the same on all ranks."""
+        """Return the position after the last batch and the unused part of each piece, as plain data.
+
+        The state is equal on all ranks.
+        """
         state = super().state_dict()
         if state["position"] > 0:
             state = (self._loaded if self._is_set else self._place.progress.state(self.position)) | state
@@ -277,7 +281,7 @@ class StreamIterator(BatchIterator):
             state (mapping): result of ``state_dict``.
 
         Raises:
-            ValueError: the position is in the middle of an epoch over other files.
+            ValueError: the position is in the middle of an epoch over different files.
         """
         self._loaded = dict(state)
         super().load_state_dict(state)
@@ -298,12 +302,12 @@ class StreamIterator(BatchIterator):
     def _num_pieces(self, epoch: int) -> int:
         number = len(self.stream.files) if isinstance(self.stream, Shards) else self.num_readers
         if number < self.num_readers and self.rank == 0 and epoch == 0:
-            text = "%d files for %d readers (%d ranks, num_workers=%d): some readers, or ranks, have no work"
+            text = "%d files for %d readers (%d ranks, num_workers=%d), so some have no samples; use more files"
             logger.warning(text, number, self.num_readers, self.size, self.num_workers)
         return number
 
     def _read(self, place: IterationPlace) -> Generator[tuple[Any, list[int]], None, None]:
-        """Return this rank's batches with their rows, read in advance. The iterating thread starts the workers here."""
+        """Return a generator of this rank's batches with their rows. The thread or the workers start in this call."""
         batches = _ReadBatches(self, place.progress)
         if self.num_workers == 0:
             return prefetched(map(self._moved, batches), self.prefetch)
@@ -319,7 +323,7 @@ class StreamIterator(BatchIterator):
         with closing(read):
             while True:
                 batch, row = next(read, (None, [0] * _ROW))
-                # One exchange per step tells which ranks have samples, and which piece each reader has reached.
+                # Exchange, once per step, the numbers of samples, and the piece that each reader has reached.
                 rows = [row] if self.size == 1 else verbs.allgather(torch.tensor([row], device="cpu")).tolist()
                 counts = [row[0] for row in rows]
                 if sum(counts) == 0 or (self.drop_last and min(counts) == 0):

@@ -19,10 +19,10 @@ class TensorBoard(Extension):
         folder (path): folder of torch's ``SummaryWriter``.
 
     Attributes:
-        writer (SummaryWriter): the writer, on rank 0, from ``on_start`` on; None before, and on other ranks.
+        writer (SummaryWriter): the writer, which rank 0 creates in ``on_start``; None before, and on other ranks.
 
     Raises:
-        ImportError: in ``train``, on rank 0, if tensorboard is not installed.
+        ImportError: tensorboard is not installed. ``train`` raises it on rank 0.
 
     Examples:
         >>> extensions = [mpi.engine.EpochLines(), mpi.engine.TensorBoard("runs/1")]  # for engine.train
@@ -33,7 +33,7 @@ class TensorBoard(Extension):
         self.writer: Any = None
 
     def on_start(self, state: State) -> None:
-        """Open the folder on rank 0.
+        """Create the writer on rank 0, unless an earlier run has created it.
 
         Args:
             state (State): state of the run.

@@ -14,10 +14,11 @@ from torchmpi_py.engine.state import State
 
 
 class ProgressBar(Extension):
-    """Show a bar on rank 0 for each epoch of ``train``, and for ``test``: rank 0's loss, then means over all ranks.
+    """Show a progress bar on rank 0 for each epoch of ``train``, and for ``test``.
 
-    Every rank must pass one, because the means are reduced at the end. Accuracy is shown if the output holds scores
-    (N, classes, ...) and the target class indices.
+    The bar shows the mean loss of rank 0, and at the end the mean loss and accuracy over all ranks. Every rank must
+    pass a ``ProgressBar``, because the ranks reduce these means. Accuracy is shown if the output contains scores
+    (N, classes, ...) and the target contains class indices.
 
     Raises:
         ImportError: tqdm is not installed.
@@ -34,11 +35,11 @@ class ProgressBar(Extension):
         except ImportError as error:
             raise ImportError("ProgressBar needs tqdm; run: pip install tqdm") from error
         self._tqdm = tqdm
-        # Each run has its own bar, loss and accuracy, because a hook may test with this object during training.
+        # Each run has its own bar, loss and accuracy, because a hook may call test() with this object during training.
         self._runs: list[tuple[Any, Average, Accuracy]] = []
 
     def around_run(self, engine: Any, state: State) -> AbstractContextManager[None]:
-        """Return the context in which the bar of a test is shown.
+        """Return the context of a run. In a test, the context shows the bar.
 
         Args:
             engine (SGDEngine): engine that runs.
@@ -47,7 +48,7 @@ class ProgressBar(Extension):
         return nullcontext() if state.training else self._shown(state, "test")
 
     def around_epoch(self, state: State) -> AbstractContextManager[None]:
-        """Return the context in which the bar of an epoch is shown; an epoch without remaining steps has no bar.
+        """Return the context of an epoch, which shows a bar unless the epoch has no remaining steps.
 
         Args:
             state (State): state of the run.
@@ -56,7 +57,7 @@ class ProgressBar(Extension):
         return nullcontext() if is_over else self._shown(state, f"epoch {state.epoch + 1}/{state.maxepoch}")
 
     def on_forward_criterion(self, state: State) -> None:
-        """Add a batch.
+        """Add the loss and accuracy of a batch, and advance the bar.
 
         Args:
             state (State): state of the run.
@@ -69,7 +70,7 @@ class ProgressBar(Extension):
         bar.update()
 
     def on_end_epoch(self, state: State) -> None:
-        """Show the means of the epoch, or test, over all ranks. Every rank must make this call.
+        """Show the means of the epoch or test over all ranks. Every rank must make this call.
 
         Args:
             state (State): state of the run.
@@ -98,4 +99,4 @@ class ProgressBar(Extension):
             yield
         finally:
             self._runs.pop()
-            bar.close()  # This also draws the bar a last time.
+            bar.close()  # This call draws the final bar.
