@@ -1,10 +1,10 @@
-"""A cell that the ranks run: what the kernel shows of it, and how it ends.
+"""The run of a cell on the ranks: its output in the notebook, and its end.
 
-An error on one rank ends the cell only on this rank, and the others continue. If all of them wait in calls of the
-package and make no progress, they wait for the failed rank in vain, and the kernel interrupts them. The alternative, to
-interrupt them at once, would also stop ranks that need nothing from the failed one. After a failure the kernel compares
-how many collectives each rank has called. If the numbers differ, a later collective would match a wrong one, so all
-collectives raise from then on.
+An error on one rank ends the cell only on this rank, and the other ranks continue. If all other ranks wait in calls of
+the package without any progress, they wait for the failed rank, and the kernel interrupts them. Alternative: interrupt
+the other ranks immediately. Why not: this would also stop ranks that need nothing from the failed rank. After a failure
+the kernel compares how many collectives each rank has called. If the numbers differ, a later collective would match a
+wrong one, so all collectives raise from then on.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 from torchmpi_py.notebook.rank_job import LAUNCHER, RankJob
 from torchmpi_py.notebook.rank_output import OutputMerger, name_ranks
 
-LOOK_SECONDS = 2.0  # time between two looks at ranks that may wait for a failed rank
+LOOK_SECONDS = 2.0  # time between two checks for ranks that wait for a failed rank
 INTERRUPT_SECONDS = 6.0  # time for the ranks to react to an interrupt
 _EVENT_SECONDS = 0.05
 _ANSWER_SECONDS = 1.0
-_RESTART = "%torchmpi restart starts new ranks"
+_RESTART = "run %torchmpi restart to start new ranks"
 
 
 class RanksFailed(Exception):  # noqa: N818 - IPython shows the name to the user
-    """A cell failed on some ranks. ``lines`` are shown before ``summary``, from the error of the first failed rank."""
+    """A cell failed on some ranks. IPython shows ``lines``, the traceback of one rank, and then ``summary``."""
 
     def __init__(self, summary: str, lines: list[str] | None = None) -> None:
         super().__init__(summary)
@@ -41,22 +41,25 @@ class RanksEnded(RanksFailed):
 
 
 class CellRun:
-    """One cell, or another task, on the ranks of ``job``. ``shell`` is the kernel's shell."""
+    """The run of one cell, or of another task, on the ranks of ``job``. ``shell`` is the kernel's shell."""
 
     def __init__(self, job: RankJob, shell: Any) -> None:
         self._job, self._shell = job, shell
         self._merger = OutputMerger(job.size, self._write)
-        self._errors: dict[int, tuple[str, str, list[str]]] = {}  # by rank, in the order of their arrival
+        self._errors: dict[int, tuple[str, str, list[str]]] = {}  # errors by rank, in the order of arrival
         self._places: dict[int, tuple[str, str, object]] = {}
-        self._interrupted = ""  # reason of the interrupt
+        self._interrupted = ""  # reason for the interrupt
         self._has_warned = False
-        self._freed: set[int] = set()  # ranks that were interrupted because they waited in vain
+        self._freed: set[int] = set()  # ranks that were interrupted because they waited for a failed rank
         self._interrupted_at = self._flushed = 0.0
         self._looked = time.monotonic()
         self.pulled: bytes | None = None
 
     def carry_out(self, ranks: set[int], kind: str, *content: object) -> None:
-        """Send a task to ranks, and show their output until none is busy. Raise RanksFailed or RanksEnded."""
+        """Send a task to ranks, and show their output until no rank is busy.
+
+        Raise RanksFailed if the task fails or is interrupted, or RanksEnded if the job ends.
+        """
         was_sent = False
         while self._job.busy or not was_sent:
             try:
@@ -75,9 +78,9 @@ class CellRun:
         self._conclude()
 
     def drain(self, asked: set[int] | None = None) -> dict[int, tuple[str, str, object]]:
-        """Show the output since the last cell, including the output of ranks that had not ended it.
+        """Show the output since the last cell, including the output of ranks that had not completed the cell.
 
-        Return the places of the ``asked`` ranks, as ``ask_where`` does. Raise RanksEnded if the job has ended.
+        Return the result of ``ask_where`` for the ``asked`` ranks. Raise RanksEnded if the job has ended.
         """
         had_not_ended = bool(self._job.busy)
         while not self._job.events.empty():
@@ -94,7 +97,7 @@ class CellRun:
         return places
 
     def ask_where(self, ranks: set[int]) -> dict[int, tuple[str, str, object]]:
-        """Return (call, line, progress) of these ranks, except of ranks that do not answer within a second."""
+        """Return (call, line, progress) of each of these ranks that answers within a second."""
         self._places.clear()
         self._job.send(ranks, "where")
         until = time.monotonic() + _ANSWER_SECONDS
@@ -103,7 +106,7 @@ class CellRun:
         return dict(self._places)
 
     def _take(self) -> None:
-        """Handle one event, if there is one, and write the lines that are due."""
+        """Handle the next event, if there is one, and write the lines that are due."""
         try:
             rank, (kind, *content) = self._job.events.get(timeout=_EVENT_SECONDS)
         except queue.Empty:
@@ -111,12 +114,12 @@ class CellRun:
         else:
             getattr(self, f"_on_{kind}")(rank, *content)
         if self._job.events.empty() or time.monotonic() - self._flushed > _EVENT_SECONDS:
-            # Not after each event, because equal lines of several ranks may arrive with other lines in between.
+            # Do not flush after each event, because other lines may arrive between equal lines of several ranks.
             self._merger.flush()
             self._flushed = time.monotonic()
 
     def _write(self, stream: str, text: str) -> None:
-        """Write to the kernel's stream, by which a notebook replaces the stream of the process."""
+        """Write to the current ``sys.stdout`` or ``sys.stderr``, which a notebook's kernel replaces."""
         print(text, end="", file=getattr(sys, stream))
 
     def _on_text(self, rank: int, stream: str, text: str) -> None:
@@ -126,7 +129,7 @@ class CellRun:
         self._write("stderr", text)
 
     def _on_shown(self, rank: int, data: dict[str, Any], metadata: dict[str, Any], options: dict[str, Any]) -> None:
-        """Show a value: rank 0's value in its richest form, and the values of other ranks if they are plain text."""
+        """Show a value of a rank. A value with more formats than plain text is shown only for rank 0."""
         if data.keys() == {"text/plain"}:
             self._merger.add_block(rank, "stdout", f"{data['text/plain']}\n")
         elif rank == 0:
@@ -154,7 +157,7 @@ class CellRun:
         self._on_gone(LAUNCHER)
 
     def _on_gone(self, _: int) -> None:
-        """Raise RanksEnded, because a rank has ended, which ends the whole job."""
+        """Show the last output, and raise RanksEnded. The end of one rank or of the launcher ends the whole job."""
         last_output = self._job.last_words(self._on_last)
         self._merger.flush(is_end=True)
         *lines, reason = last_output.splitlines()
@@ -162,20 +165,20 @@ class CellRun:
         self._job.stop()
         reason = reason.removeprefix("torchmpirun: ")
         raise RanksEnded(
-            f"The ranks have ended: {reason}\nThe next %%torchmpi starts new ones, without variables",
+            f"The ranks have ended: {reason}\nThe next %%torchmpi starts new ranks, without the variables",
             self._traceback(self._errors),
         )
 
     def _on_last(self, rank: int, kind: str, *content: Any) -> None:
-        """Handle an event that another rank had sent before the job ended."""
+        """Handle an event that a rank sent before the job ended."""
         if kind in ("text", "shown", "error"):
             getattr(self, f"_on_{kind}")(rank, *content)
 
     def _look_for_waiting(self) -> None:
-        """Interrupt the busy ranks if they wait for a failed rank, that is if two looks find each at the same place.
+        """Interrupt the busy ranks if they wait for a failed rank: two checks find every busy rank at the same place.
 
-        If no rank has failed, the other ranks have ended the cell or do not run it. In that case show one warning and
-        let the ranks wait, because a thread of another rank may still make the missing call.
+        If no rank has failed, the idle ranks have completed the cell or do not run it. In that case show one warning
+        and let the busy ranks wait, because a thread of an idle rank may still make the missing call.
         """
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
@@ -188,9 +191,9 @@ class CellRun:
             elif not self._has_warned:
                 self._has_warned = True
                 calls = ", ".join(sorted({f"{call} ({line})" for call, line, _ in now.values()}))
-                idle = name_ranks(ended := self._job.ranks - self._job.busy)
-                text = f"{name_ranks(now)} still in {calls}; {idle} {'is' if len(ended) == 1 else 'are'} not in it"
-                self._write("stderr", f"{text}: interrupt the cell, and make the same calls on all ranks\n")
+                idle = name_ranks(self._job.ranks - self._job.busy)
+                text = f"the cell waits in {calls} on {name_ranks(now)}, but not on {idle}"
+                self._write("stderr", f"{text}; interrupt the cell, and make the same calls on all ranks\n")
 
     def _interrupt(self, how: str) -> None:
         self._interrupted, self._interrupted_at = how, time.monotonic()
@@ -199,13 +202,13 @@ class CellRun:
     def _conclude(self) -> None:
         """Raise an error that describes the failures and interrupts of the cell, if there were any."""
         self._merger.flush(is_end=True)
-        if self._job.busy and self._job.has_ended:  # an interrupt came while the end of the job was handled
+        if self._job.busy and self._job.has_ended:  # The user may interrupt _on_gone.
             self._on_gone(LAUNCHER)
         if not (self._errors or self._interrupted):
             return
         waits = {f"{call} ({line})" for rank, (call, line, _) in self._places.items() if rank in self._freed}
         waited_in = ", ".join(sorted(waits))
-        # Ask before counting the errors, because ranks may fail or end the cell before they answer.
+        # Request the places before counting the errors, because ranks may fail or end the cell before they answer.
         places = self.ask_where(set(self._job.busy)) if self._job.busy else {}
         self._merger.flush(is_end=True)
         failed = {rank: error for rank, error in self._errors.items() if rank not in self._freed}
@@ -214,13 +217,13 @@ class CellRun:
             texts.append(f"{name_ranks(failed)} of {self._job.size} failed")
         if self._freed:
             texts.append(f"{name_ranks(self._freed)} waited in {waited_in}, and had to be interrupted")
-        if self._job.busy:  # the interrupt had no effect
+        if self._job.busy:  # The interrupt had no effect.
             where = {f"{call} ({line})" for rank, (call, line, _) in places.items() if line and rank in self._job.busy}
-            at = f": {', '.join(sorted(where))}" if where else " at all"
+            at = f": {', '.join(sorted(where))}" if where else ""
             texts.append(f"{name_ranks(self._job.busy)} cannot be interrupted{at}; {_RESTART}")
         elif self._is_out_of_step():
             texts.append(self._refuse())
-        if not (texts or self._errors):  # the cell has caught the interrupt, and continued
+        if not (texts or self._errors):  # The cell caught the interrupt and continued.
             return
         raise RanksFailed("\n".join(texts), self._traceback(failed or self._errors))
 
@@ -237,10 +240,10 @@ class CellRun:
     def _refuse(self) -> str:
         """Make all collectives raise from now on, and return the message for the user."""
         self._job.send(self._job.ranks, "refuse")
-        return f"the ranks have called different numbers of collectives, which raise from now on; {_RESTART}"
+        return f"the ranks have called different numbers of collectives, so all collectives now raise; {_RESTART}"
 
     def _is_out_of_step(self) -> bool:
-        """Return whether the ranks of any communicator have called different numbers of operations on it."""
+        """Return whether, on any communicator, the ranks have called different numbers of operations."""
         counts: dict[object, set[int]] = {}
         for num_called in self._job.num_called.values():
             for communicator, number in num_called.items():
