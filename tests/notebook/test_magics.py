@@ -147,7 +147,7 @@ def test_loading_the_extension_again_ends_the_ranks(loaded):
     before = loaded.processes()
     loaded.run("%reload_ext torchmpi_py.notebook")
     wait_for_end(before.values())
-    assert loaded.run("%torchmpi status")[0].startswith("no ranks")
+    assert loaded.run("%torchmpi status")[0].startswith("there are no ranks")
 
 
 @pytest.mark.slow
@@ -230,7 +230,7 @@ def test_a_mistake_is_an_error_with_a_remedy():
         ("%%torchmpi -n none\n1", "-n 4"),
         ("%%torchmpi -n '2\n1", "No closing quotation"),
         ("%%torchmpi train.py\n1", "the cell is the program"),
-        ("%%torchmpi -n 2 --elastic --layouts --discover x\n1", "--elastic, --discover, --layouts: not for notebooks"),
+        ("%%torchmpi -n 2 --elastic --layouts --discover x\n1", "omit --elastic, --discover, --layouts, which"),
         ("%%torchmpi -n 2 --hosts a.invalid:2\n1", "a.invalid"),
         ("%%torchmpi -n 2 --env wrong\n1", "write NAME=VALUE"),
     ):

@@ -45,7 +45,7 @@ class TorchMPIMagics(Magics):
         if cell is None:
             return self._command(*words)
         job = self._ready(words)
-        source = cell if cell.startswith("%%") else f"# %%torchmpi\n{cell}"  # lines count as in the notebook
+        source = cell if cell.startswith("%%") else f"# %%torchmpi\n{cell}"  # This line keeps the line numbers.
         return self._run(job, job.ranks, "cell", len(self.shell.user_ns["In"]) - 1, source)
 
     def _command(self, command: str = "", *words: str) -> Any:
@@ -58,11 +58,11 @@ class TorchMPIMagics(Magics):
             if command == "restart":
                 self._start()
         else:
-            raise UsageError(f"%torchmpi {' '.join((command, *words))}: use {_COMMANDS}; or %%torchmpi with a cell")
+            raise UsageError(f"%torchmpi {' '.join((command, *words))}: use {_COMMANDS}; for a cell, use %%torchmpi")
         return None
 
     def _run(self, job: RankJob, ranks: set[int], kind: str, *content: object) -> Any:
-        """Send a task to ranks, and show its output. Return the value of the variable for the command ``pull``."""
+        """Send a task to ranks, and show its output. For the task ``pull``, return the value of the variable."""
         run = CellRun(job, self.shell)
         try:
             run.carry_out(ranks, kind, *content)
@@ -72,20 +72,20 @@ class TorchMPIMagics(Magics):
         return None if run.pulled is None else pickle.loads(run.pulled)
 
     def _ready(self, words: list[str]) -> RankJob:
-        """Return ranks that can run a cell. Start new ones if there are none, or if the options have changed."""
+        """Return the job that runs the next cell. Start a new job if there is none, or if the options have changed."""
         self._look()
         if self._job is not None and words and words != self._job.words:
-            print(f"{shlex.join(words)} instead of {shlex.join(self._job.words)}: new ranks, without variables")
+            print(f"the options were {shlex.join(self._job.words)}; new ranks start, without the variables")
             self.stop()
         if self._job is not None and self._job.busy:
             raise UsageError(
-                f"{name_ranks(self._job.busy)} of {self._job.size} have not ended the last cell; %torchmpi status "
-                "shows where they are, %torchmpi restart starts new ranks"
+                f"the last cell still runs on {name_ranks(self._job.busy)} of {self._job.size}; run %torchmpi status "
+                "to see where, or %torchmpi restart to start new ranks"
             )
         return self._job or self._start(words)
 
     def _look(self, and_ask: bool = False) -> dict[int, tuple[str, str, object]]:
-        """Handle the events since the last cell, such as the end of the job. With ``and_ask`` return all places."""
+        """Handle the events since the last cell. With ``and_ask``, return the place of each rank that answers."""
         try:
             if self._job is not None:
                 return CellRun(self._job, self.shell).drain(self._job.ranks if and_ask else None)
@@ -114,7 +114,7 @@ class TorchMPIMagics(Magics):
     def _tell_status(self) -> None:
         places = self._look(and_ask=True)
         if self._job is None:
-            print("no ranks; %%torchmpi -n 4 at the top of a cell starts four")
+            print("there are no ranks; to start four, begin a cell with %%torchmpi -n 4")
             return
         for rank, process in sorted(self._job.processes.items()):
             call, line, _ = places.get(rank, ("", "does not answer", None))

@@ -1,11 +1,13 @@
-"""The job of a notebook on the kernel's side: its launcher, and a connection to each rank.
+"""The kernel's side of a notebook's job: the launcher, and a connection to each rank.
 
-The kernel listens until all ranks have connected. It uses a Unix socket in a folder that only this user can open, or,
-if hosts are named, the address of the interface that leads to them. Both sides prove that they know the key
-(``multiprocessing.connection``) before they read anything else. Each connection has its own thread for the proof, so a
-silent connection does not delay the ranks; too many connections without proof push out the oldest one. An interrupt of
-the kernel must not reach the launcher, so the launcher has its own process group. It stays in the kernel's session,
-so that it ends the ranks when the kernel dies.
+The kernel listens until all ranks have connected. For ranks on this host it listens on a Unix socket, in a folder that
+only this user can open. For ranks on other hosts it listens on the network interface that leads to these hosts. Both
+sides prove that they have the key (see ``multiprocessing.connection``) before they read anything else. Each connection
+has its own thread for the proof, so a silent connection does not delay the ranks. If too many connections have not
+proved the key, the kernel closes the oldest one.
+
+An interrupt of the kernel must not reach the launcher, so the launcher has its own process group. The launcher stays in
+the kernel's session, so that it ends the ranks when the kernel dies.
 """
 
 from __future__ import annotations
@@ -31,14 +33,15 @@ from torchmpi_py.launch.options import parse
 
 VARIABLE = variables.NOTEBOOK
 _REFUSED = "elastic elastic_restart discover max_restarts groups layouts"
-LAUNCHER = -1  # Stands for the launcher in place of a rank.
-_PROGRAM = child_python.command("torchmpi_py.notebook.rank_program")[1:]  # Without Python, which torchmpirun adds.
+LAUNCHER = -1  # number of the launcher, as a sender of events
+_PROGRAM = child_python.command("torchmpi_py.notebook.rank_program")[1:]  # torchmpirun adds the Python executable.
 _LOOK_SECONDS = 0.2
-_ACCEPT_SECONDS = 0.05  # Time between two looks for ranks that have proved the key.
-_HELLO_SECONDS = 20  # Time for a connection to prove the key.
-_MOST_UNPROVED = 64  # Connections that have not proved the key yet.
-_END_SECONDS = 5.0  # Time for the ranks to end on request.
-_KILL_SECONDS = 20.0  # Time for the launcher to end the remaining ranks.
+_ACCEPT_SECONDS = 0.05  # time between two checks for ranks that have proved the key
+_HELLO_SECONDS = 20  # time for a connection to prove the key
+_MOST_UNPROVED = 64  # most connections that have not proved the key
+
+_END_SECONDS = 5.0  # time for the ranks to end on request
+_KILL_SECONDS = 20.0  # time for the launcher to end the remaining ranks
 
 _Outbox = queue.SimpleQueue["tuple[object, ...] | None"]
 
@@ -51,11 +54,11 @@ class RankProcess(NamedTuple):
 
 
 class RankJob:
-    """Ranks that wait for cells. ``words`` are options of torchmpirun. Raises LaunchError if the ranks cannot start.
+    """The ranks of a notebook. ``words`` are options of torchmpirun. Raises LaunchError if the ranks cannot start.
 
     ``events`` is a queue of messages (rank, (kind, ...)) from the ranks and the launcher. ``busy`` is the set of ranks
-    that run a cell. ``num_called`` holds how many collectives each rank had called on each communicator when its last
-    cell ended.
+    that run a cell. ``num_called`` contains the number of collectives that each rank had called on each communicator at
+    the end of its last cell.
     """
 
     def __init__(self, words: list[str]) -> None:
@@ -100,7 +103,7 @@ class RankJob:
                     raise LaunchError(f"the ranks did not start: {self.last_words()}") from None
             else:
                 threading.Thread(target=_hear_proof, args=(unproved[-1], key, unproved, proved), daemon=True).start()
-            with contextlib.suppress(IndexError, OSError):  # its thread may have removed it, or it is closed
+            with contextlib.suppress(IndexError, OSError):  # The connection's thread may have removed or closed it.
                 if len(unproved) > _MOST_UNPROVED:
                     unproved.pop(0).shutdown(socket.SHUT_RDWR)
             while not proved.empty():
@@ -115,7 +118,7 @@ class RankJob:
             with connection, contextlib.suppress(EOFError, OSError):
                 while True:
                     self.events.put((rank, connection.recv()))
-        finally:  # even if a message cannot be unpickled here
+        finally:  # Report the end even if a message cannot be unpickled.
             self.events.put((rank, ("gone",)))
 
     def _read_launcher(self) -> None:
@@ -127,9 +130,9 @@ class RankJob:
         self.events.put((LAUNCHER, ("over",)))
 
     def send(self, ranks: set[int], kind: str, *content: object) -> None:
-        """Queue a message to ranks. If a rank has ended, its event "gone" tells so.
+        """Queue a message to ranks. For a rank that has ended, the message is lost, but ``events`` contains "gone".
 
-        Threads send the message, so that an interrupt of the kernel neither cuts it off nor keeps it from some ranks.
+        Threads send the message, so an interrupt of the kernel can neither truncate the message nor skip some ranks.
         """
         self._outgoing.put((ranks, (kind, *content)))
 
@@ -145,7 +148,7 @@ class RankJob:
                 self._outboxes[rank].put(message)
 
     def begin(self, ranks: set[int], kind: str, *content: object) -> None:
-        """Send a task to ranks, and count them as busy."""
+        """Send a task to ranks, and mark these ranks as busy."""
         self.busy |= ranks
         self.send(ranks, kind, *content)
 
@@ -191,13 +194,13 @@ class RankJob:
                 end()
             self._launcher.wait()
         except KeyboardInterrupt:
-            self._launcher.terminate()  # the launcher ends the ranks even if we do not wait for it
+            self._launcher.terminate()  # The launcher ends the ranks even if the kernel does not wait.
             raise
 
 
 @contextlib.contextmanager
 def _listening(address: str) -> Iterator[tuple[socket.socket, str]]:
-    """Yield a listening socket and its address: for ranks of this host a path that no other user can open."""
+    """Yield a listening socket and its address. For ranks on this host, the address is a path private to this user."""
     if address != variables.LOOPBACK:
         with socket.create_server((address, 0)) as listener:
             yield listener, f"{address}:{listener.getsockname()[1]}"
@@ -221,7 +224,7 @@ def connect(where: str, key: bytes) -> Connection[Any, Any]:
 
 
 def _hear_proof(accepted: socket.socket, key: bytes, unproved: list[socket.socket], proved: Any) -> None:
-    """Check the key of a new connection, and move the connection to ``proved`` with the rank's first message.
+    """Check the key of a new connection; put the connection and the rank's first message into ``proved``.
 
     This function runs in a thread.
     """
@@ -232,8 +235,8 @@ def _hear_proof(accepted: socket.socket, key: bytes, unproved: list[socket.socke
             deliver_challenge(connection, key)
             answer_challenge(connection, key)
             hello = connection.recv()
-            unproved.remove(accepted)  # raises ValueError if newer connections have pushed it out
-        except (AuthenticationError, EOFError, OSError, ValueError):  # the peer has no key, or sends nothing
+            unproved.remove(accepted)  # ValueError means that _accept_ranks has closed it.
+        except (AuthenticationError, EOFError, OSError, ValueError):  # The peer may lack the key.
             connection.close()
             with contextlib.suppress(ValueError):
                 unproved.remove(accepted)
@@ -245,7 +248,7 @@ def _hear_proof(accepted: socket.socket, key: bytes, unproved: list[socket.socke
 def _write_to(connection: Connection[Any, Any], outbox: _Outbox) -> None:
     """Send the messages of the outbox until a message is None. This function runs in a thread."""
     while (message := outbox.get()) is not None:
-        with contextlib.suppress(OSError, TypeError):  # TypeError: the connection was closed during the send
+        with contextlib.suppress(OSError, TypeError):  # A connection closed during send() raises TypeError.
             connection.send(message)
 
 
@@ -263,11 +266,11 @@ def _address_for(words: list[str]) -> str:
     try:
         options = parse([*words, *_PROGRAM])
     except SystemExit:
-        raise LaunchError(f"{' '.join(words)}: pass options of torchmpirun, such as -n 4 (error above)") from None
+        raise LaunchError(f"{' '.join(words)}: see the error above, and pass options such as -n 4") from None
     if options.program != _PROGRAM:
-        raise LaunchError(f"{options.program[0]!r} is not an option of torchmpirun; omit it: the cell is the program")
+        raise LaunchError(f"omit {options.program[0]!r}: the cell is the program, and %%torchmpi accepts only options")
     if invalid := [f"--{name.replace('_', '-')}" for name in _REFUSED.split() if getattr(options, name)]:
-        raise LaunchError(f"{', '.join(invalid)}: not for notebooks, where the death of a rank ends the job; omit it")
+        raise LaunchError(f"in a notebook, omit {', '.join(invalid)}, which %%torchmpi does not support")
     placed = allocation.place(1, options.hosts, options.hostfile, os.environ)
     addresses = (_address_towards(host.name.rpartition("@")[2]) for host in placed.hosts)
     return next((address for address in addresses if not address.startswith("127.")), variables.LOOPBACK)
@@ -277,14 +280,14 @@ def _address_towards(host: str) -> str:
     """Return this host's address on the interface that leads to a host. Raise LaunchError if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, 9))  # selects an interface, and sends nothing
+            probe.connect((host, 9))  # This selects an interface, and sends nothing.
         except OSError as error:
-            raise LaunchError(f"{host}: {error.strerror}; name a host that this host can reach") from None
+            raise LaunchError(f"{host}: {error.strerror}; use a host that this host can reach") from None
         return str(probe.getsockname()[0])
 
 
 def _leave_group() -> None:
-    """In the new process, leave the kernel's process group, so that Ctrl-C there does not reach the launcher."""
+    """Move the new process out of the kernel's process group, so that Ctrl-C in the kernel does not reach it."""
     os.setpgid(0, 0)
-    for signum in (signal.SIGINT, signal.SIGHUP):  # a kernel under nohup ignores them, and children inherit that
+    for signum in (signal.SIGINT, signal.SIGHUP):  # Under nohup the kernel and its children ignore these.
         signal.signal(signum, signal.SIG_DFL)

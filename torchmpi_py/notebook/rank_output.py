@@ -2,7 +2,7 @@
 
 A line that only rank 0 has written appears unchanged. Any other line starts with the ranks that have written it, such
 as ``[1]`` or ``[0-3]``. The lines of each rank keep their order. A line waits until all ranks have written an equal
-line, but at most for ``HOLD_SECONDS``. The alternative, one text per rank, repeats most lines on every rank.
+line, but at most for ``HOLD_SECONDS``. Alternative: one text per rank. Why not: most lines would appear once per rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LINE_END = re.compile(r"\r\n|[\r\n]")
 
 
 class WaitingText(NamedTuple):
-    """A line of a rank, or a value of several lines, and the time at which it arrived."""
+    """A line, or a value of several lines, that waits to be written, and its time of arrival."""
 
     stream: str
     text: str
@@ -26,7 +26,7 @@ class WaitingText(NamedTuple):
 
 
 class OutputMerger:
-    """A buffer that joins the texts of ``num_ranks`` ranks, and calls ``write(stream, text)``."""
+    """A buffer that joins equal texts of ``num_ranks`` ranks, and calls ``write(stream, text)`` for each text."""
 
     def __init__(self, num_ranks: int, write: Callable[[str, str], object]) -> None:
         self._write = write
@@ -35,8 +35,8 @@ class OutputMerger:
         self._begun: defaultdict[tuple[int, str], list[str]] = defaultdict(list)  # pieces of incomplete lines
 
     def add(self, rank: int, stream: str, text: str) -> None:
-        """Add a text that a rank has written. An incomplete last line waits for its end."""
-        # The pieces of a line are joined at its end, so the cost is linear however many pieces it has.
+        """Add a text that a rank has written. An incomplete last line waits for the text that completes it."""
+        # Join the pieces of a line only when the line is complete, so the cost is linear in the number of pieces.
         begin, begun = 0, self._begun[rank, stream]
         for line_end in _LINE_END.finditer(text):
             self.add_block(rank, stream, "".join([*begun, text[begin : line_end.end()]]))
@@ -46,11 +46,11 @@ class OutputMerger:
             begun.append(text[begin:])
 
     def add_block(self, rank: int, stream: str, text: str) -> None:
-        """Add a text that must appear as a whole."""
+        """Add a text that must not be divided into lines."""
         self._waiting[rank].append(WaitingText(stream, text, time.monotonic()))
 
     def flush(self, *, is_end: bool = False) -> None:
-        """Write the texts that need not wait any longer; with ``is_end`` write all of them."""
+        """Write the texts that are due; with ``is_end`` write all texts."""
         if is_end:
             for (rank, stream), pieces in self._begun.items():
                 if pieces:
@@ -65,9 +65,10 @@ class OutputMerger:
             self._write(stream, "".join(f"{label}{line}" for line in text.splitlines(keepends=True)))
 
     def _ranks_to_write(self, is_end: bool) -> list[int]:
-        """Return the ranks whose next text is equal and due; an empty list if no text is due.
+        """Return the ranks that share the next text to write; an empty list if no text is due.
 
-        Ranks with fewer written texts come first, so that they catch up and their texts are joined with the others'.
+        Ranks with fewer written texts have priority, so that they catch up, and their texts are joined with equal texts
+        of other ranks.
         """
         heads = {rank: waiting[0] for rank, waiting in enumerate(self._waiting) if waiting}
         due = time.monotonic() - HOLD_SECONDS

@@ -1,8 +1,8 @@
-"""The program of a notebook's rank: an IPython shell that runs the kernel's cells, one after the other.
+"""The program of a notebook's rank: an IPython shell that runs the kernel's cells, one after another.
 
-The main thread runs the cells. Another thread listens to the kernel, so that the kernel can interrupt a cell, or ask
-for the line that a cell has reached. The package starts with ``at_deadline="raise"``, because then no collective blocks
-inside MPI, where Python could not react to an interrupt.
+The main thread runs the cells. Another thread listens to the kernel, so that the kernel can interrupt a cell, or
+request the line that a cell has reached. The package starts with ``at_deadline="raise"``. With this setting no
+collective blocks inside MPI, where Python could not react to an interrupt.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ import torchmpi_py as mpi
 from torchmpi_py.core import communicators, config, journal, sequences, status_board
 from torchmpi_py.notebook.rank_job import VARIABLE, connect
 
-_CELL = "Cell In["  # start of a cell's name, which replaces the name of a file
+_CELL = "Cell In["  # start of a cell's file name in tracebacks
 
 
 class KernelLink:
-    """The connection to the kernel. It sends each message (kind, ...) as a whole, from one thread at a time."""
+    """The connection to the kernel, which sends messages (kind, ...) of several threads one after another."""
 
     def __init__(self, connection: Connection[Any, Any]) -> None:
         self.connection = connection
         self.process_id = os.getpid()
-        self._lock = threading.RLock()  # a handler may print just before ``_sender`` is set
-        self._sender: int | None = None  # the thread that has the lock
+        self._lock = threading.RLock()  # A signal handler may print before _sender is set.
+        self._sender: int | None = None  # thread that has the lock
         self._printed_meanwhile: deque[bytes] = deque()  # messages of destructors that run during a send
 
     def send(self, kind: str, *content: object) -> None:
-        """Send a message, unless the kernel is gone. A call during a send of the same thread sends it after that."""
-        # Pickle outside the lock, because this may run the user's code, which may print.
+        """Send a message, unless the kernel has ended. If the same thread is in ``send``, queue the message."""
+        # Pickle outside the lock, because pickling may run the user's code, which may print.
         message = pickle.dumps((kind, *content))
         if self._sender == threading.get_ident():
             self._printed_meanwhile.append(message)
@@ -64,7 +64,7 @@ class KernelLink:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
     def _send_with(self, message: bytes) -> None:
-        """Send a message, and the messages of destructors that run during the send."""
+        """Send a message, and then the messages of destructors that run during the send."""
         self._sender = threading.get_ident()
         try:
             self.connection.send_bytes(message)
@@ -75,7 +75,10 @@ class KernelLink:
 
 
 class RankStream(io.TextIOBase):
-    """The ``sys.stdout`` or ``sys.stderr`` of a rank. The output of C libraries and children goes to the launcher."""
+    """The ``sys.stdout`` or ``sys.stderr`` of a rank, which sends text to the kernel.
+
+    The output of C libraries and of child processes goes to the launcher instead.
+    """
 
     encoding = "utf-8"
 
@@ -100,7 +103,7 @@ class ValueHook(DisplayHook):
     """A display hook that sends the value of a cell's last expression, in all of IPython's formats."""
 
     def write_output_prompt(self) -> None:
-        """Write no prompt."""
+        """Do nothing, because a rank shows no prompt."""
 
     def write_format_data(self, format_dict: dict[str, Any], md_dict: dict[str, Any] | None = None) -> None:
         self.shell.link.send("shown", format_dict, md_dict or {}, {})
@@ -118,7 +121,7 @@ class RichPublisher(DisplayPublisher):
 
 
 class RankShell(InteractiveShell):
-    """An IPython shell without terminal and history, which sends its errors to the kernel."""
+    """An IPython shell without a terminal or history, which sends its errors to the kernel."""
 
     link: KernelLink
 
@@ -126,7 +129,7 @@ class RankShell(InteractiveShell):
         self.history_manager = HistoryManager(shell=self, parent=self, enabled=False)
 
     def _showtraceback(self, etype: type[BaseException], evalue: BaseException, stb: list[str]) -> None:
-        own = Path(__file__).name  # so that the frame of the signal handler is not shown
+        own = Path(__file__).name  # Omit the frame of the signal handler.
         self.link.send("error", etype.__name__, str(evalue), [frame for frame in stb if own not in frame])
 
 
@@ -144,16 +147,16 @@ class RankProgram:
         self._shell.link = link
         self._shell.compile.get_code_name = lambda raw, code, number: (
             f"{_CELL}{number}]"
-        )  # so that reports name the cell, and not a hash
-        self._shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)  # shows the help of `?` in the cell
+        )  # Reports then contain the number of the cell, not a hash.
+        self._shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)  # Show the help of `?` in the cell.
         signal.signal(signal.SIGINT, self._hear_interrupt)
         threading.Thread(target=self._listen, daemon=True).start()
 
     def serve(self) -> None:
-        """Carry out the kernel's tasks until the kernel sends the end or is gone."""
+        """Carry out the kernel's tasks until the kernel sends "end", or the connection ends."""
         while (task := self._tasks.get()) != ("end",):
             try:
-                self._is_running = not self._is_interrupted  # an interrupt may come before the start
+                self._is_running = not self._is_interrupted  # An interrupt may arrive before the task starts.
                 if not self._is_running:
                     raise KeyboardInterrupt
                 self._carry_out(*task)
@@ -174,7 +177,7 @@ class RankProgram:
         self._shell.run_cell(source, store_history=True)
 
     def _listen(self) -> None:
-        """Handle the messages of the kernel. This method runs in a thread."""
+        """Handle the kernel's messages. This method runs in a thread."""
         try:
             while True:
                 message = self._link.connection.recv()
@@ -198,7 +201,7 @@ class RankProgram:
     def _where(self) -> tuple[str, str, object]:
         """Return the call in which the cell waits, the line of the cell, and a measure of progress.
 
-        The call and the line are "" if there are none.
+        The call is "" if the cell is in no call, and both texts are "" if no cell runs.
         """
         frame: FrameType | None = sys._current_frames()[self._main_thread]
         while frame is not None and not frame.f_code.co_filename.startswith(_CELL):
@@ -209,7 +212,7 @@ class RankProgram:
 
 
 def open_call() -> str:
-    """Return the collective or other call of the package in which this rank waits, or "" if it waits in none."""
+    """Return the name of the package's call in which this rank waits, or "" if this rank is in no such call."""
     board = status_board.current
     numbers = () if board is None else journal.under_way(board)
     records = (journal.find_record(board, number) for number in numbers if board is not None)
@@ -217,7 +220,7 @@ def open_call() -> str:
 
 
 def num_called() -> dict[tuple[int, str], int]:
-    """Return the number of operations that this rank has called, by communicator (generation, ranks)."""
+    """Return the number of operations that this rank has called, keyed by communicator (generation, ranks)."""
     board = status_board.current
     return {} if board is None else sequences.last_places(board, tuple(board.slots_of))
 
@@ -232,10 +235,10 @@ def refuse_collectives() -> None:
 
 
 def main() -> None:
-    """Start the package, connect to the kernel, and run its cells until the end."""
-    sys.path.insert(0, os.getcwd())  # so that cells can import modules of the working directory
+    """Start the package, connect to the kernel, and run the kernel's cells until the connection ends."""
+    sys.path.insert(0, os.getcwd())  # Cells may import modules from the working directory.
     where, _, key = os.environ.pop(VARIABLE).rpartition(":")
-    os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")  # figures of pyplot are shown
+    os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")  # This shows pyplot's figures.
     tuning = dataclasses.replace(config.from_environment(), at_deadline="raise")
     mpi.start(with_cuda=torch.cuda.is_available(), tuning=tuning)
     link = KernelLink(connect(where, bytes.fromhex(key)))
