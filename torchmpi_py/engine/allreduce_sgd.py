@@ -156,7 +156,7 @@ class AllReduceSGDEngine(SGDEngine):
                 self._replicas.close()
             if self._sharded is not None:
                 self._sharded.remove()
-                if self._gets_state_back and state.optimizer is self._sharded:  # An error came before finish().
+                if self._gets_state_back and state.optimizer is self._sharded:  # An error has prevented finish().
                     self._sharded.optimizer.state.clear()
             self._replicas, self._sharded, self._gets_state_back = enclosing
 

@@ -30,7 +30,7 @@ class IterationPlace:
         self.epoch, self.position = epoch, position
         self.weight, self.num_samples = 1.0, 0
         self.is_running = self.is_over = False
-        self.progress: Any = None  # a ``_StreamProgress``, for a stream
+        self.progress: Any = None  # a _StreamProgress if the data is a stream
 
 
 class BatchIterator(ABC):
@@ -101,7 +101,7 @@ class BatchIterator(ABC):
     def check_alike(self) -> None:
         """Check that all ranks iterate over the same data. Every rank must make this call.
 
-        If ``rank`` and ``size`` were passed to the constructor, nothing is compared.
+        If ``rank`` and ``size`` were passed to the constructor, the ranks compare nothing.
 
         Raises:
             ValueError: the iterators differ between ranks (raised on every rank), or rank or size of the current
@@ -230,5 +230,5 @@ def _rank_and_size(rank: int | None = None, size: int | None = None) -> tuple[in
     if rank is None and size is None:
         return (process.rank(), process.size()) if process.is_started() else (0, 1)
     if rank is None or size is None or not 0 <= rank < size:
-        raise ValueError(f"rank={rank}, size={size}: expected neither, or both with 0 <= rank < size")
+        raise ValueError(f"rank={rank}, size={size}: pass neither, or both with 0 <= rank < size")
     return rank, size

@@ -102,7 +102,7 @@ class Checkpoint(Extension):
                 f"Checkpoint(every={self.every}): all ranks save together, but the ranks of a {type(engine).__name__} "
                 "take local steps; use every='epoch'"
             )
-        self.asked = 0  # maxepoch before training, which hooks may change
+        self.asked = 0  # maxepoch that the program has passed to train()
         try:
             with EndRequests() as self.end_requests:
                 yield
@@ -120,7 +120,7 @@ class Checkpoint(Extension):
                 not match the run.
         """
         self.asked = state.maxepoch
-        # Check now that the state can be saved, because otherwise the first save would fail after the first epoch.
+        # Check now whether the state can be saved. Otherwise an error would appear only after the first epoch.
         failure = "training cannot begin"
         outcomes.of_all(lambda: check_collected(*self._collected(state)), failure)
         self.checkpoints.hold()
@@ -192,7 +192,7 @@ class Checkpoint(Extension):
             self._end(state)
 
     def _end(self, state: State) -> NoReturn:
-        """Raise EndRequested on every rank. The run must have been saved."""
+        """Raise EndRequested on every rank. The caller must have saved the run."""
         if outcomes.rank() == 0:
             text = "received SIGTERM: step %d is saved in %s, and the program ends with exit code 143"
             logger.warning(text, state.t, self.folder)

@@ -1,4 +1,4 @@
-"""The files of checkpoints. A kill at any moment leaves the last complete file intact. No ranks communicate here.
+"""The files of checkpoints. A kill at any moment leaves the last complete file intact. No rank communicates here.
 
 ::
 
@@ -55,7 +55,7 @@ class Damaged(Exception):  # noqa: N818 - the name describes the file
 def packed(content: Any, where: str = "checkpoint") -> memoryview:
     """Return the bytes of a file with this content. Raise TypeError for an entry that is not plain data.
 
-    Only an attempt shows what ``torch.load`` can read, so this function reads the bytes, without the values of tensors.
+    Only an attempt shows what ``torch.load`` can read, so this function loads the bytes, without the values of tensors.
     """
     stream = io.BytesIO()
     try:
@@ -84,7 +84,7 @@ def compact(content: Any) -> Any:
         is_part = content.layout is torch.strided and content.untyped_storage().nbytes() > content.nbytes
         return content.detach().clone() if is_part else content
     if isinstance(content, dict):
-        result = copy.copy(content)  # The copy has the attributes, such as a state_dict's versions.
+        result = copy.copy(content)  # This also copies attributes, such as a state_dict's versions.
         result.update({key: compact(value) for key, value in content.items()})
         return result
     if type(content) in (list, tuple):
@@ -111,7 +111,7 @@ def write(path: pathlib.Path, content: Any) -> None:
 
 
 def read(path: pathlib.Path) -> io.BytesIO:
-    """Return the bytes of a file. Raise Damaged if the disk cannot read it, or if its checksum is wrong."""
+    """Return the bytes of a file. Raise Damaged if the disk fails or if the checksum is wrong."""
     try:
         with open(trusted_files.open_file(path, os.O_RDONLY, owners=None), "rb") as file:
             data = file.read()

@@ -86,11 +86,11 @@ class Checkpoints:
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
         if type(keep) is not int or keep < 1:
-            raise ValueError(f"keep={keep!r}: expected the number of checkpoints to keep, at least 1")
+            raise ValueError(f"keep={keep!r}: pass the number of checkpoints to keep, at least 1")
         self.directory = pathlib.Path(directory).absolute()
         self.keep = keep
-        self._damaged: list[pathlib.Path] = []  # the damaged files that load skipped
-        self._lock: folder_lock.FolderLock | None = None  # rank 0's lock, as long as this object lives
+        self._damaged: list[pathlib.Path] = []  # damaged files that load() has skipped
+        self._lock: folder_lock.FolderLock | None = None  # lock of rank 0, released with this object
 
     def hold(self) -> None:
         """Lock the folder, so that no other job can save into it. Every rank must make this call.
@@ -239,12 +239,12 @@ def check_collected(parts: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 
 
 def _bytes(content: Any) -> torch.Tensor:
-    """Return a tensor over the memory of the bytes."""
+    """Return a uint8 tensor that shares the memory of these bytes."""
     return torch.frombuffer(content, dtype=torch.uint8)
 
 
 def _unpacked(stream: io.BytesIO) -> dict[str, Any]:
-    """Return the parts for this rank, and set its random generators."""
+    """Return the parts for this rank from the bytes of a file, and restore the random generators."""
     content, rank = files.unpacked(stream), outcomes.rank()
     is_new = rank >= len(content["own"])
     of_rank = files.unpacked(io.BytesIO(content["own"][0 if is_new else rank].numpy().tobytes()))

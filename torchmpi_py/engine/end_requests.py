@@ -46,14 +46,14 @@ class EndRequests:
 
     # Ranks get the signal at different moments. Some ranks may not get it at all, because torchmpirun reaches only the
     # ranks of its own host. So the ranks exchange whether one of them got it. An exchange costs as much as a barrier,
-    # so the ranks exchange only once per EXCHANGE_SECONDS. They count the steps of the slowest rank in this time.
+    # so the ranks exchange about once per EXCHANGE_SECONDS: after as many steps as the slowest rank takes in this time.
 
     def __init__(self) -> None:
         self._has_come = False
         self._is_known = False  # whether ``requested`` has returned True
         self._steps_left = 1
         self._num_steps = 1  # steps from the last exchange to the next one
-        self._size = 0  # number of ranks at the last exchange. If a rank has died, the next call is an exchange.
+        self._size = 0  # Number of ranks at the last exchange. If a rank has died, the next call is an exchange.
         self._when = time.monotonic()
 
     def __enter__(self) -> EndRequests:

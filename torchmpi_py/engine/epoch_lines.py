@@ -23,7 +23,7 @@ class EpochLines(Extension):
     """
 
     def on_start_epoch(self, state: State) -> None:
-        """Reset the counters.
+        """Reset the sum of losses, the counters and the clock.
 
         Args:
             state (State): state of the run.
@@ -42,7 +42,7 @@ class EpochLines(Extension):
             self._num_samples += state.num_samples
 
     def on_end_epoch(self, state: State) -> None:
-        """Print the line on rank 0.
+        """Print the line of the epoch on rank 0.
 
         Args:
             state (State): state of the run.

@@ -60,7 +60,7 @@ class Evaluate(Extension):
         self.results.clear()
 
     def on_end_epoch(self, state: State) -> None:
-        """Evaluate if an evaluation is due.
+        """Evaluate if the number of completed epochs is a multiple of ``every``.
 
         Args:
             state (State): state of the run.

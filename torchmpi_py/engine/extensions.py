@@ -16,7 +16,7 @@ from torchmpi_py.engine.state import MOMENTS, Hook, Hooks, State, nothing
 class Stateful(Protocol):
     """Protocol of objects with a state, such as schedulers and meters.
 
-    The name is the term of torch.distributed.checkpoint.
+    The name comes from torch.distributed.checkpoint.
     """
 
     def state_dict(self) -> Any:
@@ -60,7 +60,7 @@ class Extension:
             state (State): state of the run.
 
         Returns:
-            A context manager; by default an empty one.
+            A context manager; the default one does nothing.
         """
         return nullcontext()
 
@@ -73,7 +73,7 @@ class Extension:
             state (State): state of the run.
 
         Returns:
-            A context manager; by default an empty one.
+            A context manager; the default one does nothing.
         """
         return nullcontext()
 
@@ -115,7 +115,7 @@ def called(hooks: Hooks, extensions: Sequence[Extension]) -> Iterator[Hooks]:
 
 def _one_after_the_other(calls: list[Hook]) -> Hook:
     if len(calls) < 2:
-        return calls[0] if calls else id  # Without calls, use the builtin that is fastest to call.
+        return calls[0] if calls else id  # Without functions, use a builtin: its call is the fastest.
 
     def all_of_them(state: State) -> None:
         for call in calls:

@@ -36,7 +36,7 @@ def extensions_of_run(engine: Any, chosen: Sequence[Extension] | None, former: d
         extensions.append(FirstBatches())
     if engine.steps_together and ulfm.is_elastic() and not any(isinstance(each, Elastic) for each in extensions):
         extensions.insert(0, Elastic())
-    # Checkpoint runs last, so that it saves the changes of the other extensions, and none of them draws a random number
+    # Checkpoint runs last. So it saves the changes of the other extensions, and none of them draws a random number
     # after a save.
     return sorted(extensions, key=lambda each: isinstance(each, Checkpoint))
 

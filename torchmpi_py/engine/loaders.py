@@ -117,7 +117,7 @@ class DividedLoader(DatasetIterator):
     """An iterator that divides the batches of a DataLoader among the ranks of the current level.
 
     ``loader.batch_size`` is the number of samples per rank. Each rank starts its own workers in each epoch, even with
-    ``persistent_workers``. Their seed is computed from seed, epoch, position and rank.
+    ``persistent_workers``. The workers' seed is computed from seed, epoch, position and rank.
     """
 
     def __init__(self, loader: DataLoader[Any], *, shuffle: bool, seed: int) -> None:

@@ -35,7 +35,7 @@ class Replicas:
         self.bucketed: ParameterSnapshot | None = None  # snapshot that the buckets match
 
     def renew(self, *, with_buffers: bool = True) -> None:
-        """Broadcast rank 0's parameters and, ``with_buffers``, its buffers. Drop the registration and the buckets."""
+        """Broadcast rank 0's parameters, and optionally its buffers. Drop the registration and the buckets."""
         self.close()
         self.module, self.members = self.state.as_one_module(), self.state.members()
         nn.synchronize_parameters(self.module if with_buffers else torch.nn.ParameterList(self.module.parameters()))

@@ -161,7 +161,7 @@ def restore_generators(iterator: Any, states: dict[str, torch.Tensor]) -> None:
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of the global random generators, and of the current GPU's if CUDA is initialized."""
+    """Return the states of the global random generators, including the current GPU's if CUDA is initialized."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     states["numpy"] = tree_map_only(np.ndarray, np.ndarray.tolist, np.random.get_state(legacy=False))
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -170,7 +170,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Set the global random generators to these states. Ignore the state of CUDA's if there is no GPU."""
+    """Set the global random generators to these states. Ignore the state for CUDA if there is no GPU."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     if states["numpy"]["bit_generator"] == np.random.get_state(legacy=False)["bit_generator"]:
@@ -180,7 +180,7 @@ def restore_random_states(states: dict[str, Any]) -> None:
 
 
 def derive_random_states(states: dict[str, Any], rank: int) -> None:
-    """Seed the global random generators of a rank without saved states, from another rank's states and its number."""
+    """Seed this rank's global random generators from another rank's states and this rank's number."""
     seed = _number_of(states["torch"])
     torch.manual_seed((seed << 24) + rank)
     np.random.seed([seed, rank])

@@ -160,7 +160,7 @@ class Sources(ConcatDataset[Any]):
                 yield [next(samples[number]) for number in owner]
 
     def _samples(self, number: int, reader: Iterator[list[Any]]) -> Generator[Any, None, None]:
-        """Yield the samples of a source."""
+        """Yield the samples of a source. An error of the source is raised as RuntimeError, with the source's name."""
         try:
             for items in reader:
                 yield from items

@@ -21,7 +21,7 @@ class EpochPlace:
     next_position: int = 0  # position after the current step
     weight: float = 1.0  # factor of the loss in backward()
     is_ending: bool = False  # The epoch is counted, but on_end_epoch is not yet complete.
-    is_finished: bool = False  # The last epoch is complete, and the ranks are equal.
+    is_finished: bool = False  # The last epoch is complete, and all ranks have equal copies.
     is_resumed: bool = False  # A checkpoint has restored the buffers of each rank.
     batches: Any = None  # generator of the epoch's batches, to be closed
     members: ParameterSnapshot | None = None  # last snapshot of the trained parameters
@@ -44,7 +44,7 @@ class State:
         epoch (int): number of completed epochs; default 0. ``on_start`` may set it to resume a run.
         t (int): number of completed batches, over all epochs; default 0.
         maxepoch (int): number of epochs; default 1. A hook may set it to ``epoch`` to stop after the current epoch.
-        place (EpochPlace): position within the epoch, which hooks must not change; default a new one.
+        place (EpochPlace): position within the epoch, which hooks must not change; default: a new one.
     """
 
     network: torch.nn.Module
@@ -164,7 +164,7 @@ class Hooks:
     on_recovery: Hook = nothing
 
     def __post_init__(self) -> None:
-        self.__dict__["followers"] = []  # functions to call with the name of a hook that was set
+        self.__dict__["followers"] = []  # functions that are called with the name of a hook when it is set
 
     def __setattr__(self, moment: str, hook: Hook) -> None:
         if moment not in MOMENTS:

@@ -302,7 +302,7 @@ class StreamIterator(BatchIterator):
     def _num_pieces(self, epoch: int) -> int:
         number = len(self.stream.files) if isinstance(self.stream, Shards) else self.num_readers
         if number < self.num_readers and self.rank == 0 and epoch == 0:
-            text = "%d files for %d readers (%d ranks, num_workers=%d), so some have no samples; use more files"
+            text = "%d files for %d readers (%d ranks, num_workers=%d), so some readers have no samples; use more files"
             logger.warning(text, number, self.num_readers, self.size, self.num_workers)
         return number
 
@@ -323,7 +323,7 @@ class StreamIterator(BatchIterator):
         with closing(read):
             while True:
                 batch, row = next(read, (None, [0] * _ROW))
-                # Exchange, once per step, the numbers of samples, and the piece that each reader has reached.
+                # In each step, exchange the numbers of samples, and the piece that each reader has reached.
                 rows = [row] if self.size == 1 else verbs.allgather(torch.tensor([row], device="cpu")).tolist()
                 counts = [row[0] for row in rows]
                 if sum(counts) == 0 or (self.drop_last and min(counts) == 0):

@@ -202,7 +202,7 @@ class CellRun:
     def _conclude(self) -> None:
         """Raise an error that describes the failures and interrupts of the cell, if there were any."""
         self._merger.flush(is_end=True)
-        if self._job.busy and self._job.has_ended:  # The user may interrupt _on_gone.
+        if self._job.busy and self._job.has_ended:  # The user has interrupted _on_gone.
             self._on_gone(LAUNCHER)
         if not (self._errors or self._interrupted):
             return

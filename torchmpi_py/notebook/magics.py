@@ -45,7 +45,7 @@ class TorchMPIMagics(Magics):
         if cell is None:
             return self._command(*words)
         job = self._ready(words)
-        source = cell if cell.startswith("%%") else f"# %%torchmpi\n{cell}"  # This line keeps the line numbers.
+        source = cell if cell.startswith("%%") else f"# %%torchmpi\n{cell}"  # A comment line keeps the line numbers.
         return self._run(job, job.ranks, "cell", len(self.shell.user_ns["In"]) - 1, source)
 
     def _command(self, command: str = "", *words: str) -> Any:
@@ -75,7 +75,7 @@ class TorchMPIMagics(Magics):
         """Return the job that runs the next cell. Start a new job if there is none, or if the options have changed."""
         self._look()
         if self._job is not None and words and words != self._job.words:
-            print(f"the options were {shlex.join(self._job.words)}; new ranks start, without the variables")
+            print(f"{shlex.join(words)} replaces {shlex.join(self._job.words)}; new ranks start, without the variables")
             self.stop()
         if self._job is not None and self._job.busy:
             raise UsageError(

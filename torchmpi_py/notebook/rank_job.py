@@ -33,7 +33,7 @@ from torchmpi_py.launch.options import parse
 
 VARIABLE = variables.NOTEBOOK
 _REFUSED = "elastic elastic_restart discover max_restarts groups layouts"
-LAUNCHER = -1  # number of the launcher, as a sender of events
+LAUNCHER = -1  # sender of the launcher's events, in place of a rank
 _PROGRAM = child_python.command("torchmpi_py.notebook.rank_program")[1:]  # torchmpirun adds the Python executable.
 _LOOK_SECONDS = 0.2
 _ACCEPT_SECONDS = 0.05  # time between two checks for ranks that have proved the key
@@ -287,7 +287,7 @@ def _address_towards(host: str) -> str:
 
 
 def _leave_group() -> None:
-    """Move the new process out of the kernel's process group, so that Ctrl-C in the kernel does not reach it."""
+    """Leave the kernel's process group, so that Ctrl-C in the kernel does not reach the new process, the launcher."""
     os.setpgid(0, 0)
     for signum in (signal.SIGINT, signal.SIGHUP):  # Under nohup the kernel and its children ignore these.
         signal.signal(signum, signal.SIG_DFL)
