@@ -242,7 +242,7 @@ class Checkpoint(Extension):
         _restore_optimizer(state, trained)
         for name, part in self.stateful.items():
             if name not in parts["stateful"]:
-                raise ValueError(f"there is no state of stateful[{name!r}]; omit this object, or use an empty folder")
+                raise ValueError(f"the checkpoint has no state of stateful[{name!r}]; omit it, or use an empty folder")
             part.load_state_dict(parts["stateful"][name])
         samples.restore_generators(state.iterator, parts["generators"])
         is_known = self._has_common_place(state) or parts.get("size", outcomes.size()) == outcomes.size()
