@@ -1,27 +1,27 @@
-"""Marks: files that ranks leave in the job's folder for torchmpirun.
+"""Marks: files that ranks write into the job's folder for torchmpirun.
 
-Files serve where the MPI does not: they need no connection, and they outlive a rank that was killed. Each mark is
-written under a different name and then renamed, so a reader sees a complete mark or none. R is a rank, P a process.
+Files work where the MPI does not: they need no connection, and they remain when a rank is killed. Each mark is written
+under a different name and then renamed, so a reader never sees an incomplete mark. R is a rank, P a process.
 
-- running-R: rank R has not ended in order yet. Holds its process number, the namespace in which this number is valid
-  (another host or container may share the folder), a checksum of its command line, and its start time.
-- alive-R: a pipe that rank R holds open until it ends, and writes into when it fails.
-- failed-R: rank R failed. Holds the time, the exit code, what rank R reported about another rank, and the shared memory
-  that rank R held.
+- running-R: rank R has not ended normally yet. Contains its process ID, the PID namespace of this ID (another host or
+  container may share the folder), a checksum of its command line, and its start time.
+- alive-R: a pipe that rank R keeps open until it ends. Rank R writes into the pipe when it fails.
+- failed-R: rank R has failed. Contains the time, the exit code, the problem that rank R reported on another rank, and
+  the paths of rank R's shared memory.
 - through-R: rank R's program has returned; functions registered with atexit may still run.
-- stage-R: where rank R is from its first ``mpi.stop()`` on, and how long it may wait there (`Stage`).
-- over-R: running-R under a new name, once rank R has run everything that its program had registered with atexit.
-- alone-R: rank R ended in order without contacting another rank.
-- met-R: rank R, or a process that it started, began to contact other ranks.
+- stage-R: the place of rank R after its first ``mpi.stop()``, and for how long rank R may wait there (`Stage`).
+- over-R: the former running-R, renamed when all functions that rank R's program registered with atexit have returned.
+- alone-R: rank R ended normally without contacting another rank.
+- met-R: rank R, or a process that rank R started, began to contact other ranks.
 - heard-R: Ctrl-C reached rank R's program.
-- own-R: rank R's program has installed its own handler for Ctrl-C, which leaves no ``heard-R``.
-- ended-R: rank R ended because all ranks agreed to end the job on request. Holds its exit code.
-- ending: torchmpirun itself passes on a signal that asks the job to end.
-- remains: what must be cleared away if torchmpirun is killed (`cleanup`).
-- guard-P: process P, which is torchmpirun or its guardian, clears the folder away. Has the form of ``running-R``.
+- own-R: rank R's program has installed its own handler for Ctrl-C, which does not write ``heard-R``.
+- ended-R: rank R ended because all ranks agreed to end the job on request. Contains the exit code of rank R.
+- ending: torchmpirun itself passes a signal to the ranks that requests the end of the job.
+- remains: the processes and files that must be removed if torchmpirun is killed (`cleanup`).
+- guard-P: process P, torchmpirun or its guardian, will remove the folder. Has the same content as ``running-R``.
 
-On a full disk some marks are missing, but the job still ends. The end of this file holds the function by which a
-failing rank aborts the job.
+If the disk is full, some marks are missing, but the job still ends. The last function in this file, `abort`, ends the
+job from a rank that fails.
 """
 
 from __future__ import annotations
@@ -44,19 +44,22 @@ from typing import Any, NamedTuple, NoReturn
 
 from torchmpi_py.launch import proc, variables
 
-# Seconds for mpirun to read what a rank has written, such as a traceback, and to pass it on. Their sum, with the second
-# by which Open MPI delays aborts under srun, is less than job.FAILURE_GRACE_SECONDS. After that time torchmpirun ends a
-# job in which a rank has failed.
+# Time for mpirun to read a rank's output, such as a traceback, and time to print it. torchmpirun ends the job when
+# job.FAILURE_GRACE_SECONDS have passed since a failure. These two times, plus the second by which Open MPI delays an
+# abort under srun, must add up to less.
 _UNREAD_SECONDS = 1.5
 _OUTPUT_SECONDS = 0.3
-_ENDING_SECONDS = 1.5  # for the kernel to free the memory of a rank that is ending, before a failure is recorded
+_ENDING_SECONDS = 1.5  # limit for the kernel to free the memory of a rank that is ending (`record_failure`)
 _UNKNOWN = "unknown"
 _STARTER_SECONDS = 10.0  # limit for MPI_Abort itself
 _KILLED_SECONDS = 2.0  # limit for mpirun to kill a rank that has called MPI_Abort
 
 
 def leave(folder: str | Path, mark: str, text: str = "") -> bool:
-    """Leave a mark; return whether that worked: other hosts lack the folder, and a disk may be full."""
+    """Write a mark, and return whether the write succeeded.
+
+    The folder does not exist on other hosts, and the disk may be full.
+    """
     if folder and os.path.isdir(folder):
         with contextlib.suppress(OSError):
             part = Path(folder) / f"part-{mark}"
@@ -67,20 +70,20 @@ def leave(folder: str | Path, mark: str, text: str = "") -> bool:
 
 
 def is_left(folder: str | Path, mark: str) -> bool:
-    """Return whether a mark exists; False on another host, where no marks can be seen."""
+    """Return whether a mark exists; False on another host, which has no access to the folder."""
     return bool(folder) and os.path.exists(os.path.join(folder, mark))
 
 
 @contextlib.contextmanager
 def running(folder: str, rank: int) -> Iterator[None]:
-    """Keep ``running-R`` until this process ends in order, and leave ``through-R`` at the end of the block.
+    """Keep ``running-R`` until this process ends normally, and write ``through-R`` at the end of the block.
 
-    A process that ends in order leaves ``alone-R`` as well, if it has not contacted another rank.
+    A process that ends normally without having contacted another rank also writes ``alone-R``.
 
-    A process whose mark stays did not reach the end: it was killed, it aborted, or it called os._exit. The mark is
-    needed because MPICH takes os._exit(0) on one rank for success. Functions registered with atexit, such as
-    ``mpi.stop``, belong to the run: the block begins before the program can register any, so this module's own function
-    runs last.
+    If ``running-R`` remains, the process did not end normally: it was killed, it aborted, or it called os._exit. The
+    mark is needed because MPICH treats os._exit(0) on one rank as success. Functions that the program registers with
+    atexit, such as ``mpi.stop``, are still part of the run. This block begins before the program can register any
+    function, so the function below, which renames ``running-R``, runs last.
     """
     if not folder or not os.path.isdir(folder):
         yield
@@ -89,7 +92,7 @@ def running(folder: str, rank: int) -> Iterator[None]:
 
     def end_in_order() -> None:
         with contextlib.suppress(OSError):
-            if os.getpid() == process_id:  # a forked child is not the rank
+            if os.getpid() == process_id:  # A forked child is not the rank.
                 if not has_met():
                     leave(folder, f"alone-{rank}")
                 mark.rename(mark.with_name(f"over-{rank}"))
@@ -100,7 +103,7 @@ def running(folder: str, rank: int) -> Iterator[None]:
         pipe_end = _moved_up(os.open(pipe, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
         os.register_at_fork(after_in_child=lambda: os.close(pipe_end))
     record(folder, f"running-{rank}", process_id)
-    atexit.register(end_in_order)  # the function that is registered first runs last
+    atexit.register(end_in_order)  # The function that is registered first runs last.
     try:
         yield
     finally:
@@ -109,10 +112,10 @@ def running(folder: str, rank: int) -> Iterator[None]:
 
 
 def _moved_up(descriptor: int) -> int:
-    """Duplicate the descriptor to a high number, because Linux closes the highest ones first at exit.
+    """Move the descriptor to a high number, because Linux closes high descriptors first at exit.
 
-    mpirun learns of the end by a connection with a lower number, and then ends the other ranks. Their pipes must not be
-    the first to break.
+    When the rank's connection to mpirun breaks, mpirun kills the other ranks. The connection has a lower number. So the
+    pipe of this rank breaks before the connection does, and before the pipes of the ranks that mpirun kills.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     with contextlib.suppress(OSError):
@@ -123,36 +126,36 @@ def _moved_up(descriptor: int) -> int:
 
 
 def record(folder: str, mark: str, process_id: int) -> None:
-    """Leave a mark that names a process."""
+    """Write a mark that identifies a process by ID, PID namespace, command line and start time."""
     leave(folder, mark, f"{process_id} {_numbering()} {_checksum(process_id)} {_beginning(process_id)}")
 
 
 def ranks_running(folder: Path, mark: str = "running") -> dict[int, int]:
-    """Return the process ID of each rank that has this ``mark``; 0 if it has no ID in this PID namespace."""
+    """Return the process ID of each rank that has this ``mark``; 0 for a process in another PID namespace."""
     return {int(rank): process_id for rank, process_id, _ in _processes(folder, mark)}
 
 
 def processes_of_ranks(folder: Path) -> set[int]:
-    """Return the ranks' processes that live here, by process number and start time.
+    """Return the process IDs of the ranks that are alive in this PID namespace.
 
-    The marks are needed because a rank that has set its title hides its environment.
+    The ranks are identified by their marks, because a rank that has set its process title hides its environment.
     """
     marks = (*_processes(folder, "running"), *_processes(folder, "over"))
     return {process_id for _, process_id, lives in marks if lives}
 
 
 def is_abandoned(folder: str) -> bool:
-    """Return whether every process that clears a job's folder away has left a mark and has ended."""
-    with contextlib.suppress(OSError, ValueError):  # the folder is not a job's
+    """Return whether all processes that were to remove a job's folder have ended; False if there are no marks."""
+    with contextlib.suppress(OSError, ValueError):  # The folder may not belong to a job.
         guards = {bool(process_id) and not lives for _, process_id, lives in _processes(folder, "guard")}
         return guards == {True}
     return False
 
 
 def _processes(folder: str | Path, kind: str) -> Iterator[tuple[str, int, bool]]:
-    """Yield for each mark of a kind the end of its name, the process, and whether the process lives.
+    """Yield the end of the name, the process ID, and whether the process is alive, for each mark ``kind-...``.
 
-    The process is 0 if it has no number here.
+    The process ID is 0 if the process is in another PID namespace.
     """
     for path in Path(folder).glob(f"{kind}-*"):
         with contextlib.suppress(FileNotFoundError):
@@ -170,23 +173,27 @@ def open_pipe(folder: Path, rank: int) -> int:
 
 
 def is_held(pipe: int) -> bool:
-    """Return whether a rank holds the other end. One byte of a failure stays in the pipe, which is enough."""
+    """Return whether a rank holds the other end of the pipe.
+
+    This function reads one byte of the message that a failing rank writes. The other bytes keep the pipe readable.
+    """
     with contextlib.suppress(BlockingIOError):
         return bool(os.read(pipe, 1))
     return True
 
 
 def release_replaced(folder: Path, rank: int) -> bool:
-    """Remove the mark of a rank that has become another program (exec); return whether it has.
+    """Remove the mark of a rank that executes another program (exec); return whether the mark was removed.
 
-    Call this for a rank whose pipe is broken, because exec closes the pipe. The end of the new program concerns only
-    the MPI.
+    Call this function for a rank whose pipe is broken, because exec closes the pipe. The end of the new program
+    concerns only the MPI.
     """
     mark = folder / f"running-{rank}"
     with contextlib.suppress(OSError):
         number, _, before, *_ = mark.read_text().split()
         now = _checksum(int(number))
-        # then the pipe is readable, not broken; setproctitle also changes command lines
+        # A rank that calls setproctitle changes its command line without exec. After a failure the pipe has an event
+        # although it is not broken, so a changed command line does not prove an exec.
         has_failed = is_left(folder, f"failed-{rank}")
         if now != before and _UNKNOWN not in (now, before) and not has_failed:
             mark.unlink()
@@ -195,47 +202,48 @@ def release_replaced(folder: Path, rank: int) -> bool:
 
 
 def _beginning(process_id: int) -> str:
-    """Return the start time of a process; unknown if the process has ended.
+    """Return the start time of a process, or ``_UNKNOWN`` if the process has ended.
 
-    The start time distinguishes the process from a later one with the same number.
+    The start time distinguishes the process from a later process with the same ID.
     """
     fields = proc.status_fields(process_id)
     return _UNKNOWN if fields[:1] in ([], ["Z"], ["X"]) else fields[19]
 
 
 def _checksum(process_id: int) -> str:
-    """Return a checksum of a process's command line; unknown while the process ends or calls exec."""
+    """Return a checksum of a process's command line, or ``_UNKNOWN`` while the process ends or calls exec."""
     words = proc.read(process_id, "cmdline")
     return str(zlib.crc32(words)) if words else _UNKNOWN
 
 
 def _numbering() -> str:
-    """Return a name for the process numbers that are valid here: of this boot and this container."""
+    """Return a name of this PID namespace that is unique across hosts, reboots and containers."""
     with contextlib.suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}.{os.stat('/proc/self/ns/pid').st_ino}"
     return _UNKNOWN
 
 
 class Failure(NamedTuple):
-    """The failure of a rank."""
+    """The failure of a rank: time, exit code, and shared memory of the rank."""
 
     when: float
     rank: int
     code: int
-    report: str  # what is wrong with another rank because of which this rank ends the job; "" if this rank failed
-    held: list[str]  # paths of its shared memory
+    report: str  # problem on another rank because of which this rank ends the job; "" if this rank itself failed
+    held: list[str]  # paths of the rank's shared memory
 
 
 def record_failure(folder: str, rank: int, code: int, report: str = "") -> None:
-    """Record when this rank failed, its exit code, and its ``report``. Do nothing on another host."""
+    """Record the time of this rank's failure, its exit code, and ``report``, where the job's folder exists."""
     if not folder or not os.path.isdir(folder):
         return
-    # This rank may fail because it noticed that another rank is ending. A process that ends loses its memory first,
-    # which may take a second for gigabytes, and only then breaks its pipe. Wait for that, so that the order is right.
+    # This rank may fail because another rank is ending. The kernel first frees the memory of a process that is ending,
+    # which may take a second for gigabytes, and then closes its pipe. Wait for the pipe of the other rank to break, so
+    # that the order of the failures is right.
     until = time.monotonic() + _ENDING_SECONDS
     while any(map(proc.is_ending, ranks_running(Path(folder)).values())) and time.monotonic() < until:
         time.sleep(0.01)
-    # Then take this rank's place in the order in which ranks begin to end.
+    # Write into this rank's pipe, so that epoll reports this failure in order with the deaths of other ranks.
     with contextlib.suppress(OSError):
         pipe = os.open(os.path.join(folder, f"alive-{rank}"), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         os.write(pipe, b"failed")
@@ -257,37 +265,40 @@ def failures(folder: Path) -> list[Failure]:
 
 
 def code_of_end(folder: Path) -> int:
-    """Return the exit code that ranks chose when the job was asked to end; 0 if none did."""
+    """Return the exit code with which the ranks ended on request; 0 if no rank has ended on request."""
     return max((int(path.read_text()) for path in folder.glob("ended-*")), default=0)
 
 
 def record_meeting() -> None:
-    """Record that this rank, or the rank that started this process, begins to contact other ranks."""
+    """Record that this process begins to contact other ranks, as a rank or as a child process of a rank."""
     _leave_of_rank("met")
 
 
 def _leave_of_rank(mark: str, text: str = "") -> None:
-    """Leave a mark of this rank, or of the rank that started this process."""
+    """Write a mark for this rank, or for the rank of which this process is a child."""
     if (rank := variables.rank_in(os.environ)) is not None:
         leave(os.environ.get("TORCHMPIRUN_JOB_DIR", ""), f"{mark}-{rank}", text)
 
 
 class Stage(NamedTuple):
-    """The place of a living rank, and for how long all ranks may wait in such stages (0: without limit)."""
+    """The call in which a living rank waits for the other ranks, and the limit for this wait."""
 
-    call: str = ""  # call in which the rank waits for the others; "" while it runs its program
-    seconds: float = 0.0
-    ends: bool = False  # whether the job ends after that time
-    progress: tuple[str, ...] = ()  # the CPU time of a rank in the shutdown of Python, which may be slow
+    call: str = ""  # Name of the call; "" while the rank runs its program.
+    seconds: float = 0.0  # Limit for a wait of all ranks in such calls. 0 means no limit.
+    ends: bool = False  # Whether the job ends after the limit.
+    progress: tuple[str, ...] = ()  # CPU time of a rank that is in the shutdown of Python, which may be slow.
 
 
 def record_stage(stage: Stage) -> None:
-    """Record the stage of this rank."""
+    """Write the mark ``stage-R`` for this rank."""
     _leave_of_rank("stage", f"{os.getpid()} {stage.seconds:g} {stage.ends:d} {stage.call}")
 
 
 def stage_of(folder: Path, rank: int, process_id: int) -> Stage:
-    """Return the stage of a rank's process. Marks of a child process of the rank do not count."""
+    """Return the stage of a rank, or an empty stage if ``process_id`` did not write the mark.
+
+    A child process of the rank may have written the mark.
+    """
     with contextlib.suppress(OSError):
         number, seconds, ends, call = (folder / f"stage-{rank}").read_text().split(" ", 3)
         if int(number) == process_id:
@@ -300,19 +311,19 @@ def stage_of(folder: Path, rank: int, process_id: int) -> Stage:
 
 
 def has_met() -> bool:
-    """Return whether this process has contacted other ranks, as far as the process itself shows.
+    """Return whether this process has contacted other ranks, judging by its modules and libraries.
 
-    It has if an MPI library is loaded, because mpi4py and this package load the library only to start MPI. It also has
-    if torch.distributed has had a default group or its RPC.
+    A process with an MPI library has done so, because mpi4py and this package load the library only to start MPI. A
+    process that has used torch.distributed's default group or RPC has done so too.
     """
     groups: Any = sys.modules.get("torch.distributed.distributed_c10d")
     calls: Any = sys.modules.get("torch.distributed.rpc")
-    has_grouped = getattr(groups, "_backend", None) is not None  # torch keeps this value after the group is destroyed
+    has_grouped = getattr(groups, "_backend", None) is not None  # Torch keeps this value after the group is destroyed.
     return has_grouped or getattr(calls, "_init_counter", 0) > 0 or b"/libmpi" in proc.read("self", "maps")
 
 
 def ranks_alone(folder: Path) -> list[int]:
-    """Return the ranks that contacted no other rank, neither themselves nor by a child process."""
+    """Return the ranks that ended normally and contacted no other rank, neither directly nor in a child process."""
     alone = sorted(int(path.name.removeprefix("alone-")) for path in folder.glob("alone-*"))
     return [rank for rank in alone if not (folder / f"met-{rank}").exists()]
 
@@ -324,7 +335,7 @@ def explain_alone(ranks: list[int]) -> str:
 
 
 def wait_for_output(descriptors: tuple[int, ...] = (1, 2)) -> None:
-    """Wait until mpirun has had time to pass on this process's output, because an abort would overtake the output."""
+    """Wait until mpirun has had time to print this process's output, because an abort may discard the output."""
     until = time.monotonic() + _UNREAD_SECONDS
     while any(map(_is_unread, descriptors)) and time.monotonic() < until:
         time.sleep(0.01)
@@ -332,24 +343,28 @@ def wait_for_output(descriptors: tuple[int, ...] = (1, 2)) -> None:
 
 
 def _is_unread(descriptor: int) -> bool:
-    """Return whether the descriptor is a pipe with bytes in it that a reader may still read."""
-    with contextlib.suppress(OSError):  # the descriptor may be closed
+    """Return whether the descriptor is a pipe that contains bytes and still has a reader."""
+    with contextlib.suppress(OSError):  # The descriptor may be closed.
         if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
             ends = select.poll()
             ends.register(descriptor, 0)
-            has_reader = not ends.poll(0)  # poll reports an error if the reader is gone
+            has_reader = not ends.poll(0)  # The poll reports an error if the reader is gone.
             return has_reader and any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
     return False
 
 
 def abort(mpi: Any, code: int) -> NoReturn:
-    """End all ranks of the job by MPI_Abort; ``mpi`` is the module mpi4py.MPI, and MPI runs."""
+    """End all ranks of the job with MPI_Abort.
+
+    ``mpi`` is the module mpi4py.MPI. MPI must be initialized.
+    """
     wait_for_output()
-    # If mpirun cannot be reached, MPI_Abort waits for it and holds Python's lock. faulthandler needs no lock.
+    # If mpirun cannot be reached, MPI_Abort waits for it without releasing Python's global lock. faulthandler can end
+    # this process without the lock.
     with contextlib.suppress(Exception), open(os.devnull, "w") as nowhere:
         faulthandler.dump_traceback_later(_STARTER_SECONDS, exit=True, file=os.dup(nowhere.fileno()))
     mpi.COMM_WORLD.Abort(code)
-    # MPICH's MPI_Abort returns. Its mpirun is about to kill this process, and may fail to end the others if this
-    # process ends first. Do not return to the program, which would call mpi.stop().
+    # MPICH's MPI_Abort returns before mpirun kills this process. If this process ended first, mpirun might fail to kill
+    # the other ranks. So wait for mpirun here, and never return to the program, which would call mpi.stop().
     time.sleep(_KILLED_SECONDS)
     os._exit(code)
