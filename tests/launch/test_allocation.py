@@ -126,7 +126,7 @@ def test_slurms_hosts_need_no_hostfile(tmp_path, monkeypatch, capfd):
     for name, value in slurms.items():
         monkeypatch.setenv(name, value)
     assert launcher.main(["--groups", "2", "-m", "this"]) == 2
-    assert "--groups on several nodes of Slurm: write --hosts nodea:4,nodeb:4" in capfd.readouterr().err
+    assert "--groups: list Slurm's nodes explicitly; add --hosts nodea:4,nodeb:4" in capfd.readouterr().err
 
 
 def test_files_and_lists_of_hosts(tmp_path):

@@ -81,7 +81,7 @@ def test_a_full_disk(program, tmp_path, no_leftovers):
     words = [*jobs.TORCHMPIRUN, "-n", 2, "--log-dir", folder, program(HELLO + fills)]
     job = jobs.run(*in_a_namespace, f'{mount} && exec "$@"', "sh", *words)
     assert job.returncode == 1
-    assert "[rank 1] cannot write to its log: No space left on device\n[rank 1] Traceback" in job.stderr
+    assert "[rank 1] cannot write to this rank's log: No space left on device\n[rank 1] Traceback" in job.stderr
     assert "torchmpirun: rank 1 failed first, with exit code 1" in job.stderr
 
 

@@ -129,6 +129,6 @@ def test_the_same_error_of_all_ranks_is_shown_once(program, no_leftovers, is_ful
     assert ("torchmpi_py/collectives" in job.stderr) is is_full
     if not is_full:
         assert num_tracebacks == 1
-        assert job.stderr.count("] ValueError: the same as on rank") <= 2
+        assert job.stderr.count("] ValueError: the same error as on rank") <= 2
         assert "MPI_ABORT" not in job.stderr.replace("MPI_Abort", "")
         assert "has exited due to" not in job.stderr

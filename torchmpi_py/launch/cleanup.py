@@ -1,33 +1,37 @@
-"""Clear away what a job may leave on this host: processes, shared memory, session folders.
+"""Remove the processes, shared memory and session folders that a job may leave on this host.
 
-Nothing of another job is ever touched. These rules decide what belongs to the job:
+Processes and files of other jobs are never touched. These rules decide which ones belong to the job:
 
-- A *process* belongs to the job if its environment names the job's folder, and it runs under this user and in this
-  container (PID namespace). Root sees the processes of other users too. Children inherit the variable whatever they do.
-  A rank that sets its title (setproctitle) overwrites the environment that others see, so the rank's mark names it. A
-  process that becomes another program (exec) shows no environment for some milliseconds, so a look waits for it.
-- A *file in /dev/shm* belongs to the job if an MPI, torch or this package has chosen its name. In addition a process of
-  the job must have it open or mapped. MPIs remove their files in MPI_Finalize, which a killed or aborted rank does not
-  reach. This package removes its files when all ranks have mapped them. A file that a process outside the job also
-  holds stays. Other files that a user keeps in /dev/shm, such as a data set, stay too.
-- MPICH's *files with random names* cannot always be assigned to a job. A rank may die before its maps are read, and a
-  killed hydra proxy leaves a topology file. They are removed if they appeared during the job and nobody can own them.
-  That means that no process has the file open or mapped, and for a topology file that no hydra proxy lives.
-- Open MPI's *session folder* lies in the job's folder (`mpirun.Vendor`) and is removed with it. If the user has chosen
-  another place, the folder there has mpirun's process number in its name.
+- A *process* belongs to the job if its environment contains the path of the job's folder. It must also run under this
+  user and in this container (PID namespace), because root can see the processes of other users too. Child processes
+  inherit the variable, even in a new session. A rank that sets its title (setproctitle) overwrites the environment that
+  other processes can read, so the rank is identified by its mark. A process that executes another program (exec) has an
+  empty environment for some milliseconds, so `lives_with` reads it again.
+- A *file in /dev/shm* belongs to the job if a process of the job has it open or mapped. In addition, an MPI, torch or
+  this package must have chosen its name. MPIs remove their files in MPI_Finalize, which a killed or aborted rank does
+  not call. This package removes its files when all ranks have mapped them. A file that a process outside the job also
+  has open or mapped is kept. Other files of the user in /dev/shm, such as a data set, are kept too.
+- MPICH's *files with random names* cannot always be assigned to a job: a rank may die before its maps are read, and a
+  killed hydra proxy leaves a topology file. Such a file is removed if it appeared during the job and no process has it
+  open or mapped. A topology file is removed only if no hydra proxy is alive.
+- Open MPI's *session folder* is in the job's folder (`mpirun.Vendor`) and is removed with it. If the user has chosen
+  another location, the name of the session folder contains mpirun's process ID.
 
-`Remains` describes all of this for one job, and a file in the job's folder stores it. torchmpirun clears it away when
-the job has ended. If torchmpirun was killed with signal 9, a *guardian* does. This program (`guardian`) is started by
-torchmpirun before the first rank, with the job's folder as argument and a pipe as input. If all goes well, torchmpirun
-kills the guardian. If the pipe breaks before that, torchmpirun is gone. The kernel has then sent SIGTERM to mpirun
-(`job`), which gets the usual time to end the ranks, also on other hosts. Then the guardian kills what is left here, and
-removes the job's files and folder. An exit handler of torchmpirun would not do, because signal 9 runs none.
+`Remains` lists the processes and files of one job. The list is stored in a file in the job's folder, and torchmpirun
+removes everything on the list when the job has ended. If torchmpirun was killed with signal 9, a *guardian* removes it.
+torchmpirun starts this program (`guardian`) before the first rank, with the job's folder as argument and a pipe as
+standard input. When torchmpirun has cleaned up, it kills the guardian. If the pipe breaks before that, torchmpirun has
+died. The kernel has then sent SIGTERM to mpirun (`job`). mpirun gets the usual time to end the ranks, also on other
+hosts. After that time, the guardian kills the remaining processes on this host, and removes the job's files and folder.
+An exit handler in torchmpirun would not work, because no handler runs after signal 9.
 
-torchmpirun and the guardian each leave a mark in the folder (`exit_marks`). If both were killed, the user's next
-torchmpirun starts a new guardian for the folder with a broken pipe, and does not wait for it (`clear_abandoned`). The
-folders of ``--groups`` and ``--timeline`` last longer than a job, and each has a guardian of its own.
+torchmpirun and the guardian each write a mark into the folder (`exit_marks`). If both were killed, the user's next
+torchmpirun starts a new guardian for the folder, which cleans up immediately, and does not wait for this guardian
+(`clear_abandoned`). The folders of ``--groups`` and ``--timeline`` exist for longer than a job, so each of them has
+another guardian.
 
-The guardian leads a session of its own, which no terminal ends, and its environment does not name the job's folder.
+The guardian runs in a new session, so that closing the terminal does not end it. The path of the job's folder is not in
+its environment.
 """
 
 from __future__ import annotations
@@ -51,7 +55,7 @@ from pathlib import Path
 from torchmpi_py import trusted_files
 from torchmpi_py.launch import exit_marks, proc
 
-FOLDER_PREFIX = "torchmpirun-"  # Start of a job folder's name, in the directory for temporary files.
+FOLDER_PREFIX = "torchmpirun-"  # First part of the name of a job's folder, in the directory for temporary files.
 GRACE_SECONDS = 5.0  # Time for mpirun to end after a signal.
 KILL_SECONDS = 5.0  # Time for processes to end after SIGKILL.
 EXEC_SECONDS = 1.0  # Time for processes to finish exec, which may wait for a core or for the program's file system.
@@ -75,58 +79,58 @@ _RANDOM_NAMES = ("/dev/shm/mpich_shm_*", "/dev/shm/mpich_vci_*", f"{_TOPOLOGY}*"
 
 
 def randomly_named() -> set[str]:
-    """Return MPICH's files on this host, of any job."""
+    """Return MPICH's files with random names on this host, from any job."""
     return {name for pattern in _RANDOM_NAMES for name in glob.glob(pattern)}
 
 
 @dataclass
 class Remains:
-    """The known processes and files of one job on this host."""
+    """The processes and files of one job that are known on this host."""
 
     folder: Path
-    starter: int = 0  # mpirun's process
-    files_before: set[str] = field(default_factory=randomly_named)  # MPICH's files of earlier jobs
+    starter: int = 0  # process ID of mpirun
+    files_before: set[str] = field(default_factory=randomly_named)  # MPICH's files from earlier jobs
     shared_memory: set[str] = field(default_factory=set)
     stop_signals: Sequence[int] = ()  # signals that end mpirun, if SIGTERM does not
 
     @property
     def variable(self) -> str:
-        """The environment entry that each process of the job has."""
+        """The environment variable that identifies the processes of the job, as ``NAME=value``."""
         return f"TORCHMPIRUN_JOB_DIR={self.folder}"
 
     def processes(self) -> list[int]:
-        """Return the job's processes except this one."""
+        """Return the process IDs of the job, except this process."""
         ranks = exit_marks.processes_of_ranks(self.folder) - {os.getpid()}
         return sorted(ranks.union(processes_with(self.variable)))
 
     def has(self, process_id: int) -> bool:
-        """Return whether this process lives and belongs to the job."""
+        """Return whether a process is alive and belongs to the job."""
         return lives_with(process_id, self.variable) or process_id in exit_marks.processes_of_ranks(self.folder)
 
     def describe(self) -> None:
-        """Store in the folder what must be cleared away if torchmpirun is killed."""
+        """Store the lists of processes and files in the job's folder, for the case that torchmpirun is killed."""
         state = (self.starter, self.files_before, self.shared_memory, [int(each) for each in self.stop_signals])
         exit_marks.leave(self.folder, "remains", ascii(state))
 
     @classmethod
     def described(cls, folder: Path) -> Remains:
-        """Return what `describe` has stored; only the processes if it could not store anything."""
+        """Return the object that `describe` has stored, or an object without files if the store has failed."""
         try:
             return cls(folder, *ast.literal_eval((folder / "remains").read_text()))
         except OSError:
             return cls(folder)
 
     def look(self) -> None:
-        """Record the shared memory that the job's processes hold."""
+        """Add to ``shared_memory`` the files that the job's processes have open or mapped now."""
         if more := shared_memory(self.processes()) - self.shared_memory:
             self.shared_memory |= more
             self.describe()
 
     def kill(self, reap: Callable[[], object] = lambda: None) -> None:
-        """Kill the job's processes; ``reap`` waits for mpirun if mpirun is a child of this process.
+        """Kill the job's processes, and call ``reap`` to reap mpirun if mpirun is a child of this process.
 
-        Python's resource trackers end after the processes that use them, and remove the shared memory of these
-        processes. So the trackers are killed only if they have not ended soon after the other processes.
+        A resource tracker of Python removes the shared memory of the processes that use it, after these processes have
+        ended. So kill a tracker only if it has not ended soon after the other processes.
         """
         now = time.monotonic()
         until, others_until = now + KILL_SECONDS, now
@@ -135,14 +139,14 @@ class Remains:
             if others:
                 others_until = now
             for process_id in alive if now - others_until > _TRACKER_SECONDS else others:
-                # repeat, because a process may start another one before it dies
+                # Repeat this in the loop, because a process may start another process before it dies.
                 send_signal(process_id, signal.SIGKILL)
             reap()
             time.sleep(0.02)
 
     def clear(self, reap: Callable[[], object] = lambda: None) -> None:
-        """Kill the living processes and remove the files that they leave; the job's folder stays."""
-        self.look()  # first what living processes hold; below what failed ranks recorded
+        """Kill the job's processes and remove its files, except the job's folder."""
+        self.look()  # Record the files of living processes, before the files that failed ranks have recorded.
         self.kill(reap)
         for failure in exit_marks.failures(self.folder):
             self.shared_memory.update(failure.held)
@@ -153,22 +157,22 @@ class Remains:
 
 
 def processes_with(variable: str) -> list[int]:
-    """Return the processes except this one that have ``variable`` (``NAME=value``) in their environment."""
+    """Return the IDs of the other processes that have ``variable`` (``NAME=value``) in their environment."""
     until = time.monotonic() + EXEC_SECONDS
     return [process_id for process_id in proc.others() if lives_with(process_id, variable, until)]
 
 
 def lives_with(process_id: int, variable: str, until: float | None = None) -> bool:
-    """Return whether this process lives and has ``variable`` in its environment.
+    """Return whether a process of this user is alive and has ``variable`` in its environment.
 
-    Waits for a process in the middle of exec, at most ``until`` this time of the monotonic clock.
+    If the process is calling exec, wait for the end of exec, at most until the monotonic time ``until``.
     """
     if not _is_ours(process_id):
         return False
     until = time.monotonic() + EXEC_SECONDS if until is None else until
-    content = proc.read(process_id, "environ")  # empty if the process has ended
+    content = proc.read(process_id, "environ")  # The content is empty if the process has ended.
     while not content and proc.has_memory(process_id) and time.monotonic() < until:
-        is_in_exec = not proc.read(process_id, "cmdline")  # exec sets arguments and environment together
+        is_in_exec = not proc.read(process_id, "cmdline")  # Exec sets arguments and environment at the same time.
         content = proc.read(process_id, "environ")
         if not is_in_exec:
             break
@@ -189,19 +193,19 @@ def _is_tracker(process_id: int) -> bool:
 
 
 def send_signal(process_id: int, signum: int) -> None:
-    """Send a signal to a process, which may have ended."""
+    """Send a signal to a process, and ignore an error because the process may have ended."""
     with contextlib.suppress(OSError):
         os.kill(process_id, signum)
 
 
 def shared_memory(process_ids: Iterable[int]) -> set[str]:
-    """Return the files in /dev/shm that these processes have open or mapped and that still have a name.
+    """Return the files in /dev/shm that these processes have open or mapped, except unlinked files.
 
-    Only names that an MPI, torch or this package uses count.
+    The result contains only names that an MPI, torch or this package uses.
     """
     paths: list[str] = []
     for process_id in process_ids:
-        # read this first, because a process that creates a file maps it before closing it
+        # Read the open files before the maps: a process that creates a file maps the file before closing it.
         paths += proc.open_files(process_id)
         paths += map(os.fsdecode, re.findall(rb" (/dev/shm/.*)", proc.read(process_id, "maps")))
     return set(filter(_may_be_a_jobs, paths))
@@ -213,7 +217,7 @@ def _may_be_a_jobs(path: str) -> bool:
 
 
 def remove_shared_memory(names: set[str]) -> None:
-    """Remove the files of this user that no living process has open or mapped."""
+    """Remove this user's files in ``names`` that no process has open or mapped."""
     names = {name for name in names if _may_be_a_jobs(name) and trusted_files.is_own(name)}
     if names:
         names -= shared_memory(proc.others())
@@ -223,9 +227,9 @@ def remove_shared_memory(names: set[str]) -> None:
 
 
 def _is_held(name: str) -> bool:
-    """Return whether any process has a file open or mapped: Linux grants no lease then.
+    """Return whether any process has the file open or mapped.
 
-    Unlike a look at /proc this also sees processes of other containers.
+    Linux refuses a lease on such a file. Unlike a search of /proc, this test includes processes of other containers.
     """
     try:
         with open(name, "rb") as file:
@@ -236,7 +240,7 @@ def _is_held(name: str) -> bool:
 
 
 def remove_topology(names: set[str]) -> None:
-    """Remove this user's files with a topology, unless a living hydra proxy may read them."""
+    """Remove this user's topology files in ``names``, unless a hydra proxy is alive that may read them."""
     names = {name for name in names if name.startswith(_TOPOLOGY) and trusted_files.is_own(name)}
     if names and not any(b"hydra_pmi_proxy\0" in proc.read(number, "cmdline") for number in proc.others()):
         for name in names:
@@ -244,16 +248,16 @@ def remove_topology(names: set[str]) -> None:
 
 
 def remove_session_folder(starter: int) -> None:
-    """Remove this mpirun's folder from the place that the user has chosen for it."""
+    """Remove mpirun's session folder from the directory that the user has chosen for session folders."""
     for name in ("PRTE_MCA_prte_tmpdir_base", "PRTE_MCA_prte_local_tmpdir_base"):
         if place := os.environ.get(name):
             shutil.rmtree(os.path.join(place, f"ompi.{starter}"), ignore_errors=True)
 
 
 class Guardian:
-    """The guardian process of a folder, as torchmpirun sees it.
+    """torchmpirun's handle of the guardian process of a folder.
 
-    The guardian waits for torchmpirun's end, or without ``waits`` begins at once.
+    The guardian cleans up when torchmpirun has died; with ``waits=False`` it cleans up immediately.
     """
 
     def __init__(self, folder: str, *, waits: bool = True) -> None:
@@ -266,7 +270,7 @@ class Guardian:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd="/",
-            # the variable of an outer job
+            # Do not pass on the variable of an outer job, which would kill the guardian with its other processes.
             env={name: value for name, value in os.environ.items() if name != "TORCHMPIRUN_JOB_DIR"},
             start_new_session=True,
         )
@@ -280,9 +284,9 @@ class Guardian:
 
 
 def clear_abandoned() -> list[Guardian]:
-    """Start guardians that clear away what this user's killed jobs left on this host; do not wait."""
+    """Start guardians that clean up after this user's killed jobs on this host, without waiting for them."""
     guardians = []
-    with contextlib.suppress(OSError):  # the job's own folder needs this place too, and its creation reports the error
+    with contextlib.suppress(OSError):  # `new_folder` uses the same directory, and reports an error there.
         for entry in [entry for entry in os.scandir(tempfile.gettempdir()) if entry.name.startswith(FOLDER_PREFIX)]:
             is_own = entry.is_dir(follow_symlinks=False) and trusted_files.is_own(entry.path)
             if is_own and exit_marks.is_abandoned(entry.path):
@@ -291,9 +295,9 @@ def clear_abandoned() -> list[Guardian]:
 
 
 def clean_up(folder: str) -> None:
-    """Wait for the end of a job, then remove its remains and its folder."""
+    """Wait for the end of a job, then kill its remaining processes and remove its files and its folder."""
     remains = Remains.described(Path(folder))
-    for signum in [0, *remains.stop_signals[1:]]:  # the kernel has sent the first signal, or SIGTERM
+    for signum in [0, *remains.stop_signals[1:]]:  # The kernel has sent the first signal, or SIGTERM.
         if signum and lives_with(remains.starter, remains.variable):
             send_signal(remains.starter, signum)
         until = time.monotonic() + GRACE_SECONDS
@@ -304,6 +308,6 @@ def clean_up(folder: str) -> None:
         remains.clear()
     finally:
         until = time.monotonic() + KILL_SECONDS
-        while remains.folder.exists() and time.monotonic() < until:  # processes that are ending may still write there
+        while remains.folder.exists() and time.monotonic() < until:  # Processes that are ending may still write files.
             shutil.rmtree(remains.folder, ignore_errors=True)
             time.sleep(0.02)

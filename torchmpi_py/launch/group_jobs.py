@@ -1,14 +1,15 @@
-"""Groups of ranks, each a job of its own: ``torchmpirun -n 8 --groups 4 sweep.py``.
+"""Groups of ranks, each in a separate job: ``torchmpirun -n 8 --groups 4 sweep.py``.
 
-torchmpirun starts itself once per group, with the group's share of the ranks, and of the hosts or of this host's cores
-and GPUs. The groups share experiments (`sweeps`). Separate jobs are used because MPI ends a whole job when a rank dies:
-this way a killed rank costs one experiment.
+torchmpirun starts another torchmpirun for each group, with the group's share of the ranks and of the hosts. If all
+groups run on this host, each gets a share of the cores and GPUs. The groups divide the experiments of a sweep
+(`sweeps`) among themselves. The jobs are separate because MPI ends a whole job when a rank dies. With separate jobs, a
+killed rank interrupts only one experiment.
 
-Rank 0 of a group keeps a mark in torchmpirun's folder during an experiment. If a group's job fails during an
-experiment, the group is restarted and goes on with the next experiment. A group that fails without a mark would fail
-again and again, so its failure ends the other groups. A rank 0 on another host leaves no mark. There a failure after
-the first minute may belong to an experiment, and the group is restarted a limited number of times. A job that ends in
-order in the middle of an experiment (``os._exit(0)``) counts as failed.
+During an experiment, rank 0 of the group keeps a mark in torchmpirun's folder. If the group's job fails while the mark
+exists, the group is restarted and continues with the next experiment. A group that fails without a mark would probably
+fail again after a restart, so its failure ends the other groups. If rank 0 runs on another host, it cannot write a
+mark. Then a failure after the first minute is attributed to an experiment, and the group is restarted a limited number
+of times. A job that ends with exit code 0 during an experiment (``os._exit(0)``) counts as failed.
 """
 
 import contextlib
@@ -33,24 +34,24 @@ from torchmpi_py.launch.job_spec import JobSpec
 from torchmpi_py.launch.signals import SOON_SECONDS, Signals
 from torchmpi_py.launch.terminal import say
 
-OPTION = "--spec"  # Option of a group's torchmpirun: the file of its pickled JobSpec.
-_MOST_UNSEEN = 10  # Failures of a job whose rank 0 runs on another host and so leaves no mark here.
-_MISTAKE_CODE = 2  # `torchmpirun`'s exit code for options that do not fit.
-_OF_ONE_JOB = (variables.ADDRESS, variables.PORT)  # Two jobs cannot have the same port.
+OPTION = "--spec"  # Option of a group's torchmpirun, for the file that contains its pickled JobSpec.
+_MOST_UNSEEN = 10  # Limit for the restarts of a group whose rank 0 runs on another host, so that there is no mark.
+_MISTAKE_CODE = 2  # `torchmpirun`'s exit code for invalid options.
+_OF_ONE_JOB = (variables.ADDRESS, variables.PORT)  # Two jobs cannot use the same port.
 _POLL_SECONDS = 0.1
 
 
 def divide(spec: JobSpec, count: int, folder: str) -> list[tuple[JobSpec, tuple[int, ...]]]:
-    """Return each group's job, and the job's cores on this host (empty: all cores).
+    """Return the job of each group, and the cores of this host that the job may use (empty for all cores).
 
-    Raise LaunchError if the ranks cannot be divided into groups of equal size.
+    Raise LaunchError if the ranks cannot be divided into groups of equal size, or if the hosts have too few slots.
     """
     if spec.num_ranks % count:
-        raise LaunchError(f"--groups {count} does not divide {spec.num_ranks} ranks; set -n to a multiple of {count}")
+        raise LaunchError(f"--groups {count}: cannot divide {spec.num_ranks} ranks; set -n to a multiple of {count}")
     size, token = spec.num_ranks // count, uuid.uuid4().hex
     slots = [host.name for host in spec.hosts for _ in range(host.num_slots)]
     if slots and len(slots) < spec.num_ranks:
-        raise LaunchError(f"--groups: {spec.num_ranks} ranks need as many slots, but the hosts have {len(slots)}")
+        raise LaunchError(f"--groups: expected {spec.num_ranks} slots, found {len(slots)}; add hosts or reduce -n")
     cores = [] if slots else topology.cores()
     is_crowded = not slots and sum(len(core.cpus) for core in cores) < count
     num_gpus = 0 if slots else hosts.num_gpus(spec.environment)
@@ -67,7 +68,7 @@ def divide(spec: JobSpec, count: int, folder: str) -> list[tuple[JobSpec, tuple[
             environment={name: value for name, value in spec.environment.items() if name not in _OF_ONE_JOB} | gpus,
             group=GroupOfRanks(index, count, token, folder),
         )
-        if is_crowded or set(own) & set(others):  # nothing divides the host's cores between the groups
+        if is_crowded or set(own) & set(others):  # The groups share the cores of a host, so do not bind their ranks.
             threads = {name: "1" for name in binding.THREAD_VARIABLES if name not in spec.environment}
             of_group = replace(of_group, bind="none", variables=threads | {**spec.variables})
         jobs.append((_with_own_files(of_group), tuple(cpu for core in part for cpu in core.cpus)))
@@ -75,7 +76,7 @@ def divide(spec: JobSpec, count: int, folder: str) -> list[tuple[JobSpec, tuple[
 
 
 def _gpus(ranks: range, num_gpus: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable with the GPUs that these ranks would use in one job with all other ranks."""
+    """Return CUDA_VISIBLE_DEVICES for a group, with the GPUs that its ranks would use in one job of all ranks."""
     if not num_gpus:
         return {}
     visible = environment.get("CUDA_VISIBLE_DEVICES")
@@ -98,12 +99,12 @@ def _with_own_files(spec: JobSpec) -> JobSpec:
 def start_job(
     spec: JobSpec, file: Path, cores: Sequence[int] = (), output: IO[bytes] | None = None
 ) -> "subprocess.Popen[bytes]":
-    """Start a torchmpirun for the job, whose description is written to the ``file``.
+    """Write the job's description to ``file``, and start a torchmpirun that runs the job.
 
-    ``cores`` are the cores that the job may use; empty for all cores.
+    ``cores`` are the cores that the job may use (empty for all cores).
     """
 
-    def prepare() -> None:  # runs in the new process before the exec
+    def prepare() -> None:  # The new process calls this function before exec.
         die_with_parent()
         if cores:
             os.sched_setaffinity(0, cores)
@@ -121,11 +122,11 @@ def start_job(
 
 @dataclass
 class _GroupJob:
-    """The torchmpirun of one group, restarted as often as experiments end it."""
+    """The torchmpirun process of one group, which is restarted when an experiment has made it fail."""
 
     spec: JobSpec
     cores: tuple[int, ...]
-    ends_at: float | None  # time of the system's monotonic clock
+    ends_at: float | None  # monotonic time of the time limit; None without a limit
     num_unseen: int = 0
 
     def __post_init__(self) -> None:
@@ -133,7 +134,7 @@ class _GroupJob:
 
     @property
     def group(self) -> GroupOfRanks:
-        """The group, and the history of its earlier jobs."""
+        """The group, with its number of restarts and the reason why its last job ended."""
         assert self.spec.group is not None
         return self.spec.group
 
@@ -148,16 +149,16 @@ class _GroupJob:
         self.process = start_job(spec, self.group.path("spec"), self.cores)
 
     def code(self) -> int | None:
-        """Return the exit code of the job; None while it runs."""
+        """Return the exit code of the job, or None while the job runs."""
         code = self.process.poll()
         if code is not None:
-            self.ended = self.ended or time.monotonic()  # time at which the end was first seen
+            self.ended = self.ended or time.monotonic()  # This is the time at which the end was first seen.
         if code == 0 and self.group.path(EXPERIMENT).exists():
             return 1
         return 128 - code if code is not None and code < 0 else code
 
     def can_go_on(self, code: int) -> bool:
-        """Return whether a failed job may be restarted because of its experiments."""
+        """Return whether a failed job may be restarted, because an experiment has probably made it fail."""
         goes_on = self.group.path(EXPERIMENT).exists()
         if not goes_on and self.spec.hosts and not hosts.is_this_host(self.spec.hosts[0].name):
             self.num_unseen += 1
@@ -170,9 +171,9 @@ class _GroupJob:
 
 
 def run(spec: JobSpec, count: int) -> int:
-    """Run the groups' jobs to their end; return the exit code of the first that fails for good, else 0."""
+    """Run the jobs of all groups; return the exit code of the first failed job that is not restarted, else 0."""
     if spec.system == "Slurm":
-        raise LaunchError(f"--groups on several nodes of Slurm: write --hosts {','.join(map(str, spec.hosts))}")
+        raise LaunchError(f"--groups: list Slurm's nodes explicitly; add --hosts {','.join(map(str, spec.hosts))}")
     ends_at = None if spec.timeout is None else time.monotonic() + spec.timeout
     folder = new_folder()
     with Guardian(folder.name), folder, Signals() as signals:
@@ -181,7 +182,7 @@ def run(spec: JobSpec, count: int) -> int:
 
 
 def _wait(jobs: list[_GroupJob], signals: Signals) -> int:
-    """Restart failed groups, and end all groups on a signal or if one cannot go on; return the exit code."""
+    """Restart failed groups. End all groups on a signal, or if a group cannot be restarted; return the exit code."""
     running, code, num_sent = list(jobs), 0, 0
     while running:
         time.sleep(_POLL_SECONDS)
@@ -195,8 +196,9 @@ def _wait(jobs: list[_GroupJob], signals: Signals) -> int:
             if exit_code is None:
                 continue
             is_ending, name = bool(signals.ending or code), f"group {job.group.index}"
-            # After a signal that was passed on, at the end of an allocation for example, groups may end and are not
-            # restarted. But if other groups go on, a group is restarted, because they wait for its experiments.
+            # A signal that torchmpirun passes to all groups, such as at the end of an allocation, may end all of them.
+            # Then do not restart any group. But if other groups still run some time after the signal, restart this
+            # group, because the other groups wait for its experiments.
             signum = signals.cause(exit_code) if exit_code and not is_ending else 0
             others = [other for other in running if other is not job and other.code() is None]
             if signum and others and time.monotonic() - job.ended < SOON_SECONDS:
@@ -210,9 +212,9 @@ def _wait(jobs: list[_GroupJob], signals: Signals) -> int:
                 continue
             code = exit_code
             if code == TIMEOUT_CODE:
-                continue  # the other groups have the same time limit, so each ends without a signal from here
-            where = f"after signal {signum}, which was passed on" if signum else "outside of an experiment"
-            say(f"{name} failed {where}, with exit code {exit_code}{', which ends the others' if others else ''}")
+                continue  # The other groups have the same time limit, so they end without a signal from this process.
+            where = f"after signal {signum} was passed to it" if signum else "outside of an experiment"
+            say(f"{name} failed {where}, with exit code {exit_code}{'; ending the other groups' if others else ''}")
             _send(running, signal.SIGTERM)
     return 128 + signals.ending[0] if signals.ending else code
 

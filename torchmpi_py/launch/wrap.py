@@ -1,22 +1,23 @@
-"""Run the user's program in a rank: bind cores and threads before torch loads, end the whole job after a failure.
+"""Run the user's program in a rank. Bind cores and threads before torch loads, and end the whole job after a failure.
 
     mpirun -n 4 python .../launch/wrap.py [--bind core|numa|socket|none] [--log-dir D] [--profile D] [--ended FILE]
         [--quoted] [-m] program args...
 
-A rank that fails while the others wait for it in a collective would leave them hanging. So after an uncaught exception,
-or sys.exit with a code that is not 0, the rank prints its traceback once and then ends the job with MPI_Abort. After a
-normal end nothing is done: the package's own stop() and MPI's finalize run at interpreter exit.
+If a rank fails while the other ranks wait for it in a collective, the other ranks would hang. So after an uncaught
+exception, or sys.exit with a code other than 0, the rank prints its traceback once and then ends the job with
+MPI_Abort. After a normal end nothing more is needed: the package's ``stop()`` and MPI_Finalize run at interpreter exit.
 
-Ctrl-C and SIGTERM ask the job to end. Then a rank that leaves by Ctrl-C or sys.exit waits until torchmpirun kills it,
-because other ranks may still be saving. If all ranks have agreed to end (EndRequested), each ends as usual.
+Ctrl-C and SIGTERM request the end of the job. A rank that then ends by KeyboardInterrupt or sys.exit waits until
+torchmpirun kills it, because other ranks may still be saving. If all ranks have agreed to end (EndRequested), each rank
+ends normally.
 
-torchmpirun sets TORCHMPIRUN_JOB_DIR to a folder of the job. A failing rank records there when it failed, with which
-exit code, and which shared memory it holds. So the job can end with the code of the *first* failure, and what MPI_Abort
-leaves behind can be removed.
+torchmpirun sets TORCHMPIRUN_JOB_DIR to the job's folder. A failing rank records in the folder the time of its failure,
+its exit code, and its shared memory. With these records torchmpirun ends the job with the exit code of the *first*
+failure, and removes the shared memory that MPI_Abort leaves behind.
 
-*Quoted* arguments: Open MPI, MPICH and srun read a bare ``:`` as the start of another program, and Open MPI rewrites
-``--bind-to`` and other options wherever they stand. So the first character of such a word is written in hexadecimal
-(``:`` becomes ``%3A``), and then each other ``%`` is written as ``%25``.
+*Quoted* arguments: Open MPI, MPICH and srun read a bare ``:`` as the start of another program. Open MPI also rewrites
+options such as ``--bind-to`` among the program's arguments. So the first character of such a word is written in
+hexadecimal (``:`` becomes ``%3A``), and every ``%`` in the arguments becomes ``%25``.
 """
 
 import argparse
@@ -39,15 +40,15 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 if __name__ == "__main__":
-    # This file is run by path, so Python would look for modules in its folder first, which has a `hosts` and a `job`.
+    # This file is run by its path, so Python would search its folder first, which contains modules such as `hosts`.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from torchmpi_py import trusted_files
 from torchmpi_py.errors import EndRequested
 from torchmpi_py.launch import binding, exit_marks, handed_input, notices, topology, transports, variables
 
-_ARRIVAL_SECONDS = 30  # for MPI to start after this rank has failed before MPI_Init
-_SILENT = "99"  # a log level at which torch's profiler does not report its start and stop on stderr
+_ARRIVAL_SECONDS = 30  # Limit for the start of MPI in a rank that failed before MPI_Init.
+_SILENT = "99"  # Log level at which torch's profiler does not report its start and stop on stderr.
 
 
 def needs_quotes(words: list[str], interpreted: str) -> bool:
@@ -62,18 +63,18 @@ def quote(words: list[str], interpreted: str) -> list[str]:
 
 
 def unquote(words: list[str]) -> list[str]:
-    """Return the original form of words from ``quote``."""
+    """Return the words that ``quote`` was called with."""
     return [re.sub("%([0-9A-F]{2})", lambda code: chr(int(code[1], 16)), word) for word in words]
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Read this file's own options; everything from the first other word on belongs to the program."""
+    """Return the options of this file, with the program and its arguments, which begin at the first other word."""
     parser = argparse.ArgumentParser(prog="wrap.py", allow_abbrev=False)
     parser.add_argument("--bind", choices=("core", "numa", "socket", "none"), default="core")
     parser.add_argument("--log-dir", type=Path)
     parser.add_argument("--profile", type=Path)
-    parser.add_argument("--ended", type=Path, metavar="FILE", help="for rank 0 to write to when the ranks agree to end")
-    parser.add_argument("--quoted", action="store_true", help="program and arguments are as torchmpirun quotes them")
+    parser.add_argument("--ended", type=Path, metavar="FILE", help="file that rank 0 writes when ranks agree to end")
+    parser.add_argument("--quoted", action="store_true", help="torchmpirun has quoted the program and its arguments")
     parser.add_argument("-m", dest="as_module", action="store_true", help="the program is a module")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)
@@ -85,13 +86,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def local_rank_and_size(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return this rank's number on its host and the number of ranks there; (0, 1) if unknown or wrong."""
+    """Return this rank's local rank and the number of ranks on its host; (0, 1) if they are unknown or invalid."""
     rank, size = variables.local_rank_in(environment) or 0, variables.local_size_in(environment) or 1
     return (rank, size) if rank < size else (0, 1)
 
 
 def bind(how: str) -> None:
-    """Bind this rank to its cores, and set as many threads as cores unless the environment sets a number."""
+    """Bind this rank to its cores, and set the number of threads to match unless the environment sets it."""
     local_rank, local_size = local_rank_and_size(os.environ)
     cores = topology.cores()
     num_cores = topology.num_usable_cores(len(cores))
@@ -106,10 +107,10 @@ def bind(how: str) -> None:
 
 
 def log_to(folder: Path, rank: int) -> None:
-    """Redirect this process's output, including that of libraries and children, to its own file.
+    """Redirect the output of this rank, its libraries and its child processes to the file ``rank-R.log``.
 
-    The descriptors are replaced, because children inherit them. A restarted job appends to the files of the earlier
-    attempt. Raise SystemExit if the log cannot be opened.
+    This function replaces descriptors 1 and 2, because child processes inherit them. A restarted job appends to the
+    logs of the earlier attempt. Raise SystemExit if the log cannot be opened.
     """
     is_first = os.environ.get("TORCHMPIRUN_RESTART", "0") == "0"
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if is_first else 0)
@@ -118,7 +119,7 @@ def log_to(folder: Path, rank: int) -> None:
         descriptor = trusted_files.open_file(folder / f"rank-{rank}.log", flags)
     except OSError as error:
         host = os.uname().nodename
-        sys.exit(f"[rank {rank}] --log-dir {folder}: cannot write rank-{rank}.log there on {host}: {error.strerror}")
+        sys.exit(f"[rank {rank}] --log-dir {folder}: cannot write rank-{rank}.log on host {host}: {error.strerror}")
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
@@ -127,31 +128,31 @@ def log_to(folder: Path, rank: int) -> None:
 def run_program(program: list[str], *, as_module: bool) -> None:
     """Run the program as ``python program`` would: as __main__, with its own sys.argv and sys.path.
 
-    Its __main__ module stays in place afterwards, because threads, atexit functions and finalizers of the program use
-    it.
+    The program's __main__ module remains in sys.modules after the program has returned, because threads, atexit
+    functions and finalizers of the program use the module.
     """
     sys.argv, path = program, os.path.abspath(program[0])
-    # Create a new module, because this file's functions still need the variables of the old one.
+    # Create a new __main__ module, because the functions of this file still need the variables of the old one.
     sys.modules["__main__"] = main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     if as_module:
         sys.path[0] = os.getcwd()
         runpy._run_module_as_main(program[0])  # type: ignore[attr-defined]  # what Python itself calls for -m
-    elif pkgutil.get_importer(path) is not None:  # the program is a folder or a zip file
+    elif pkgutil.get_importer(path) is not None:  # The program is a folder or a zip file.
         sys.path[0] = path
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
     else:
         sys.path[0] = os.path.dirname(os.path.realpath(path))
         main.__file__, main.__loader__ = path, importlib.machinery.SourceFileLoader("__main__", path)
         with io.open_code(path) as file:
-            if (code := pkgutil.read_code(file)) is None:  # the file holds source, not bytecode
+            if (code := pkgutil.read_code(file)) is None:  # The file contains source code, not bytecode.
                 file.seek(0)
                 code = compile(file.read(), path, "exec", dont_inherit=True)
         exec(code, main.__dict__)
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the code that plain Python would end with, except that Ctrl-C gives 130, as in a shell."""
+    """Return the exit code that plain Python would use, except for Ctrl-C: 130, the code that a shell uses."""
     if isinstance(error, SystemExit):
         code = error.code
         return code & 0xFF if isinstance(code, int) else int(code is not None)
@@ -159,15 +160,15 @@ def exit_code(error: BaseException) -> int:
 
 
 def explain(error: BaseException, rank: int, folder: str, outlets: Sequence[int]) -> None:
-    """Print what plain Python would, with the rank, and without the frames of this file and runpy.
+    """Print the error as plain Python would, with the rank, and without the frames of this file and runpy.
 
-    If another rank of the host prints the same error, this rank prints only the last line. ``folder`` is the job's
-    folder. ``outlets`` are duplicates of descriptor 2 from before the program ran. If there are two, the first one is a
-    complete log, and the second one takes what cannot be written to the log.
+    If another rank of this host has printed the same error, print one line that refers to it. ``folder`` is the job's
+    folder. ``outlets`` are duplicates of descriptor 2 from before the program ran: [stderr], or [log, stderr] if this
+    rank has a log. A log always gets the complete error. If the log cannot be written, the error goes to stderr.
     """
     if isinstance(error, SystemExit):
         write_whole("" if isinstance(error.code, int) or error.code is None else f"{error.code}\n", rank, outlets)
-    # every rank would print this error, and the user knows of the Ctrl-C
+    # Do not print a KeyboardInterrupt. Every rank would print it, and the user has pressed Ctrl-C.
     elif not isinstance(error, KeyboardInterrupt):
         error = error.with_traceback(_without_ours(error.__traceback__))
         if _shown_by_the_programs_hook(error):
@@ -175,25 +176,25 @@ def explain(error: BaseException, rank: int, folder: str, outlets: Sequence[int]
         text = notices.traceback_text(error)
         with notices.said_once(folder if len(outlets) == 1 else "", text, rank) as other:
             if other is not None:
-                text = f"{type(error).__name__}: the same as on rank {other}\n"
+                text = f"{type(error).__name__}: the same error as on rank {other}\n"
             write_whole(f"[rank {rank}] {text}", rank, outlets)
 
 
 def write_whole(text: str, rank: int, outlets: Sequence[int]) -> None:
-    """Write to stderr in one piece, so that the ranks' texts do not mix.
+    """Write the text to stderr in one piece, so that the texts of several ranks do not mix.
 
-    If a log cannot be written, write to the stderr from before the log. The program may have closed or replaced
-    sys.stderr or its descriptor. An object that replaces sys.stderr gets the text too. What this object passes on to
-    descriptor 2 is dropped, because the text is written there as well. Descriptor 2 is open afterwards, for the
-    messages of the MPI.
+    ``outlets`` is as in ``explain``. If this rank's log cannot be written, write to the original stderr. The program
+    may have closed or replaced sys.stderr or descriptor 2. If an object of the program replaces sys.stderr, write the
+    text to this object too, with descriptor 2 redirected to /dev/null so that the text does not appear twice.
+    Afterwards descriptor 2 is open again, because the MPI writes messages to it.
     """
     outlet, *former = outlets
     message = text.encode(errors="backslashreplace")
     with contextlib.suppress(OSError):
-        if not os.path.sameopenfile(2, outlet):  # the program has redirected descriptor 2, so write there too
+        if not os.path.sameopenfile(2, outlet):  # The program has redirected descriptor 2, so write to it too.
             os.write(2, message)
     with contextlib.suppress(BaseException), open(os.devnull, "wb") as nowhere:
-        sys.stderr.flush()  # write out what the program has buffered
+        sys.stderr.flush()  # Write the text that the program has buffered.
         os.dup2(nowhere.fileno(), 2)
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -204,13 +205,13 @@ def write_whole(text: str, rank: int, outlets: Sequence[int]) -> None:
     except OSError as obstacle:
         if not former:
             raise
-        text = f"[rank {rank}] cannot write to its log: {obstacle.strerror}\n{text}"
+        text = f"[rank {rank}] cannot write to this rank's log: {obstacle.strerror}\n{text}"
         os.write(former[0], text.encode(errors="backslashreplace"))
 
 
 def _shown_by_the_programs_hook(error: BaseException) -> bool:
-    """Run the excepthook of the program or of a library, if there is one; return whether it worked."""
-    # The hooks of this package and of torch.distributed may wrap one of the program.
+    """Call the excepthook of the program or of a library, if there is one; return whether the hook succeeded."""
+    # The hooks of this package and of torch.distributed may wrap a hook of the program.
     hook: Any = sys.excepthook
     while (former := _wrapped_by(hook)) is not None:
         hook = former
@@ -224,10 +225,10 @@ def _shown_by_the_programs_hook(error: BaseException) -> bool:
 
 
 def _wrapped_by(hook: Any) -> Any:
-    """Return the excepthook that this one wraps; None if this one is the program's own or Python's."""
-    if getattr(hook, "aborts", False):  # this is the package's hook, and ending the job is our part
+    """Return the excepthook that ``hook`` wraps; None if ``hook`` is the program's own or Python's."""
+    if getattr(hook, "aborts", False):  # Skip this package's hook, which would end the job. `fail` ends the job here.
         return getattr(hook, "former", sys.__excepthook__)
-    # this hook only writes "[rank0]:" before each line
+    # Skip the hook of torch.distributed, which only writes "[rank0]:" before each line.
     if getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d":
         cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
         return cells["old_hook"].cell_contents if "old_hook" in cells else sys.__excepthook__
@@ -242,35 +243,35 @@ def _without_ours(frames: TracebackType | None) -> TracebackType | None:
 
 
 def ignore_signals() -> None:
-    """Ignore every signal that the program handles, so that no handler's error replaces the report.
+    """Ignore every signal that the program handles, so that no error in a handler replaces the report of a failure.
 
     For example, torch's handler of SIGCHLD raises when a worker of a DataLoader dies, even while the error of the
     worker's pipe is being reported.
     """
     for signum in sorted(signal.valid_signals()) * 2:
-        with contextlib.suppress(BaseException):  # a handler may raise when its signal arrives meanwhile
+        with contextlib.suppress(BaseException):  # A handler may raise if its signal arrives before it is ignored.
             if callable(signal.getsignal(signum)):
                 signal.signal(signum, signal.SIG_IGN)
 
 
 def fail(error: BaseException, code: int, folder: str, rank: int, outlets: Sequence[int]) -> None:
-    """Record the failure, explain it, write the trace, and end the job, even with a closed stderr or a full disk.
+    """Record and print the failure, write the trace, and end the job, even with a closed stderr or a full disk.
 
-    In a job that is asked to end, the failure is recorded last, because torchmpirun kills the ranks once all have
-    recorded that they left.
+    If the user has requested the end of the job, record the failure last, because torchmpirun kills the ranks once
+    all of them have ended or recorded a failure.
     """
-    _try(os.close, 0)  # free a descriptor, because the following steps need one
+    _try(os.close, 0)  # Free a descriptor, because the following steps need one.
     if not _is_asked_to_end(error, folder):
         _try(exit_marks.record_failure, folder, rank, code)
     _try(lambda: sys.stdout.flush())
     _try(explain, error, rank, folder, outlets)
-    # save this rank's trace; ranks that are ended by the abort leave none
+    # Save the trace of this rank. The abort kills the other ranks before they can save a trace.
     if "torchmpi_py.watch.tracing" in sys.modules:
         _try(sys.modules["torchmpi_py.watch.tracing"].save)
     if _is_asked_to_end(error, folder):
         _try(exit_marks.wait_for_output)
         _try(exit_marks.record_failure, folder, rank, code)
-        while os.path.isdir(folder):  # wait until torchmpirun kills this rank
+        while os.path.isdir(folder):  # Wait until torchmpirun kills this rank.
             time.sleep(0.1)
     if "torchmpi_py.watch.abort" in sys.modules:
         _try(sys.modules["torchmpi_py.watch.abort"].announce)
@@ -287,9 +288,10 @@ def _is_asked_to_end(error: BaseException, folder: str) -> bool:
 
 
 def end_job(code: int, folder: str, rank: int) -> NoReturn:
-    """Call MPI_Abort if MPI runs here; else exit, so that mpirun or torchmpirun notices the end."""
+    """Call MPI_Abort if MPI is running in this process; else exit, and mpirun or torchmpirun ends the job."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
-    # torchmpirun notices the failure by the mark, which is missing on another host and on a full disk.
+    # torchmpirun detects the failure by its mark. On another host or on a full disk there is no mark, so start MPI to
+    # abort the job.
     if mpi is None and not exit_marks.is_left(folder, f"failed-{rank}") and (variables.size_in(os.environ) or 1) > 1:
         mpi = _start_mpi()
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
@@ -298,10 +300,10 @@ def end_job(code: int, folder: str, rank: int) -> NoReturn:
 
 
 def _start_mpi() -> Any:
-    """Start MPI only to abort it, because otherwise nothing may notice a rank that exits before MPI_Init.
+    """Start MPI so that the job can be aborted, and return mpi4py.MPI; None if MPI does not start.
 
-    MPICH's mpirun never notices such an end. Open MPI's does, but it sometimes hangs or crashes when it kills a rank
-    that is just connecting.
+    Without MPI, the exit of this rank may go unnoticed. MPICH's mpirun never detects that a rank exits before
+    MPI_Init. Open MPI's mpirun does, but sometimes hangs or crashes when it kills a rank that is connecting.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_ARRIVAL_SECONDS)
@@ -312,16 +314,17 @@ def _start_mpi() -> Any:
 
 
 def record_interrupts(folder: str, rank: int) -> None:
-    """Make Ctrl-C leave a mark before it raises KeyboardInterrupt; a program's own handler leaves another.
+    """Write ``heard-R`` when Ctrl-C raises KeyboardInterrupt, and ``own-R`` when the program sets its own handler.
 
-    torchmpirun cannot see either from outside, because Python runs no handler while the rank waits in the MPI library.
+    Without these marks torchmpirun could not detect whether Ctrl-C has reached the program, because Python runs no
+    handler while the rank waits in the MPI library.
     """
     interrupt, set_handler, process_id = signal.default_int_handler, signal.signal, os.getpid()
-    if signal.getsignal(signal.SIGINT) is not interrupt:  # SIGINT is ignored, or has another handler
+    if signal.getsignal(signal.SIGINT) is not interrupt:  # SIGINT is ignored or has another handler.
         return
 
     def leave_mark(signum: int, frame: FrameType | None) -> NoReturn:
-        if os.getpid() == process_id:  # a forked child is not the rank
+        if os.getpid() == process_id:  # A forked child is not the rank.
             exit_marks.leave(folder, f"heard-{rank}")
         interrupt(signum, frame)
 
@@ -332,14 +335,14 @@ def record_interrupts(folder: str, rank: int) -> None:
         return set_handler(signalnum, handler)
 
     set_handler(signal.SIGINT, leave_mark)
-    signal.default_int_handler = leave_mark  # asyncio compares the handler with this function
+    signal.default_int_handler = leave_mark  # asyncio compares the handler of SIGINT with this function.
     signal.signal = look_at_handler
 
 
 def run_and_end(options: argparse.Namespace, folder: str, rank: int) -> None:
     """Run the program, and end the job if it fails."""
     process_id, outlets, failure = os.getpid(), list[int](), None
-    with contextlib.suppress(OSError):  # it may be closed
+    with contextlib.suppress(OSError):  # Descriptor 2 may be closed.
         outlets.append(os.dup(2))
     try:
         record_interrupts(folder, rank)
@@ -348,7 +351,7 @@ def run_and_end(options: argparse.Namespace, folder: str, rank: int) -> None:
             outlets.insert(0, os.dup(2))
         run_program(options.program, as_module=options.as_module)
         if options.log_dir is not None and sys.stdout is not None and not sys.stdout.closed:
-            sys.stdout.flush()  # a full disk raises an error here; when Python exits it would give code 120
+            sys.stdout.flush()  # Let a full disk raise an error here: at Python's exit it only makes the code 120.
     except EndRequested as error:
         if options.ended is not None and rank == 0 and os.getpid() == process_id:
             options.ended.write_text(f"{exit_code(error)}\n")
@@ -356,7 +359,7 @@ def run_and_end(options: argparse.Namespace, folder: str, rank: int) -> None:
             raise
     except BaseException as error:
         code = exit_code(error)
-        if code == 0 or os.getpid() != process_id:  # a forked child is not the rank
+        if code == 0 or os.getpid() != process_id:  # A forked child is not the rank.
             raise
         failure = error
     if failure is None:
@@ -373,11 +376,12 @@ def main() -> None:
     transports.leave_tcp_out()
     if rank == 0:
         handed_input.take(folder)
-    if options.profile is not None:  # the package traces this rank from mpi.start() on
+    if options.profile is not None:  # mpi.start() starts a trace if TORCHMPI_PROFILE is set.
         os.environ["TORCHMPI_PROFILE"] = str(options.profile.absolute())
         os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
-    for stream in (sys.stdout, sys.stderr):  # write each line to mpirun's pipe whole and at once, also for python -u
-        if isinstance(stream, io.TextIOWrapper):  # not when it was closed
+    # Write each line to mpirun's pipe in one piece as soon as the line is complete, even with python -u.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # A stream is None if its descriptor was closed.
             stream.reconfigure(line_buffering=True, write_through=False)
     with exit_marks.running(folder, rank):
         run_and_end(options, folder, rank)
