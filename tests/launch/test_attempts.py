@@ -35,7 +35,10 @@ def make(*_):
 
 @pytest.mark.parametrize(
     ("before", "said"),
-    [(NO_FOLDER, "no folder for the job: No such file"), (NO_STARTER, "cannot start /etc/passwd: Permission denied")],
+    [
+        (NO_FOLDER, "cannot create a folder for the job: No such file"),
+        (NO_STARTER, "cannot start /etc/passwd: Permission denied"),
+    ],
 )
 def test_what_keeps_a_job_from_its_start_is_a_line(before, said):
     job = stand_in.run("", before=f"{before}\n{IN_MAIN}")
@@ -84,7 +87,7 @@ def test_a_signal_passed_on_that_ends_the_job_ends_it_for_good(starter, code):
     job = stand_in.run(starter, most=2)
     assert job.returncode == code
     told = re.findall(r"attempt . of 3 failed \(exit code \d+\)(.*)", job.stderr)
-    assert told == ["; not started again after signal 10, which was passed on"]
+    assert told == ["; not started again after signal 10 (passed to mpirun)"]
 
 
 def test_a_failure_long_after_a_signal_that_was_passed_on_is_like_any_other():
@@ -124,7 +127,7 @@ def make(folder, attempt, begin):
     starter = "import os, time; os.environ['TORCHMPIRUN_RESTART'] == '0' and exit(3); time.sleep(100)"
     job = stand_in.run(starter, most=99, before=before)
     assert job.returncode == 124
-    assert job.stderr.count("passed its limit of 200 s (--timeout)") == 1
+    assert job.stderr.count("exceeded its time limit of 200 s (--timeout)") == 1
     assert "attempt 1 of 100 failed" in job.stderr
 
 
@@ -172,7 +175,7 @@ os.kill(launcher, signal.SIGCONT)
 time.sleep({seconds})
 sys.exit({code})
 """
-ON = "; the others go on"
+ON = "; the other ranks continue"
 NOT_ELASTIC = {"elastic": False}
 
 

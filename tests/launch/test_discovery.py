@@ -25,7 +25,11 @@ def test_what_a_script_prints(monkeypatch, no_leftovers):
     left = discovery.ask("sleep 1000 & echo a:$!")[0].num_slots
     while not proc.is_gone(left):  # else for the time of the test
         time.sleep(0.01)
-    for script, why in ("exit 3", "exit code 3"), ("sleep 60", "no end after 1 s"), ("echo a:b", "'a:b' is not a host"):
+    for script, why in (
+        ("exit 3", "exit code 3"),
+        ("sleep 60", "it ran for more than 1 s"),
+        ("echo a:b", "'a:b' is not a host"),
+    ):
         with pytest.raises(LaunchError, match=f"--discover '{script}': {why}"):
             discovery.ask(script)
 
@@ -49,7 +53,7 @@ def test_a_change_of_hosts(before, found, now):
     job._found = parse_hosts(found) if found else ()
     hosts = parse_hosts(now) if now not in ("", "none") else ()
     numbers = sum(host.num_slots for host in hosts), job.spec.num_ranks
-    ranks = "({} rank{}, were {})".format(numbers[0], "s" * (numbers[0] != 1), numbers[1])
+    ranks = "({} rank{}, previously {})".format(numbers[0], "s" * (numbers[0] != 1), numbers[1])
     assert job.news() == (now and f"hosts are now {now} {ranks}: saving, and starting again")
 
 
@@ -188,7 +192,7 @@ def test_training_with_two_three_and_two_ranks(tmp_path):
     options = ["--elastic-restart", "1:3", "--discover", "cat hosts"]
     job = jobs.torchmpirun(*options, jobs.write(tmp_path, TRAIN), cwd=tmp_path)
     assert job.returncode == 0, job.stderr
-    changes = [("3", "3 ranks, were 2"), ("2", "2 ranks, were 3")]
+    changes = [("3", "3 ranks, previously 2"), ("2", "2 ranks, previously 3")]
     said = [f"hosts are now localhost:{slots} ({ranks}): saving, and starting again" for slots, ranks in changes]
     assert [line for line in job.stderr.splitlines() if "hosts" in line] == [f"torchmpirun: {line}" for line in said]
     rows = sorted(json.loads(line) for file in tmp_path.glob("*.used") for line in file.read_text().splitlines())

@@ -39,7 +39,7 @@ def test_the_time_limit_ends_the_grace(no_leftovers):
         assert job.stdout.readline() == "up\n"
         job.send_signal(signal.SIGTERM)
         _, said = job.communicate(timeout=200)
-    late = "torchmpirun: killed rank 0: not ended when the limit of 7 s passed (--timeout)\n"
+    late = "torchmpirun: killed rank 0: still running when the time limit of 7 s passed (--timeout)\n"
     assert (job.returncode, said) == (143, late)
 
 

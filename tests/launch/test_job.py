@@ -67,7 +67,7 @@ def test_a_rank_that_ends_by_os_exit_at_exit(program, no_leftovers):
 def test_time_limit(program, no_leftovers):
     job = jobs.torchmpirun("-n", 2, "--timeout", 2, program(MEET), HANG)
     assert job.returncode == 124
-    assert "torchmpirun: the job passed its limit of 2 s (--timeout)" in job.stderr.splitlines()
+    assert "torchmpirun: the job exceeded its time limit of 2 s (--timeout)" in job.stderr.splitlines()
 
 
 def test_a_full_disk(program, tmp_path, no_leftovers):

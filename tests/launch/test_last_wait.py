@@ -8,7 +8,7 @@ import pytest
 import stand_in
 from support import jobs
 
-AT_WORK = "; the job goes on"
+AT_WORK = "; the job continues"
 
 # In the launcher. Its starter has ranks run the program argv[3] on one of argv[4:] each, and then does argv[2].
 OPTIONS = """

@@ -131,7 +131,7 @@ def saved(folder, what="saved"):
 def test_each_rank_has_its_time_whatever_the_others_do(start, tmp_path):
     code, said = ended(start(3, 80, ONE_BY_ONE), signal.SIGTERM)
     assert (code, saved(tmp_path)) == (143, ["saved-0", "saved-1", "saved-2"]), said
-    passed_on = [line for line in said.splitlines() if "signal 15 was passed on; the ranks have" in line]
+    passed_on = [line for line in said.splitlines() if "signal 15 was passed to the ranks; they have" in line]
     assert said.splitlines() in (["the end"], ["the end", *passed_on], [*passed_on, "the end"])
 
 
@@ -155,7 +155,7 @@ def test_ranks_that_do_not_heed_it_are_not_waited_for(start, tmp_path, text, sig
 def test_ctrl_c_at_ranks_that_all_wait_in_mpi(start):
     code, said = ended(start(2, 1000, DEADLOCK), signal.SIGINT)
     assert code == 130
-    assert said.endswith("torchmpirun: killed all ranks: none of them answers Ctrl-C (waiting in MPI?)\n")
+    assert said.endswith("torchmpirun: killed all ranks: no rank reacted to Ctrl-C (probably waiting in MPI)\n")
 
 
 @jobs.needs_mpi
@@ -167,7 +167,7 @@ def test_the_grace_ends_and_a_second_signal_ends_it_at_once(start, tmp_path, gra
 
     code, said = ended(start(2, grace, NEVER), *[signal.SIGTERM] * (1 + (grace > 1)), before_next=have_all_heard)
     assert code == 143
-    assert ("torchmpirun: killed rank 0, 1: not ended 0.5 s after signal 15 (--grace)\n" in said) == (grace < 1)
+    assert ("torchmpirun: killed ranks 0, 1: still running 0.5 s after signal 15 (--grace)\n" in said) == (grace < 1)
     assert ("killed rank" in said) == (grace < 1)
 
 

@@ -1,10 +1,10 @@
-"""Attempts to run a job: repeated after a failure, or when its hosts have changed.
+"""Attempts to run a job, which are repeated after a failure or when the job's hosts have changed.
 
 A failed job may be started again. Each attempt is a new job with its own folder, and nothing of the earlier attempt
-remains. The program continues from its last checkpoint. To the program a restart looks like a start
-(TORCHMPIRUN_RESTART counts them). A job that was ended from outside, by a signal or by the time limit, is not started
-again. The time limit covers all attempts together. If a script names the hosts (`discovery`), a change of the hosts
-ends an attempt and starts the next one.
+remains. A restart is an ordinary start of the program, which continues from its last checkpoint. TORCHMPIRUN_RESTART is
+the number of restarts. A job that was ended by a signal or by the time limit is not started again. The time limit
+covers all attempts together. If a script lists the hosts (`discovery`), a change of the hosts ends an attempt and
+starts the next one.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ Waiter = Callable[[float, Signals], bool]
 
 
 def run(make: Maker, most: int, tail: Tail, wait: Waiter = lambda begin, signals: True) -> tuple[int, list[Job]]:
-    """Run the job of ``make(folder, attempt, begin)``, at most ``most`` times more; return the code and all attempts.
+    """Run a job, and restart it after a failure; return the exit code and the jobs of all attempts.
 
-    If an attempt of a minute or more is followed by one on other hosts, the count of failures starts again.
-    ``wait(begin, signals)`` is called before each attempt. If it returns False, the attempt is not made, and the exit
-    code is that of a timeout. Return when the reader of ``tail`` has read everything, or when the job was ended from
-    outside.
+    ``make(folder, attempt, begin)`` returns the job of an attempt. After a failure there are at most ``most`` more
+    attempts. If an attempt of a minute or more is followed by an attempt on other hosts, the count of failures starts
+    again at 0. ``wait(begin, signals)`` is called before each attempt. If it returns False, there is no attempt, and
+    the exit code is `TIMEOUT_CODE`. At the end, wait until the reader of ``tail`` has read all output, except after a
+    signal or the time limit.
     """
     cleanup.clear_abandoned()
     with Signals() as signals:
@@ -50,7 +51,7 @@ def _run_attempts(make: Maker, most: int, signals: Signals, tail: Tail, wait: Wa
         if attempts:
             terminal.rewind_input(place)
         is_ready, folder = wait(begin, signals), new_folder()
-        with Guardian(folder.name), folder:  # the guardian must outlive the folder
+        with Guardian(folder.name), folder:  # The guardian must remain until the folder is removed.
             job = make(Path(folder.name), len(attempts), begin)
             if attempts and attempts[-1].has_lasted and job.spec.hosts != attempts[-1].spec.hosts:
                 num_failures = 0
@@ -67,15 +68,15 @@ def _run_attempts(make: Maker, most: int, signals: Signals, tail: Tail, wait: Wa
         if code == 0 or job.was_ended or not _goes_on(job, code, num_failures, most, signals.cause(code)):
             return code, attempts
         num_failures += 1
-        if job.spec.discover:  # give the hosts time to recover
+        if job.spec.discover:  # Give the hosts time to recover.
             signals.wait(2.0 ** min(num_failures - 1, 6))
 
 
 def _goes_on(job: Job, code: int, attempt: int, most: int, signum: int) -> bool:
-    """Report why an attempt failed; return whether there is another attempt."""
+    """Print the reason why an attempt failed; return whether there will be another attempt."""
     if most:
         is_again = attempt < most and not signum
-        outcome = f"; not started again after signal {signum}, which was passed on" if signum and attempt < most else ""
+        outcome = f"; not started again after signal {signum} (passed to mpirun)" if signum and attempt < most else ""
         outcome = "; starting again" if is_again else outcome
         say(f"attempt {attempt + 1} of {most + 1} {job.verb} ({job.reason or f'exit code {code}'}){outcome}")
         return is_again

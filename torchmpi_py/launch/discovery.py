@@ -1,16 +1,17 @@
-"""Hosts that join and leave: a script prints the present hosts, and the job restarts when they change.
+"""Restart a job when hosts join or leave, according to a script that lists the available hosts.
 
-The script (``--discover``) is a shell command that prints one host per line, in any form of a hostfile. A thread runs
-it every few seconds. If a script fails or does not answer, nothing changes, and one line reports it. The job restarts
-in two cases: a host of its ranks is gone or has too few slots, or more ranks would fit, up to the MAX of
-``--elastic-restart``. The attempt is ended as by SIGTERM, so that the program saves.
+The script (``--discover``) is a shell command that prints one host per line, in any form that a hostfile may have. A
+thread runs the script every few seconds. If the script fails or does not end in time, torchmpirun prints one line, and
+the job continues. The job restarts in two cases. Either a host of its ranks is gone or has too few slots, or there are
+slots for more ranks, up to the MAX of ``--elastic-restart``. The attempt is ended as if by SIGTERM, so that the program
+can save its state.
 
-A wrong answer would end a good attempt. So an answer counts only if the script has given it twice in a row, because a
-file may be half written. And a host that is new to the job gets ranks only if it can be reached, because its sshd may
-not run yet.
+A wrong list of hosts would end a good attempt. So a list counts only if the script has printed it twice in a row: the
+script may, for example, read a file that is being written. A host that is new to the job gets ranks only if it can be
+reached, because its sshd may not run yet.
 
-The next attempt uses the hosts of the earlier one first, in their order. So rank 0 stays on its host while this host is
-present, and keeps a checkpoint folder that the hosts do not share.
+The next attempt uses the hosts of the last attempt first, in the same order. So rank 0 stays on its host while this
+host is available, and finds its checkpoint folder even if the hosts share no file system.
 """
 
 from __future__ import annotations
@@ -32,34 +33,34 @@ from torchmpi_py.launch.terminal import say
 
 _INTERVAL_SECONDS = 5.0
 _ANSWER_SECONDS = 30
-_WAIT_SECONDS = 600.0  # limit for enough hosts, in a job without --timeout
+_WAIT_SECONDS = 600.0  # limit for a wait for enough hosts, in a job without --timeout
 
 
 def ask(script: str) -> tuple[Host, ...]:
     """Return the hosts that the script prints.
 
-    Raise LaunchError if the script fails, does not end, or prints something else.
+    Raise LaunchError if the script fails, does not end in time, or prints a line that is not a host.
     """
-    # Use a file, because a process that the script leaves behind would keep a pipe open. The script's process group is
-    # killed.
+    # Read the output from a file, because a process that the script leaves behind would keep a pipe open. Kill such
+    # processes with the script's process group.
     with tempfile.TemporaryFile("w+", errors="replace") as out:
         words = ["timeout", "-s", "KILL", str(_ANSWER_SECONDS), "sh", "-c", script]
         null = subprocess.DEVNULL
         process = subprocess.Popen(words, stdin=null, stdout=out, stderr=null, start_new_session=True)
-        # the numbers of the process and its group remain reserved
+        # Wait without reaping the process, so that the IDs of the process and its group are not reused before the kill.
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
         out.seek(0)
         lines = [line.partition("#")[0].strip() for line in out]
     if code:
-        why = f"exit code {code}" if code > 0 else f"no end after {_ANSWER_SECONDS} s"
-        raise LaunchError(f"--discover {script!r}: {why}; run it by hand: it must print hosts and exit with code 0")
+        why = f"exit code {code}" if code > 0 else f"it ran for more than {_ANSWER_SECONDS} s"
+        raise LaunchError(f"--discover {script!r}: {why}; run it in a shell: it must print hosts and exit with code 0")
     return merge(parse_host(line, f"--discover {script!r}") for line in lines if line)
 
 
 def chosen(spec: JobSpec, present_hosts: tuple[Host, ...]) -> JobSpec:
-    """Return the job on these hosts: its present hosts first, and no more slots than it may have ranks."""
+    """Return the job with as many of these hosts as it can use: its current hosts first, and at most MAX slots."""
     names, num_free, hosts = [host.name for host in spec.hosts], spec.elastic_restart[1], []
     for host in sorted(present_hosts, key=lambda host: names.index(host.name) if host.name in names else len(names)):
         if num_free:
@@ -69,31 +70,35 @@ def chosen(spec: JobSpec, present_hosts: tuple[Host, ...]) -> JobSpec:
 
 
 def first(spec: JobSpec, *, waits: bool) -> JobSpec:
-    """Return the job on the hosts that its script now names, or the job itself without a script.
+    """Return the job with the hosts that its script lists; without a script, return the job unchanged.
 
-    Raise LaunchError if the script fails, or if it names too few hosts for a job that does not wait for more.
+    Raise LaunchError if the script fails, or if it lists too few hosts and the caller does not wait for more
+    (``waits``).
     """
     if not spec.discover:
         return spec
     spec, least = chosen(spec, ask(spec.discover)), spec.elastic_restart[0]
     if spec.num_ranks < least and not waits:
-        raise LaunchError(f"--discover: {_shortage(spec)}; let it name more (only the start of a job waits for hosts)")
+        raise LaunchError(f"--discover: {_shortage(spec)}; add hosts (only the start of a job waits for more hosts)")
     return spec
 
 
 def _shortage(now: JobSpec) -> str:
     least, count = now.elastic_restart[0], now.num_ranks
-    return f"{now.discover!r} names {count} slot{'s' * (count != 1)}, but --elastic-restart needs at least {least}"
+    return f"{now.discover!r} lists {count} slot{'s' * (count != 1)}, but --elastic-restart needs at least {least}"
 
 
 class Discovery:
-    """The job on the hosts of its present attempt; within ``with`` a thread runs the script, if there is one."""
+    """The job with the hosts of its current attempt.
+
+    If the job has a script, a thread runs the script repeatedly within the ``with`` block.
+    """
 
     def __init__(self, spec: JobSpec) -> None:
         self.spec, self._found = spec, spec.hosts
         self._has_begun = self._has_failed = False
         self._said, self._unfit = "", set[str]()
-        self._last: tuple[Host, ...] | None = None  # the last answer; None if the script failed
+        self._last: tuple[Host, ...] | None = None  # the last list of hosts; None if the script failed
         self._ended, self._lock = threading.Event(), threading.Lock()
 
     def __enter__(self) -> Discovery:
@@ -109,8 +114,11 @@ class Discovery:
             self._ask()
 
     def _ask(self, *, at_once: bool = False) -> None:
-        """Run the script. An answer counts if it is given twice in a row, or ``at_once`` unless it is empty."""
-        with self._lock:  # so that an older answer does not replace a newer one
+        """Run the script, and accept its list of hosts if the last run printed the same list.
+
+        With ``at_once``, accept the first list unless it is empty.
+        """
+        with self._lock:  # One thread runs the script at a time, so that an older list does not replace a newer one.
             last, self._last = self._last, None
             try:
                 self._last = ask(self.spec.discover)
@@ -119,13 +127,13 @@ class Discovery:
                 self._has_failed = False
             except (LaunchError, OSError) as error:
                 if not self._has_failed:
-                    say(f"{error}; using its last answer until it works again")
+                    say(f"{error}; using the last list of hosts until the script works again")
                 self._has_failed = True
 
     def _answering(self, present_hosts: tuple[Host, ...]) -> tuple[Host, ...]:
-        """Return the hosts without new hosts that cannot run the job.
+        """Return the hosts, except new hosts that cannot be reached or cannot run the job.
 
-        No host is checked if no new host would get ranks.
+        If no new host would get ranks, return all hosts without a check.
         """
         present, now = {host.name for host in self.spec.hosts}, chosen(self.spec, present_hosts)
         if present.issuperset(host.name for host in now.hosts):
@@ -134,19 +142,19 @@ class Discovery:
         problems = host_check.check(new, host_facts.WITHOUT_DOCTOR).problems
         unfit = {line.partition(": ")[0]: line for line in problems}
         for name in unfit.keys() - self._unfit:
-            say(f"not used until it can be reached and run the job: {unfit[name]}")
+            say(f"this host is not used until it can be reached and can run the job: {unfit[name]}")
         self._unfit |= unfit.keys()
         return tuple(host for host in present_hosts if host.name not in unfit)
 
     def _change_to(self, now: JobSpec) -> str:
-        ranks = f"({now.num_ranks} rank{'s' * (now.num_ranks != 1)}, were {self.spec.num_ranks})"
+        ranks = f"({now.num_ranks} rank{'s' * (now.num_ranks != 1)}, previously {self.spec.num_ranks})"
         return f"hosts are now {','.join(map(str, now.hosts)) or 'none'} {ranks}"
 
     def news(self) -> str:
-        """Return why the attempt must end and another one start; empty if it should go on."""
+        """Return the reason why the job must be restarted on other hosts; empty if the attempt should continue."""
         if not self.spec.discover:
             return ""
-        present_hosts = self._found  # read it once, because the other thread may replace it
+        present_hosts = self._found  # Read the attribute once, because the other thread may replace it.
         now, slots = chosen(self.spec, present_hosts), {host.name: host.num_slots for host in present_hosts}
         is_lost = any(slots.get(host.name, 0) < host.num_slots for host in self.spec.hosts)
         if now.num_ranks <= self.spec.num_ranks and not is_lost:
@@ -155,14 +163,14 @@ class Discovery:
         return f"{self._said}: saving, and starting again"
 
     def wait(self, begin: float, signals: Signals) -> bool:
-        """Before an attempt, wait for enough hosts or a signal; return False if the hosts stay too few."""
+        """Before an attempt, wait for enough hosts or for a signal; return False if there are too few hosts in time."""
         if not self.spec.discover:
             return True
         limit = _WAIT_SECONDS if self.spec.timeout is None else begin + self.spec.timeout - time.monotonic()
         if limit <= 0:
-            say(f"the limit of {self.spec.timeout:g} s has passed (--timeout): not starting another attempt")
+            say(f"the time limit of {self.spec.timeout:g} s has passed (--timeout): not starting another attempt")
             return False
-        if self._has_begun:  # the first attempt uses the answer of `first`
+        if self._has_begun:  # The first attempt uses the hosts from `first`.
             asking = threading.Thread(target=self._ask, kwargs={"at_once": True}, daemon=True)
             asking.start()
             signals.wait(_WAIT_SECONDS, lambda: not asking.is_alive())
@@ -172,10 +180,10 @@ class Discovery:
             signals.wait(limit, lambda: chosen(self.spec, self._found).num_ranks >= least)
             now = chosen(self.spec, self._found)
         if now.num_ranks < least and not signals.ending:
-            say(f"not enough hosts after {limit:.0f} s: {_shortage(now)}; start the job again when more are there")
+            say(f"not enough hosts after {limit:.0f} s: {_shortage(now)}; start the job again with more hosts")
             return False
         if now.hosts != self.spec.hosts and (text := self._change_to(now)) != self._said:
             say(text)
         self.spec = now
-        signals.pass_on()  # new ranks have no handler yet, so a pending signal would kill them: drop it
+        signals.pass_on()  # Drop pending signals, which would kill new ranks because they have no handlers yet.
         return True

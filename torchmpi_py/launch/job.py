@@ -1,28 +1,30 @@
-"""Run mpirun as a job that ends: in order, by a signal, by its time limit, or because a rank failed.
+"""Run mpirun as a job, and make sure that the job ends: normally, by a signal, by its time limit, or after a failure.
 
 "mpirun" here means the launcher of the MPI in use: mpirun, mpiexec or srun.
 
 The job has a folder, whose path is in TORCHMPIRUN_JOB_DIR. Every process with this path in its environment belongs to
-the job, even in a new session or under a new parent. So ending the job ends all of its processes and no others. Process
-groups would not do, because mpirun and programs create sessions of their own. Ranks leave marks in the folder: that
-they run, and how they failed (`exit_marks`).
+the job, even in a new session or under a new parent. So torchmpirun can end exactly the processes of the job. Process
+groups would not suffice, because mpirun and programs create new sessions. Marks in the folder show which ranks run, and
+how they failed (`exit_marks`).
 
-A signal that asks the job to end is sent to the ranks that have a handler for it. They have ``--grace`` seconds to end.
-A second Ctrl-C or the time limit cuts this time short (`signals`). Then mpirun gets the signal and has `GRACE_SECONDS`
-to end the ranks in its own way, also on other hosts; a second Ctrl-C cuts this time short too. Whatever is left on this
-host is then killed. Slurm's srun needs signals of its own (`stop_signals`), each with its own grace period, because a
-killed srun would leave the ranks on other hosts running.
+A signal that requests the end of the job is first sent to the ranks that have a handler for it. They have ``--grace``
+seconds to end. Then mpirun gets the signal, and has `GRACE_SECONDS` to end the ranks on all hosts. A second Ctrl-C cuts
+both times short, and the time limit cuts the first one short (`signals`). After that, the remaining processes on this
+host are killed. Slurm's srun needs other signals (`stop_signals`), each with a grace period, because a killed srun
+would leave the ranks on other hosts running.
 
-There are several detectors of a death, because each serves a case that the others miss:
+A death can be detected in several places, because each place covers a case that the other places miss:
 
-- mpirun ends the other ranks, also on other hosts. But MPICH's does not notice a rank that dies before MPI runs, and
-  Open MPI's lets an elastic job go on.
-- `deaths` sees each death on this host, names the first one, and has the job ended if mpirun does not end it.
-- The ranks watch each other (`watch.watchdog`). They report in which operation a rank died. They also end a job in
-  which mpirun sees another process in a rank's place, such as a shell.
-- `last_wait` sees ranks that hang after their program, and an mpirun that hangs after the ranks.
+- mpirun detects a death and ends the other ranks, also on other hosts. But MPICH's mpirun does not detect a rank that
+  dies before MPI runs, and Open MPI's mpirun lets an elastic job continue.
+- `deaths` detects every death on this host and the order of the deaths. The job is ended here if mpirun does not end
+  it.
+- The ranks watch each other (`watch.watchdog`), and report the operation in which a rank died. They also end the job if
+  mpirun cannot see the death, because it has started another process, such as a shell, that has started the rank.
+- `last_wait` detects ranks that hang after the end of their program, and an mpirun that hangs after the end of all
+  ranks.
 
-In an elastic job a death is reported, and the job goes on to its last rank.
+In an elastic job a death is reported, and the job continues until its last rank has ended.
 """
 
 from __future__ import annotations
@@ -52,28 +54,28 @@ from torchmpi_py.launch.signals import ForwardedSignal, Signals
 from torchmpi_py.launch.starter_report import StarterReport
 from torchmpi_py.launch.terminal import say
 
-FAILURE_GRACE_SECONDS = 3.5  # seconds for the MPI to end the other ranks after a rank has failed
-TRACE_SECONDS = 30.0  # seconds for the failed rank to write its trace before that
-TIMEOUT_CODE = 124  # the code that timeout(1) uses
-ROOM_REMEDY = "free space there, or set TMPDIR to another folder"
-STARTING_SECONDS = 60.0  # a job that fails within this time may not have started on all hosts
+FAILURE_GRACE_SECONDS = 3.5  # Time for the MPI to end the other ranks after a rank has failed.
+TRACE_SECONDS = 30.0  # Additional time for the failed rank to write its trace.
+TIMEOUT_CODE = 124  # The exit code that timeout(1) uses.
+ROOM_REMEDY = "free space in TMPDIR, or set TMPDIR to another folder"
+STARTING_SECONDS = 60.0  # A job that fails within this time may not have started on all hosts.
 _POLL_SECONDS = 0.05
-_OUTPUT_SECONDS = 0.2  # mpirun may still have to read what the ranks have written
-# If the ranks take longer than this to end after a signal, a line says that torchmpirun waits.
+_OUTPUT_SECONDS = 0.2  # Time for mpirun to read and print the last output of the ranks.
+# If the ranks take longer than this to end after a signal, torchmpirun prints a line that it waits for them.
 _QUIET_SECONDS = 2.0
 
-# Look the function up here, because a child that was forked beside other threads must not load anything.
+# Look up the function here, because a child that is forked in a process with several threads must not load libraries.
 _prctl: Any = getattr(ctypes.CDLL(None), "prctl", None)
 
 
 def die_with_parent() -> None:
-    """Have the kernel end this new mpirun if torchmpirun is killed; called before the exec."""
+    """Make the kernel send SIGTERM to this process when torchmpirun dies; call this before the exec of mpirun."""
     _prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
 
 
 @contextlib.contextmanager
 def refusing(subject: str, remedy: str) -> Iterator[None]:
-    """Turn an OSError within the block into a LaunchError, because the job cannot start."""
+    """Raise LaunchError with ``subject`` and ``remedy`` if the block raises an OSError."""
     try:
         yield
     except OSError as error:
@@ -81,30 +83,30 @@ def refusing(subject: str, remedy: str) -> Iterator[None]:
 
 
 def new_folder() -> tempfile.TemporaryDirectory[str]:
-    """Create a folder for the marks of a job. Raise LaunchError if none can be created."""
-    with refusing("no folder for the job", ROOM_REMEDY):
+    """Create a folder for the marks of a job. Raise LaunchError if it cannot be created."""
+    with refusing("cannot create a folder for the job", ROOM_REMEDY):
         return tempfile.TemporaryDirectory(prefix=cleanup.FOLDER_PREFIX, ignore_cleanup_errors=True)
 
 
 @dataclass
 class Job:
-    """One run of mpirun and of everything that it starts."""
+    """One run of mpirun and of all processes that mpirun starts."""
 
     command: StarterCommand
     spec: JobSpec
     folder: Path
     begin: float = field(default_factory=time.monotonic)  # start of the first attempt
-    reason: str = ""  # why the job failed
-    verb: str = "failed"  # what happened to the job, for a message
+    reason: str = ""  # Reason for the failure of the job.
+    verb: str = "failed"  # The predicate of a message about the end of the job.
     has_run: bool = False
-    may_lack_something: bool = False  # The start failed, and no rank of this host reported why.
-    was_ended: bool = False  # A signal or the time limit ended the job.
+    may_lack_something: bool = False  # The start failed, and no rank of this host reported a failure.
+    was_ended: bool = False  # The job must not be restarted, for example because a signal or the time limit ended it.
     has_lasted: bool = False  # The job ran for longer than a failing start takes.
     starts_again: bool = False  # The job was ended because its hosts have changed.
     signals: Signals = field(default_factory=Signals)
-    news: Callable[[], str] = lambda: ""  # Why the job must end and start again. Empty if it should go on.
-    _deaths: list[Death] = field(default_factory=list)  # The first death. In an elastic job every death.
-    _failed_since: float = 0.0  # When a failed or dead rank was first seen; 0 if there is none.
+    news: Callable[[], str] = lambda: ""  # Returns the reason for a restart, or "" if the job should continue.
+    _deaths: list[Death] = field(default_factory=list)  # The first death. In an elastic job, all deaths.
+    _failed_since: float = 0.0  # Time at which the first failed or dead rank was seen. 0 if there is none.
     _is_ending: bool = False
     _was_explained: bool = False
 
@@ -115,18 +117,21 @@ class Job:
 
     @property
     def is_late(self) -> bool:
-        """Return whether the time limit has passed."""
+        """Whether the time limit has passed."""
         return self.spec.timeout is not None and time.monotonic() - self.begin > self.spec.timeout
 
     @property
     def _sees_all(self) -> bool:
-        """Return whether no rank of the job can be on another host, or every rank has been on this one."""
+        """Whether all ranks of the job run on this host.
+
+        True if every rank has started here, or if the user has set at most one host and no options of mpirun.
+        """
         return self._lookout.sees_all or not (len(self.spec.hosts) > 1 or self.spec.mpi_args)
 
     def _has_explained(self) -> bool:
-        """Return whether a rank has reported why it fails.
+        """Return whether a rank has recorded a failure, and so has printed its cause.
 
-        The thread that shows the output calls this, possibly while the folder is being removed.
+        The thread that prints the output calls this method, possibly while the folder is being removed.
         """
         try:
             self._was_explained = self._was_explained or bool(exit_marks.failures(self.folder))
@@ -135,17 +140,17 @@ class Job:
         return self._was_explained
 
     def run(self) -> int:
-        """Start the job, wait for it, and clean up; return its exit code."""
+        """Start the job, wait for its end, and clean up; return the exit code of the job."""
         self.has_run, started = True, time.monotonic()
         stderr = terminal.relay(self._notices)
         self._remains.describe()
-        # mpirun gets a session of its own. A Ctrl-C then reaches the job once, through torchmpirun, and not also from
-        # the terminal.
+        # Start mpirun in a new session. Otherwise a Ctrl-C would reach the job twice: from the terminal, and from
+        # torchmpirun.
         if self.command.hostfile:
             path = self.folder / "hostfile"
             with refusing(f"cannot write {path}", ROOM_REMEDY):
                 path.write_text(self.command.hostfile)
-        with refusing(f"cannot start {self.command.words[0]}", "try it by hand"):
+        with refusing(f"cannot start {self.command.words[0]}", "run this program directly to find the cause"):
             if self.command.hands_input:
                 handed_input.offer(self.folder)
             self.process = subprocess.Popen(
@@ -172,36 +177,36 @@ class Job:
             self._lookout.close()
 
     def _wait(self) -> int:
-        """Watch the job until it has ended or must be ended; return its exit code."""
+        """Watch the job until it has ended or must be ended; return the exit code of the job."""
         look, interval, news = time.monotonic(), 0.1, ""
         while self._running():
             now = time.monotonic()
             if self.signals.ending or (news := self._change()):
                 break
             if self.is_late:
-                self.reason = f"the job passed its limit of {self.spec.timeout:g} s (--timeout)"
+                self.reason = f"the job exceeded its time limit of {self.spec.timeout:g} s (--timeout)"
                 say(self.reason)
                 self.was_ended = True
                 self._end(signal.SIGTERM)
                 return TIMEOUT_CODE
-            # End the job if a rank failed or all ranks left, but mpirun does not end it; or if the ranks hang at their
-            # end.
+            # End the job in three cases. A rank has failed, but mpirun does not end the job. All ranks have ended, but
+            # mpirun has not. The ranks hang after the end of their program.
             failed_seconds = self._failed_for()
             hang = "" if failed_seconds else self._last_wait.look()
             if failed_seconds > self._failure_grace or self._last_wait.is_starter_alone or hang:
                 self._end(signal.SIGTERM, None if self.spec.vendor.stop_signals else FAILURE_GRACE_SECONDS)
             if hang:
-                self.reason, self.was_ended = hang, True  # a restart would repeat a finished program
+                self.reason, self.was_ended = hang, True  # A restart would repeat a program that has finished.
                 say(hang)
-                return 1  # the same code as after the timeout of a rank's watchdog
-            if now > look:  # look often until MPI runs, and rarely afterwards
+                return 1  # This is also the exit code after the timeout of a rank's watchdog.
+            if now > look:  # Search for shared memory often until there is some, and rarely afterwards.
                 self._remains.look()
                 interval = 5.0 if self._remains.shared_memory else min(5.0, 1.2 * interval)
                 look = now + interval
         if self.signals.ending or news:
             return self._stop(news)
-        # mpirun has ended, but the ranks that it killed may still be ending.
-        until = time.monotonic() + _OUTPUT_SECONDS  # MPICH's mpirun does not wait for the ranks that it has killed
+        # mpirun has ended, but ranks may still be ending, because MPICH's mpirun does not wait for ranks that it kills.
+        until = time.monotonic() + _OUTPUT_SECONDS
         self._look_for_deaths(0.0)
         while self._lookout.is_holding or (self._lookout.living and time.monotonic() < until):
             time.sleep(_POLL_SECONDS)
@@ -212,59 +217,59 @@ class Job:
         return code
 
     def _stop(self, news: str) -> int:
-        """End the job because of a signal, or as by SIGTERM because of ``news``; return its exit code."""
+        """End the job because of a signal, or with SIGTERM because of ``news``; return the exit code of the job."""
         signum = self.signals.ending[0] if self.signals.ending else signal.SIGTERM
         if news:
             say(news)
         else:
             self.was_ended, self.reason = True, f"the job was ended by signal {signum}"
         self._give_time(signum)
-        self.starts_again = bool(news)  # whatever the exit code: a program that has saved may end with 0
+        self.starts_again = bool(news)  # Do not test the exit code: a program that has saved its state may end with 0.
         self._end(signum)
         return 128 + signum
 
     def _change(self) -> str:
-        """Return why the job must end and start again.
+        """Return the reason for a restart of the job.
 
-        The result is empty if the job should go on, or if the programs of its ranks are over.
+        The result is empty if the job should continue, or if the programs of its ranks have returned.
         """
         news = self.news()
         return "" if news and next(self.folder.glob("through-*"), None) and not self._left() else news
 
     def _running(self) -> bool:
-        """Handle signals and deaths for a moment; return whether mpirun still runs."""
+        """Handle signals and deaths for at most ``_POLL_SECONDS``; return whether mpirun is still running."""
         self.signals.look_at_parent()
         self.signals.pass_on(self.process)
         self._look_for_deaths(_POLL_SECONDS)
         return self.process.poll() is None
 
     def _look_for_deaths(self, seconds: float) -> None:
-        """Record the deaths since the last call, unless the job is being ended."""
+        """Wait at most ``seconds`` for deaths, and record them unless the job is being ended."""
         deaths = self._lookout.wait(seconds)
         if deaths and not (self.signals.ending or self._is_ending):
             self.record_deaths(deaths)
 
     def record_deaths(self, deaths: list[Death]) -> None:
-        """Record the deaths that may explain why the job fails.
+        """Record the deaths that may explain the failure of the job.
 
-        Deaths that the MPI or a failing rank caused are left out.
+        Deaths that the MPI or a failing rank caused are not recorded.
         """
-        self._remains.look()  # the other ranks map the shared memory that the dead rank had
+        self._remains.look()  # The other ranks still map the shared memory of the dead rank.
         if self._deaths and not self.spec.elastic:
             return
-        # A death counts only if it began before every failure, because a failing rank has the MPI end the others.
+        # A death counts only if it began before every failure, because a failing rank makes the MPI kill other ranks.
         failed = [failure.rank for failure in exit_marks.failures(self.folder)]
-        deaths = deaths + self._lookout.wait(0.0)  # also read the deaths that these failures caused meanwhile
+        deaths = deaths + self._lookout.wait(0.0)  # Add the deaths that these failures may have caused since.
         deaths = [death for death in deaths if all(death.began < self._lookout.began(rank) < inf for rank in failed)]
         if deaths and not self.spec.elastic:
             self._deaths = deaths[:1] if deaths[0].began < inf else deaths
             return
         self._deaths += deaths
         for death in deaths:
-            say(f"{death.name} {death.explain()}{'; the others go on' if death.num_left else ''}")
+            say(f"{death.name} {death.explain()}{'; the other ranks continue' if death.num_left else ''}")
 
     def _give_time(self, signum: int) -> None:
-        """Pass the signal on to ranks that have a handler; return when they have ended or their time is over."""
+        """Send the signal to the ranks that have a handler, and wait until these ranks end or their time is over."""
         forwarded = ForwardedSignal(self._remains, signum)
         if not forwarded.ranks or not self.spec.grace:
             return
@@ -278,23 +283,23 @@ class Job:
                     say(forwarded.reason)
                 if len(forwarded.ranks) == self.spec.num_ranks:
                     time.sleep(_OUTPUT_SECONDS)
-                    self._remains.kill(self.process.wait)  # the kill keeps mpirun from printing a report of these ends
+                    self._remains.kill(self.process.wait)  # Without this kill, mpirun would print an error report.
                 return
             if seconds > self.spec.grace or self.is_late:
                 ranks = ", ".join(map(str, sorted(forwarded.unfinished())))
                 when = f"{self.spec.grace:g} s after signal {signum} (--grace)"
                 if self.is_late:
-                    when = f"when the limit of {self.spec.timeout:g} s passed (--timeout)"
-                say(f"killed rank {ranks}: not ended {when}")
+                    when = f"when the time limit of {self.spec.timeout:g} s passed (--timeout)"
+                say(f"killed rank{'s' * (',' in ranks)} {ranks}: still running {when}")
                 return
             if is_quiet and seconds > _QUIET_SECONDS:
                 is_quiet = False
                 rest = self.spec.grace - seconds
-                say(f"signal {signum} was passed on; the ranks have {rest:.0f} s more to end, or until the next signal")
+                say(f"signal {signum} was passed to the ranks; they have {rest:.0f} s to end, or until the next signal")
 
     def _end(self, signum: int, grace_seconds: float | None = None) -> None:
-        """Send mpirun the signal, wait, then kill what is left of the job on this host."""
-        self._is_ending = True  # a rank that dies from now on was ended with the job
+        """Send the signal to mpirun, wait for its end, then kill the remaining processes of the job on this host."""
+        self._is_ending = True  # From now on, a dead rank is not a cause but a result of the end of the job.
         self._remains.look()
         for stop_signal in self.spec.vendor.stop_signals or (signum,):
             num_signals = len(self.signals.ending)
@@ -305,9 +310,9 @@ class Job:
         self._remains.kill(self.process.wait)
 
     def _failed_for(self) -> float:
-        """Return the seconds since a failed or dead rank was first seen.
+        """Return the seconds since the first failed or dead rank was seen; 0 if there is none.
 
-        The time in a failed rank's mark cannot be used, because it comes from a different clock.
+        The time in a failed rank's mark cannot be used, because it is not a monotonic time.
         """
         has_died = not self.spec.elastic and any(death.status != 0 for death in self._deaths)
         if not (has_died or exit_marks.failures(self.folder)):
@@ -318,16 +323,16 @@ class Job:
     def _exit_code(self) -> int:
         """Return the exit code of the job, and set `reason`.
 
-        It is the code of the first rank that died; in an elastic job, of the first that failed. Otherwise it is
-        mpirun's own code, in the form that a shell uses.
+        The exit code is the code of the first rank that died or failed, or of the first rank that failed in an elastic
+        job. Without such a rank, it is mpirun's exit code, in the form that a shell uses.
         """
-        # If torchmpirun has ended mpirun, mpirun's own code says only that.
+        # If torchmpirun has ended mpirun, mpirun's exit code shows nothing else, so use the codes of the ranks.
         own = max(self._lookout.codes_in_order, default=0) if self._is_ending else self.process.returncode
         code = 128 - own if own < 0 else int(own)
         failures = exit_marks.failures(self.folder)
         if not failures and (agreed_code := exit_marks.code_of_end(self.folder)):
-            # The ranks received a request to end, but torchmpirun did not: a host may be about to leave.
-            self.verb, self.was_ended = "ended, as its ranks were asked to", not self.spec.discover
+            # The ranks received a request to end, but torchmpirun did not. A host may be about to leave the job.
+            self.verb, self.was_ended = "ended, because its ranks received a request to end", not self.spec.discover
             return agreed_code
         report = self._starter_report(code)
         if report and not self._lookout.has(report.rank) and all(each.report for each in failures):
@@ -342,7 +347,7 @@ class Job:
             code = code or self._deaths[-1].code()
         if not (unfinished := self._left()) and self.spec.elastic and code == 0 and not failures:
             return 0
-        among = "" if self._sees_all or report else ", unless a rank of another host failed before"
+        among = "" if self._sees_all or report else ", unless a rank of another host failed earlier"
         reasons = [f"{death.name} {death.explain(0 if self.spec.elastic else code)}{among}" for death in self._deaths]
         if self._deaths and not self.spec.elastic:
             code = min(self._deaths, key=lambda death: death.status in BY_STARTER).code(code)
@@ -352,23 +357,29 @@ class Job:
         elif unfinished and code == 0:
             code = 1
             ranks = f"rank{'s' * (len(unfinished) > 1)} {', '.join(map(str, unfinished))}"
-            lost = "a lost host" if len(self.spec.hosts) > 1 else "mpirun has left them"
-            why = lost if self.spec.elastic else "os._exit on a rank"
-            reasons.append(f"{ranks} did not reach the end of the program, though the MPI reports success ({why}?)")
+            lost = "was a host lost" if len(self.spec.hosts) > 1 else "did mpirun end before the ranks"
+            why = lost if self.spec.elastic else "did a rank call os._exit"
+            reasons.append(f"{ranks} did not reach the end of the program, but the MPI reports success ({why}?)")
         elif not (reasons or self._sees_all):
             reasons.append(unknown)
         self.reason = "; ".join(reasons) if code else ""
         return code
 
     def _starter_report(self, code: int) -> StarterReport | None:
-        """Return what mpirun printed about the first rank that ended; None if this host sees every rank."""
+        """Return mpirun's report about the first rank that ended, or None.
+
+        There is no report if all ranks run on this host, in an elastic job, or if torchmpirun ends the job.
+        """
         if self._sees_all or self.spec.elastic or self._is_ending:
             return None
         terminal.catch_up()
         return starter_report.find(self.spec.vendor, self._notices.seen.decode(errors="replace"), code)
 
     def _explain_failure(self, failure: exit_marks.Failure, *, is_first: bool) -> str:
-        """Return which rank failed, or its report about a different rank because of which it ended the job."""
+        """Return a message about a failed rank.
+
+        If the rank ended the job because of a problem on another rank, the message is about this problem.
+        """
         log = (
             "" if self.spec.log_dir is None else f"; its output is in {self.spec.log_dir / f'rank-{failure.rank}.log'}"
         )
@@ -380,11 +391,11 @@ class Job:
         return f"rank {failure.rank} failed {when}, with exit code {failure.code}{log}"
 
     def _left(self) -> list[int]:
-        """Return the ranks that left in the middle of the program.
+        """Return the ranks that have not reached the end of the program.
 
-        os._exit(0) after the program counts as an end in order. In an elastic job the result is the ranks that still
-        run without their mpirun. Dead ranks are left out. Ranks of other hosts that share the folder are left out too,
-        because their state is unknown.
+        A rank that calls os._exit(0) after the program has returned is not included. In an elastic job, the result
+        contains the ranks that still run although mpirun has ended. It does not contain dead ranks, and no ranks of
+        other hosts that share the folder, because their state is unknown.
         """
         running, died = exit_marks.ranks_running(self.folder), {death.rank for death in self._deaths if death.status}
         if self.spec.elastic:

@@ -1,20 +1,20 @@
-"""The end of a job: find ranks that hang after their program, and an mpirun that hangs after the ranks.
+"""Detection of ranks that hang after the end of their program, and of an mpirun that hangs after the end of all ranks.
 
 The watchdog of a rank stops in ``mpi.stop()``. Four later steps may still hang: the last part of ``mpi.stop()``,
-MPI_Finalize (which waits for all ranks), the shutdown of Python, and mpirun. But a program may also work for as long as
-it likes after ``mpi.stop()`` or after its last line, in a thread or in an atexit function. The other ranks then wait
-for it in MPI_Finalize, and ending the job would lose that work.
+MPI_Finalize (which waits for all ranks), the shutdown of Python, and mpirun. But a program may also work for any time
+after ``mpi.stop()`` or after its last line, in a thread or in an atexit function. The other ranks then wait in
+MPI_Finalize, and ending the job would lose that work.
 
-So each rank leaves a mark while it waits (`exit_marks.record_stage`). The job is ended only if *every* rank waits or is
-stopped by a signal, and nothing has changed until the timeout in the marks. If a rank is elsewhere, or on another host
-where it cannot be seen, one line names the waiting ranks, and the job goes on. A program that never calls
-``mpi.stop()`` leaves no mark and has no timeout.
+So each rank writes a mark while it waits (`exit_marks.record_stage`). The job is ended only if *every* rank waits or is
+stopped by a signal, and if nothing changes until the timeout in the marks. If a rank is in its program, or on another
+host where its state is unknown, torchmpirun prints one line about the waiting ranks, and the job continues. A program
+that never calls ``mpi.stop()`` writes no mark and has no timeout.
 
-Once all ranks have ended, only mpirun is left. It needs no more time than it takes to pass their output on. It also
-waits for processes that a rank has started and left behind, because they may write; then mpirun is not ended.
+After the end of all ranks, mpirun needs only the time to print their output. It also waits for processes that a rank
+has started and left behind, because they may still write output. Then mpirun is not ended.
 
-The clock stops while torchmpirun's own output cannot be written, for example because a pager has paused. Then
-mpirun, or a rank that flushes its output as it ends, waits for the reader.
+The time does not count while the output of torchmpirun cannot be written, for example because a pager has paused. In
+this case mpirun, or a rank that flushes its output at its end, waits for the reader.
 """
 
 import os
@@ -29,15 +29,18 @@ from torchmpi_py.launch.exit_marks import Stage
 from torchmpi_py.launch.signals import num_written
 from torchmpi_py.launch.terminal import say
 
-# Wait longer than the timeout, because a busy host is slow, and a watchdog that still runs should report first.
+# Wait for this time after the timeout, because a busy host is slow, and a running watchdog should report first.
 LATER_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
 _MOST_NAMED = 8
-_LIMIT = "TORCHMPI_DEADLINE sets the limit, 0: no limit"
+_LIMIT = "TORCHMPI_DEADLINE sets the limit, 0 for no limit"
 
 
 class LastWait:
-    """Find what keeps a job from ending; ``is_starter_alone``: all ranks have ended, but mpirun has not."""
+    """Detector of ranks or an mpirun that hang at the end of a job.
+
+    ``is_starter_alone`` is True if all ranks have ended, but mpirun hangs.
+    """
 
     def __init__(self, lookout: Lookout, remains: Remains) -> None:
         self._lookout, self._remains = lookout, remains
@@ -45,7 +48,7 @@ class LastWait:
         self.is_starter_alone = False
 
     def look(self) -> str:
-        """Look again; return why the job must be ended if its ranks hang, else ""."""
+        """Examine the job; return the reason for ending it if its ranks hang, else ""."""
         if (passed := time.monotonic() - self._before) < _LOOK_SECONDS:
             return ""
         living, is_deserted = self._lookout.living, self._lookout.is_deserted
@@ -54,7 +57,8 @@ class LastWait:
         }
         has_room = len(select.select([], [1, 2], [], 0)[1]) == 2
         state = (stages, is_deserted, stages or num_written(self._remains.starter)) if has_room else object()
-        before = self._seconds  # a job that was stopped as a whole has not used up its time
+        # Limit each step, because a pause of the whole job and torchmpirun does not count as waiting.
+        before = self._seconds
         self._seconds = before + min(passed, 2 * _LOOK_SECONDS) if state == self._state else 0.0
         self._before, self._state = self._before + passed, state
         limits = [0.0] * is_deserted + [stage.seconds or inf for stage in stages.values() if stage.call]
@@ -69,22 +73,22 @@ class LastWait:
         return self._judge(stages, living)
 
     def _has_orphans(self) -> bool:
-        """Return whether the job has a process whose parent is gone, for example a rank's child."""
+        """Return whether the job has a process whose parent is not in the job, such as a child of a rank that ended."""
         processes = self._remains.processes()
         known = {str(each) for each in (os.getpid(), *processes)}
         return not all(known.issuperset(proc.status_fields(each)[1:2]) for each in processes)
 
     def _judge(self, stages: dict[int, Stage], processes: dict[int, int]) -> str:
-        """Return why the job must be ended; "" (after a line that explains) if a rank may be at work."""
-        # The stage with the fewest ranks most likely has the culprit, so these ranks are named first.
+        """Return the reason for ending the job; if a rank may be at work, print a line and return ""."""
+        # The stage with the fewest ranks is the most likely cause, so list these ranks first.
         calls = [stage.call for stage in stages.values()]
         ranks = sorted(stages, key=lambda rank: (calls.count(stages[rank].call), rank))[:_MOST_NAMED]
         names = [
             f"rank {rank} (process {processes[rank]}) is in {stages[rank].call or 'the program'}" for rank in ranks
         ]
-        where = f"on host {os.uname().nodename}, of {len(stages)} ranks, {', '.join(names)}"
-        message = f"nothing has changed for {self._seconds:.0f} s after mpi.stop(): {where}"
+        where = f"on host {os.uname().nodename} ({len(stages)} rank{'s' * (len(stages) > 1)}): {', '.join(names)}"
+        message = f"nothing has changed for {self._seconds:.0f} s after mpi.stop() {where}"
         if self._lookout.sees_all and all(stage.call and stage.ends for stage in stages.values()):
-            return f"{message}; check what the first rank leaves open, such as a request of mpi4py ({_LIMIT})"
-        say(f"{message}; the job goes on, because a rank may be at work in a thread or at exit (--timeout ends it)")
+            return f"{message}; check the first rank for unfinished operations, such as mpi4py requests ({_LIMIT})"
+        say(f"{message}; the job continues, because a rank may be at work in a thread or at exit (--timeout ends it)")
         return ""

@@ -1,6 +1,6 @@
-"""Shorten a job's errors: leave out notices and frames that repeat what torchmpirun and the message say.
+"""Shorten a job's errors by removing mpirun's notices and the package's frames when the message is enough.
 
-``TORCHMPI_ERRORS=full`` leaves nothing out.
+Nothing is removed with ``TORCHMPI_ERRORS=full``.
 """
 
 from __future__ import annotations
@@ -17,44 +17,45 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
-_RULE = b"-" * 74 + b"\n"  # the line before and after a notice of Open MPI and its mpirun
+_RULE = b"-" * 74 + b"\n"  # line before and after a notice of Open MPI and its mpirun
 _NEEDLESS = (b"MPI_ABORT was invoked on rank", b"prterun has exited due to process rank")
 _MOST_BYTES = 4096  # size limit of a notice
 _SEEN_BYTES = 1 << 16
-_HOLD_SECONDS = 0.3  # time for the rest of a notice
+_HOLD_SECONDS = 0.3  # limit for a notice to become complete
 _PACKAGE = str(Path(__file__).resolve().parents[1])
-# with the package's own errors; any other error may be a defect of the package
+# Frames of the package are removed from these errors and from the package's own error classes. Any other error may be
+# a defect of the package, so its frames are shown.
 _OF_BAD_INPUT = ("ValueError", "TypeError")
 
 
 def are_full(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the user wants errors with all frames and notices."""
+    """Return whether the user has chosen errors with all frames and notices."""
     return environment.get("TORCHMPI_ERRORS") == "full"
 
 
 def printable(text: str) -> str:
     """Return the text with control characters, except tab and line feed, as escapes.
 
-    A path, a host name or a program's label may hold control characters, which a terminal would obey.
+    A path, a host name or a program's label may contain control characters, which a terminal would execute.
     """
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 class NoticeFilter:
-    """Remove mpirun's notices of an abort from its stderr if a rank or torchmpirun has explained the abort.
+    """Filter for mpirun's stderr, which removes notices of an abort if a rank has reported the cause of the abort.
 
-    Everything else passes at once. Only the beginning of a notice is held until the notice is complete.
-    ``is_explained()`` returns whether a rank of this package has reported why it ends the job.
+    Other output passes without delay. Only the beginning of a notice is held back until the notice is complete.
+    ``is_explained()`` returns whether a rank has reported the cause for ending the job.
     """
 
     def __init__(self, is_explained: Callable[[], bool]) -> None:
         self._is_explained = is_explained
         self._held, self._since = b"", 0.0
         self._is_line_start = True
-        self.seen = b""  # the end of the input so far
+        self.seen = b""  # last part of all input so far
 
     def feed(self, data: bytes) -> bytes:
-        """Return the output that may be shown after ``data`` was read."""
+        """Add ``data`` to the input, and return the output that may be shown now."""
         self.seen = (self.seen + data)[-_SEEN_BYTES:]
         if are_full():
             return data
@@ -77,7 +78,10 @@ class NoticeFilter:
         return shown
 
     def overdue(self, *, at_end: bool = False) -> bytes:
-        """Return the held output if its notice was not completed in time, or cannot be (``at_end``)."""
+        """Return and release the beginning of a notice that has not become complete in time; else return b"".
+
+        With ``at_end`` the input has ended, so the notice will never be complete, and the time does not matter.
+        """
         if not self._held or (time.monotonic() - self._since < _HOLD_SECONDS and not at_end):
             return b""
         notice, self._held = self._held, b""
@@ -86,7 +90,7 @@ class NoticeFilter:
 
 
 def traceback_text(error: BaseException) -> str:
-    """Return the traceback without this package's frames, if the package refuses a caller's input."""
+    """Return the traceback of the error, without this package's frames if the package rejects a caller's input."""
     trace = traceback.TracebackException.from_exception(error)
     if not are_full():
         each: traceback.TracebackException | None = trace
@@ -111,7 +115,8 @@ def _trim(trace: traceback.TracebackException, kind: type[BaseException]) -> Non
 def said_once(folder: str, text: str, rank: int) -> Iterator[int | None]:
     """Yield the rank of this host that has printed this text; None if this rank is the first and must print it.
 
-    The other ranks wait for the first one. If it is killed before it has printed the text, the next rank is the first.
+    The other ranks wait until the first rank has printed the text. If the first rank is killed before that, the next
+    rank becomes the first.
     """
     mark = os.path.join(folder, f"said-{zlib.crc32(text.encode(errors='replace'))}")
     with _locked(mark) if folder and not are_full() else io.BytesIO() as file:
@@ -122,9 +127,9 @@ def said_once(folder: str, text: str, rank: int) -> Iterator[int | None]:
 
 
 def _locked(path: str) -> IO[bytes]:
-    """Return a file that no other process has open with a lock; an in-memory file if it cannot be written."""
+    """Open the file, wait for an exclusive lock on it, and return it; an in-memory file if it cannot be opened."""
     with contextlib.suppress(OSError):
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b", buffering=0)
-        fcntl.flock(file, fcntl.LOCK_EX)  # the lock ends with the process
+        fcntl.flock(file, fcntl.LOCK_EX)  # The kernel releases the lock when the process ends.
         return file
     return io.BytesIO()
