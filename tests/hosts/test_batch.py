@@ -97,7 +97,9 @@ def check(bed, hosts):
 def test_check_through_ssh(bed):
     done = check(bed, "nodea:2,nodeb:2")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"2 hosts answer, and have the same: torchmpi_py {torchmpi_py.__version__}, Python ")
+    assert done.stdout.startswith(
+        f"2 hosts answer and have the same software: torchmpi_py {torchmpi_py.__version__}, Python "
+    )
     package = os.path.dirname(torchmpi_py.__file__)
     (bed.shared / "empty").mkdir()
     bed.run("nodeb", ["mount", "--bind", str(bed.shared / "empty"), package])
@@ -117,7 +119,7 @@ def test_check_in_an_allocation_asks_through_slurm(slurm):
     script(slurm.shared / "no-ssh", "#!/bin/sh\nexit 255\n", "ssh")
     done = slurm.run("nodea", words, cwd=testbed.ROOT, env=bed_environment)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("2 hosts answer, and have the same: ")
+    assert done.stdout.startswith("2 hosts answer and have the same software: ")
 
 
 WHERE = (

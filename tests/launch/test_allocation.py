@@ -103,7 +103,7 @@ def test_a_host_without_a_rank_is_named(number, text, idle):
 def test_a_list_of_many_idle_hosts_is_short():
     many = AB | {"SLURM_JOB_NODELIST": "n[001-600]", "SLURM_NTASKS": "600", "SLURM_TASKS_PER_NODE": "1(x600)"}
     (note,) = place(many, 2).notes
-    assert "(n003, n004, n005, n006, ...); omit -n and --hosts, or name each host with its number of ranks" in note
+    assert "(n003, n004, n005, n006, ...); omit -n and --hosts, or list each host with its number of ranks" in note
 
 
 def test_open_mpi_is_given_the_slots_of_slurms_nodes():
@@ -149,7 +149,7 @@ def test_files_and_lists_of_hosts(tmp_path):
 @pytest.mark.parametrize("name", ["PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE"])
 def test_a_file_of_a_batch_system_that_cannot_be_read(tmp_path, name):
     (tmp_path / "empty").touch()
-    for file, problem in (("missing", "No such file"), ("empty", "names no host")):
+    for file, problem in (("missing", "No such file"), ("empty", "lists no hosts")):
         with pytest.raises(LaunchError, match=f"^{name} .*{file}.* {problem}.*; unset {name}, or .*--hosts"):
             place({name: str(tmp_path / file)})
         assert place({name: str(tmp_path / file)}, None, "a:2").num_ranks == 2  # that remedy
@@ -194,7 +194,7 @@ def test_ranks_and_shells_are_not_taken_for_such_starts():
 def test_a_heterogeneous_job_is_refused():
     for word in ("HET", "PACK"):
         components = {f"SLURM_JOB_ID_{word}_GROUP_{number}": str(15 + number) for number in (0, 1)}
-        with pytest.raises(LaunchError, match="heterogeneous job of Slurm; ask for a job without ` : `"):
+        with pytest.raises(LaunchError, match="heterogeneous job of Slurm; submit the job without ` : `"):
             allocation.check({f"SLURM_{word}_SIZE": "2", "SLURM_NTASKS": "3", **components})
 
 

@@ -72,7 +72,7 @@ def test_hosts_that_agree_and_what_their_doctors_find(agent):
     done = torchmpirun("--check", "--hosts", "localhost:2,first,chatty,lost1,prints,lost2", "--launch-agent", agent)
     assert (done.returncode, done.stderr) == (0, "")
     *warnings, last = done.stdout.splitlines()
-    assert last.startswith(f"6 hosts answer, and have the same: torchmpi_py {torchmpi_py.__version__}, Python ")
+    assert last.startswith(f"6 hosts answer and have the same software: torchmpi_py {torchmpi_py.__version__}, Python ")
     assert all(": warning, " in line for line in warnings)  # of the machine that runs the tests, and:
     (found,) = (line for line in warnings if "TMPDIR" in line)
     assert found.startswith(f"lost1, lost2: warning, TMPDIR: {agent.parent}/nowhere is not writable")
@@ -147,8 +147,8 @@ def test_a_line_for_each_host_that_differs(agent, tmp_path):
     lines = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": warning, " not in line)
     begins = {
         "unknown": "ssh: Could not resolve hostname unknown: Name or service not known; check the",
-        "refuses": "root@refuses: Permission denied (publickey).; let this user in without a password: ssh-copy-id",
-        "mute": "no answer (exit code 0); try it by hand: ssh mute true",
+        "refuses": "root@refuses: Permission denied (publickey).; allow a login without a password: ssh-copy-id",
+        "mute": "no answer (exit code 0); test the connection: ssh mute true",
         "bare": f"no torchmpi_py at {PACKAGE} ({torchmpi_py.__version__} here); ",
         "changed": f"torchmpi_py {torchmpi_py.__version__} has different files there; copy ",
         "empty": f"no Python at {sys.executable}; create the environment there",

@@ -30,7 +30,7 @@ def test_a_bad_line_is_named_with_its_place(tmp_path):
 
 def test_an_empty_and_a_missing_file(tmp_path):
     (tmp_path / "empty").write_text("# nobody\n")
-    with pytest.raises(LaunchError, match="names no host"):
+    with pytest.raises(LaunchError, match="lists no hosts"):
         hosts.read_hostfile(tmp_path / "empty")
     with pytest.raises(LaunchError, match="No such file"):
         hosts.read_hostfile(tmp_path / "missing")
@@ -46,7 +46,7 @@ def test_an_address_of_ipv6_is_read_again_and_has_no_place_before_a_colon():
     host = hosts.parse_host("[fd00::2]:3", "here")
     assert hosts.parse_hosts(str(host)) == (host,) == (Host("fd00::2", 3),)
     assert hosts.render([host], "{name} slots={slots}") == "fd00::2 slots=3\n"
-    with pytest.raises(LaunchError, match=r"IPv6 address \(fd00::2\): give the host a name"):
+    with pytest.raises(LaunchError, match=r"IPv6 address \(fd00::2\); use a name for this host"):
         hosts.render([host], "{name}:{slots}")
 
 

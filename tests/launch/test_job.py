@@ -146,8 +146,8 @@ def test_mistakes_end_with_2_and_the_remedy(program, no_leftovers):
     for words, message in [
         (["nosuch.py"], "nosuch.py: there is no such program"),
         (["/usr/bin/python3.12", path], "omit /usr/bin/python3.12"),
-        (["--hosts", "a:0", path], "has no slot for a rank"),
-        (["--hosts", "a", "--hostfile", "f", path], "give one of them"),
+        (["--hosts", "a:0", path], "has 0 slots"),
+        (["--hosts", "a", "--hostfile", "f", path], "use only one of them"),
         (["--log-dir", path, path], "cannot write files there"),
     ]:
         job = jobs.torchmpirun(*words)

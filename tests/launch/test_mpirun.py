@@ -176,7 +176,7 @@ def test_nothing_found_names_the_remedy_and_what_was_passed_over(nowhere):
     environment = {"PATH": str(nowhere / "path"), "MPI4PY_MPIABI": "openmpi"}
     with pytest.raises(LaunchError) as caught:
         mpirun.find("", environment)
-    assert f"{strange} (its --version names no known MPI" in str(caught.value)
+    assert f"{strange} (its --version output does not match a known MPI" in str(caught.value)
     assert f"{mpich} (it belongs to mpich, but MPI4PY_MPIABI is openmpi)" in str(caught.value)
     with pytest.raises(LaunchError, match=r"no intel .*mpiexec \(it belongs to mpich\)"):
         mpirun.find("intel", environment)
@@ -225,7 +225,7 @@ def test_options_of_torchrun():
     assert spec_of("--nproc-per-node", "3").num_ranks == 3
     with pytest.raises(LaunchError, match="both set the number of ranks"):
         spec_of("-n", "2", "--nproc-per-node", "3")
-    with pytest.raises(LaunchError, match=r"there are several; write --hosts a:4,b:4"):
+    with pytest.raises(LaunchError, match=r"the job has several; use --hosts a:4,b:4"):
         spec_of("--hosts", "a:4,b:4", "--nproc-per-node", "4")
 
 

@@ -1,9 +1,9 @@
-"""The job of a batch system: its hosts, the number of ranks on each, and wrong ways to start torchmpirun.
+"""The hosts of a batch system's job, the number of ranks on each host, and checks of how torchmpirun was started.
 
-`_SYSTEMS` has one function per batch system, which reads the hosts from the environment. Another system needs only
-another row. Without ``-n`` the number of ranks is the number of tasks or slots in the user's request to the batch
-system. If the user has asked Slurm or Flux only for hosts, each host gets one rank per GPU, or without GPUs one rank
-per core. SLURM_TASKS_PER_NODE cannot be used then, because it counts hardware threads (seen with Slurm 22.05).
+`_SYSTEMS` has one function per batch system, which reads the hosts from the environment. To support another system, add
+a row. Without ``-n`` the number of ranks is the number of tasks or slots in the user's request to the batch system. If
+the user has requested only hosts from Slurm or Flux, each host gets one rank per GPU, or without GPUs one rank per
+core. SLURM_TASKS_PER_NODE cannot be used in this case, because it counts hardware threads (seen with Slurm 22.05).
 """
 
 import contextlib
@@ -20,10 +20,10 @@ from torchmpi_py.launch import hosts, topology, variables
 from torchmpi_py.launch.hosts import Host
 
 Environment = Mapping[str, str]
-# hosts, and what each slot is: a "slot" or "task" from the user, a "GPU" or a "core"
+# The hosts, and the unit that a slot stands for: a "slot" or "task" of the user's request, a "GPU" or a "core".
 Allocated = tuple[Iterable[Host], str]
 _ASKED_FOR_TASKS = ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_GPU", "SLURM_GPUS_PER_TASK")
-# number of processes that the launcher has started
+# Maps the variable with the number of processes that a launcher has started to the name of this launcher.
 _STEPS = {"SLURM_STEP_NUM_TASKS": "srun", "JSM_NAMESPACE_SIZE": "jsrun"}
 # Inside a rank, a Flux instance or `srun --pty`, these step variables do not describe torchmpirun.
 _INSIDE = ("TORCHMPIRUN_JOB_DIR", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "FLUX_URI", "SLURM_PTY_PORT", "SLURM_PTY_WIN_COL")
@@ -33,20 +33,20 @@ _PBS_AGENT = Path(__file__).with_name("templates") / "pbs_agent.sh"
 class Placement(NamedTuple):
     """The hosts and the number of ranks of a job."""
 
-    hosts: tuple[Host, ...]  # empty: this host, or the single host of the batch system's job
+    hosts: tuple[Host, ...]  # Empty for this host, or for the single host of the batch system's job.
     num_ranks: int
-    system: str  # The batch system that named the hosts. "" if the user has named them.
+    system: str  # Name of the batch system that listed the hosts. "" if the user has listed them.
     agent: str  # A program that replaces ssh. "" for ssh itself.
-    notes: list[str]  # Messages: how the number of ranks was found, or which hosts have no rank.
+    notes: list[str]  # Messages about the default number of ranks, or about hosts without a rank.
 
 
 def place(num_ranks: int | None, text: str | None, hostfile: Path | None, environment: Environment) -> Placement:
-    """Return the ranks, and the hosts from --hosts (``text``), the ``hostfile`` or the batch system."""
+    """Return the placement on the hosts of --hosts (``text``), of the ``hostfile`` or of the batch system."""
     if text and hostfile:
-        raise LaunchError("--hosts and --hostfile both name the hosts; give one of them")
+        raise LaunchError("--hosts and --hostfile both list the hosts; use only one of them")
     named = hosts.parse_hosts(text) if text else hosts.read_hostfile(hostfile) if hostfile else ()
     system, allocated, unit = _allocated(environment, (LaunchError,) if named else ())
-    own = named or (allocated if len(allocated) > 1 else ())  # a single host is this host, which needs no ssh
+    own = named or (allocated if len(allocated) > 1 else ())  # A single host is this host, which needs no ssh.
     number = num_ranks or sum(host.num_slots for host in own or allocated) or _counted_here(environment)[0]
     notes = _idle(own, number, allocated, system)
     if own and not (named or num_ranks) and unit in ("GPU", "core"):
@@ -57,32 +57,35 @@ def place(num_ranks: int | None, text: str | None, hostfile: Path | None, enviro
 
 
 def _idle(own: tuple[Host, ...], num_ranks: int, allocated: tuple[Host, ...], system: str) -> list[str]:
-    """Return a warning of hosts without a rank; every MPI fills a host's slots before it uses the next host."""
+    """Return a warning about allocated hosts without a rank, or an empty list.
+
+    Every MPI fills all slots of a host before it uses the next host.
+    """
     firsts = accumulate((host.num_slots for host in own), initial=0)
     busy = {host.name for host, first in zip(own, firsts, strict=False) if first < num_ranks}
     idle = [host.name for host in allocated if host.name not in busy]
-    # the names of the user's hosts may differ from the batch system's
+    # The user may have listed the hosts under names that differ from the names of the batch system.
     is_sure = own and len(idle) + len(busy) == len(allocated)
     listed = ", ".join(idle[:4]) + ", ..." * (len(idle) > 4)
-    remedy = "omit -n and --hosts, or name each host with its number of ranks (--hosts a:2,b:2)"
+    remedy = "omit -n and --hosts, or list each host with its number of ranks (--hosts a:2,b:2)"
     return [f"{system}'s job has hosts without a rank ({listed}); {remedy}"] if idle and is_sure else []
 
 
 def num_ranks_as_torchrun(number: int, num_ranks: int | None, placed: Placement) -> int:
-    """Return the number of ranks by ``--nproc-per-node``. Raise LaunchError with ``-n``, or with several hosts."""
+    """Return the ``number`` of --nproc-per-node. Raise LaunchError if -n is set, or if there are several hosts."""
     if num_ranks:
-        raise LaunchError(f"-n {num_ranks} and --nproc-per-node {number} both set the number of ranks; give only -n")
+        raise LaunchError(f"-n {num_ranks} and --nproc-per-node {number} both set the number of ranks; use only -n")
     if len(placed.hosts) > 1:
         raise LaunchError(
-            f"--nproc-per-node is for one host, and there are several; write --hosts a:{number},b:{number}"
+            f"--nproc-per-node works on one host, but the job has several; use --hosts a:{number},b:{number}"
         )
     return number
 
 
 def check(environment: Environment) -> None:
-    """Refuse a job whose hosts no MPI can use, and a torchmpirun that a launcher has started several times."""
+    """Raise LaunchError if the Slurm job is heterogeneous, or if a launcher has started several torchmpiruns."""
     if "SLURM_JOB_ID_HET_GROUP_1" in environment or "SLURM_JOB_ID_PACK_GROUP_1" in environment:
-        raise LaunchError("no MPI starts ranks in a heterogeneous job of Slurm; ask for a job without ` : `")
+        raise LaunchError("no MPI can start ranks in a heterogeneous job of Slurm; submit the job without ` : `")
     for variable, launcher in _STEPS.items():
         number = variables.number(environment.get(variable, "")) or 1
         if number > 1 and not any(name in environment for name in _INSIDE):
@@ -91,18 +94,18 @@ def check(environment: Environment) -> None:
 
 
 def _allocated(environment: Environment, ignored: tuple[type[Exception], ...]) -> tuple[str, tuple[Host, ...], str]:
-    """Return the batch system that has given hosts to this job, the hosts, and what a slot is."""
+    """Return the batch system that has allocated hosts to this job, the hosts, and the unit of their slots."""
     for system, read in _SYSTEMS:
         with contextlib.suppress(*ignored):
             named, unit = read(environment)
             if slots := hosts.merge(named):
-                # A single line with this host says nothing about the number of ranks.
+                # A list of one host with one slot does not mean that the job should have one rank.
                 return system, () if unit == "slot" and sum(host.num_slots for host in slots) == 1 else slots, unit
     return "", (), ""
 
 
 def _in_file(name: str, environment: Environment) -> Allocated:
-    remedy = f"; unset {name}, or name the hosts with --hosts or --hostfile"
+    remedy = f"; unset {name}, or list the hosts with --hosts or --hostfile"
     return hosts.read_hostfile(Path(environment[name]), name, remedy) if environment.get(name) else (), "slot"
 
 
@@ -115,10 +118,10 @@ def _slurm(environment: Environment) -> Allocated:
     names, unit, divisor = slurm_nodes(environment), "task", 1
     layout = environment.get("SLURM_TASKS_PER_NODE", "")
     if not any(name in environment for name in _ASKED_FOR_TASKS):
-        _, _, gpus = environment.get("SLURM_GPUS_PER_NODE", "").rpartition(":")  # of a100:4
+        _, _, gpus = environment.get("SLURM_GPUS_PER_NODE", "").rpartition(":")  # The value may be 4 or a100:4.
         if number := variables.number(gpus) or hosts.num_gpus(environment):
             return [Host(name, number) for name in names], "GPU"
-        # Slurm does not report how many hardware threads a core has. Assume as many as on this host.
+        # Slurm does not report the number of hardware threads per core. Assume the same number as on this host.
         layout, unit = environment.get("SLURM_JOB_CPUS_PER_NODE", ""), "core"
         per_task = variables.number(environment.get("SLURM_CPUS_PER_TASK", "")) or 1
         divisor = max(per_task, *(len(core.cpus) for core in topology.cores()))
@@ -127,20 +130,23 @@ def _slurm(environment: Environment) -> Allocated:
 
 
 def slurm_nodes(environment: Environment) -> tuple[str, ...]:
-    """Return the hosts of Slurm's allocation; none outside of one."""
+    """Return the hosts of the Slurm allocation; empty outside of an allocation."""
     node_names = variables.nodes(names := environment.get("SLURM_JOB_NODELIST", ""))
     return tuple(node_names or (names and hosts.output_of(environment, "scontrol", "show", "hostnames", names)).split())
 
 
 def slurm_layout(named: Iterable[Host], environment: Environment) -> dict[str, str]:
-    """Return the variable from which Open MPI reads the hosts' slots in a Slurm job, even with a hostfile."""
+    """Return SLURM_TASKS_PER_NODE with the slots of the hosts in ``named``.
+
+    In a Slurm job, Open MPI reads the slots from this variable, even if there is a hostfile.
+    """
     slots = {host.name: str(host.num_slots) for host in named}
     layout = ",".join(slots.get(node, "1") for node in slurm_nodes(environment)) if slots else ""
     return {"SLURM_TASKS_PER_NODE": layout} if layout else {}
 
 
 def _flux(environment: Environment) -> Allocated:
-    """Return the hosts of the Flux instance whose initial program this is, such as a script of ``flux batch``."""
+    """Return the hosts of a Flux instance if this process runs in its initial program (such as ``flux batch``)."""
     is_initial = "FLUX_URI" in environment and "FLUX_TASK_RANK" not in environment
     names = variables.nodes(hosts.output_of(environment, "flux", "getattr", "hostlist").strip()) if is_initial else []
     number, unit = _counted_here(environment) if names else (0, "")

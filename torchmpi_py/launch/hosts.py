@@ -1,14 +1,14 @@
 """Hosts and slots: read every common form of a list of hosts, and write the form that an MPI reads.
 
-A *slot* is room for one rank. A hostfile has one host per line, in any of four forms that people carry from one MPI or
-batch system to another. Everything after ``#`` is a comment::
+A *slot* is a place for one rank. A hostfile has one host per line, in any of the four forms that MPIs and batch systems
+use. Everything after ``#`` is a comment::
 
     alpha
     beta slots=4        # Open MPI
     gamma:4             # MPICH, Intel MPI
     delta 4 all.q@delta UNDEFINED   # Grid Engine
 
-A host that is named several times gets the sum of its slots, because a batch system writes `a`, `a` for two ranks.
+If a host occurs several times, its slots are added, because a batch system writes `a`, `a` for two ranks.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _MOST_BYTES = 1 << 24  # size limit of a hostfile
 
 @dataclass(frozen=True)
 class Host:
-    """A host by name or address, and its number of slots."""
+    """The name or address of a host, and its number of slots."""
 
     name: str
     num_slots: int = 1
@@ -47,38 +47,44 @@ class Host:
 
 
 def parse_host(text: str, where: str) -> Host:
-    """Parse a host (``name``, ``name:4``, ``name slots=4``); ``where`` names the source of ``text`` in an error."""
+    """Return the host in a text (``name``, ``name:4``, ``name slots=4``).
+
+    Raise LaunchError if ``text`` is not a host. The message names ``where``, the source of the text.
+    """
     match = _FORM.fullmatch(text.strip())
     if match is None:
         raise LaunchError(f"{where}: {text.strip()!r} is not a host; write `name`, `name:4` or `name slots=4`")
     num_slots = int(match["colon"] or match["slots"] or match["number"] or 1)
     if num_slots < 1:
-        raise LaunchError(f"{where}: {text.strip()!r} has no slot for a rank; remove the host, or give it a slot")
+        raise LaunchError(f"{where}: {text.strip()!r} has 0 slots; remove the host, or set at least 1 slot")
     return Host(match["name"].strip("[]"), num_slots)
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Read ``a:2,b:2``."""
+    """Return the hosts in the value of --hosts, such as ``a:2,b:2``."""
     return merge(parse_host(part, "--hosts") for part in text.split(","))
 
 
 def read_hostfile(path: Path, option: str = "--hostfile", remedy: str = "") -> tuple[Host, ...]:
-    """Return the hosts in a hostfile; ``option`` names the source of its path in an error."""
+    """Return the hosts in a hostfile.
+
+    Raise LaunchError if the file cannot be read or lists no hosts. ``option`` in the message is the source of the path.
+    """
     try:
-        # A line with a decoding error is refused as a host, so only a comment may hold bytes that are not UTF-8.
-        content = trusted_files.read(path, _MOST_BYTES, owners=None, remedy="name a file of hosts")
+        # A host with a decoding error is rejected later, so only comments may contain bytes that are not UTF-8.
+        content = trusted_files.read(path, _MOST_BYTES, owners=None, remedy="use a file that lists hosts")
         lines = content.decode(errors="replace").splitlines()
     except OSError as error:
         raise LaunchError(f"{option} {path}: {error.strerror}{remedy}") from error
     bare = [line.partition("#")[0].strip() for line in lines]
     hosts = merge(parse_host(line, f"{path}:{number}") for number, line in enumerate(bare, 1) if line)
     if not hosts:
-        raise LaunchError(f"{option} {path} names no host{remedy}")
+        raise LaunchError(f"{option} {path} lists no hosts{remedy}")
     return hosts
 
 
 def merge(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    """Return each host once, with the sum of its slots, in the order of first naming."""
+    """Return the hosts without duplicates, each with the sum of its slots, in the order of first occurrence."""
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.num_slots
@@ -86,7 +92,7 @@ def merge(hosts: Iterable[Host]) -> tuple[Host, ...]:
 
 
 def is_this_host(host: str) -> bool:
-    """Return whether the name stands for an address of this host."""
+    """Return whether ``host`` is a name or an address of this host."""
     bare = host.rpartition("@")[2].strip("[]")
     try:
         addresses = socket.getaddrinfo(bare, 0, type=socket.SOCK_STREAM)
@@ -103,13 +109,17 @@ def is_this_host(host: str) -> bool:
 
 
 def render(hosts: Iterable[Host], line: str) -> str:
-    """Return the hosts in an MPI's form; a form without ``{slots}`` gets one line per slot."""
+    """Return the content of a hostfile whose lines have the form ``line``.
+
+    If ``line`` does not contain ``{slots}``, the result has one line per slot. Raise LaunchError if this form cannot
+    express an IPv6 address.
+    """
     lines: list[str] = []
     for host in hosts:
         if ":" in host.name and "{name}:" in line:
             raise LaunchError(
-                f"this MPI's hostfile cannot hold an IPv6 address ({host.name}): give the host a name, for example in "
-                "/etc/hosts"
+                f"this MPI's hostfile cannot contain an IPv6 address ({host.name}); use a name for this host, for "
+                "example from /etc/hosts"
             )
         times = 1 if "{slots}" in line else host.num_slots
         lines += [line.format(name=host.name, slots=host.num_slots)] * times
@@ -117,9 +127,9 @@ def render(hosts: Iterable[Host], line: str) -> str:
 
 
 def num_ranks_on_busiest(hosts: tuple[Host, ...], num_ranks: int) -> int:
-    """Return the number of ranks on the fullest host if slots are filled in proportion.
+    """Return the largest number of ranks on a host; ``num_ranks`` without hosts.
 
-    Return ``num_ranks`` without hosts.
+    With more ranks than slots, each host is assumed to get a multiple of its slots.
     """
     if not hosts:
         return num_ranks
@@ -129,7 +139,7 @@ def num_ranks_on_busiest(hosts: tuple[Host, ...], num_ranks: int) -> int:
 
 
 def num_gpus(environment: Mapping[str, str]) -> int:
-    """Return how many GPUs a program sees: by CUDA_VISIBLE_DEVICES if it is set, else by the driver."""
+    """Return the number of GPUs that a program sees, from CUDA_VISIBLE_DEVICES if it is set, else from the driver."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         # CUDA stops at the first entry that is not a device, so "-1" and "" mean no GPU.
@@ -142,7 +152,7 @@ def num_gpus(environment: Mapping[str, str]) -> int:
 
 
 def output_of(environment: Mapping[str, str], program: str, *words: str) -> str:
-    """Return the output of a system program; "" if the program is missing or does not answer."""
+    """Return the output of a system program; "" if the program is missing or does not end in time."""
     path = shutil.which(program, path=environment.get("PATH"))
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         if path is not None:

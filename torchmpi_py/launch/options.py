@@ -1,4 +1,4 @@
-"""The command line of torchmpirun. Its help shows the next three paragraphs: usage, purpose and examples.
+"""The command line of torchmpirun. Its help contains the next three paragraphs: usage, purpose and examples.
 
 torchmpirun [-n N] [options] program.py args...
        torchmpirun [-n N] [options] -m module args...
@@ -29,7 +29,7 @@ from torchmpi_py.launch import mpirun, ready_scripts, site_settings
 _OF_TORCHRUN = {
     "standalone node-rank master-addr master-port rdzv-backend rdzv-endpoint rdzv-id rdzv-conf": "omit it: the ranks "
     "connect over MPI, and one torchmpirun starts the program on all hosts",
-    "nnodes": "omit it on one host; else name the hosts and their ranks: --hosts a:4,b:4, or --hostfile",
+    "nnodes": "omit it on one host; else list the hosts and their ranks: --hosts a:4,b:4, or --hostfile",
     "monitor-interval start-method role event-log-handler local-addr logs-specs duplicate-stdout-filters "
     "duplicate-stderr-filters": "torchmpirun has no such option; omit it",
     "no-python": "the program is a Python file, or a module after -m",
@@ -40,25 +40,25 @@ _OF_TORCHRUN = {
     "numa-binding": "omit it, or write --bind core (the default), numa or socket",
     "signals-to-handle": "write --grace SECONDS, the time that ranks have to end after a signal",
     "shutdown-timeout": "write --grace SECONDS",
-    "virtual-local-rank": "omit it: every rank sees all GPUs, and uses the one of its LOCAL_RANK",
+    "virtual-local-rank": "omit it: every rank sees all GPUs, and uses the GPU with the index LOCAL_RANK",
 }
-"""Options of torchrun that torchmpirun lacks, and what to write instead. ``--nproc-per-node`` is ``-n`` on one host."""
+"""Maps options of torchrun to their replacements in torchmpirun. ``--nproc-per-node`` works as ``-n`` on one host."""
 _OF_MPIRUN = {
     "-x -env -genv": "write --env NAME=VALUE",
-    "-N -ppn --npernode --pernode": "name the hosts and their ranks: --hosts a:4,b:4",
+    "-N -ppn --npernode --pernode": "list the hosts and their ranks: --hosts a:4,b:4",
     "--oversubscribe --allow-run-as-root": "omit it: torchmpirun sets it if necessary",
     "--bind-to -bind-to": "write --bind core (the default), numa, socket or none",
-    "--wdir -wdir": "change to the folder before torchmpirun",
+    "--wdir -wdir": "change to the folder before you start torchmpirun",
     "--prefix": "install the same environment at the same path on all hosts",
     "-c": "write -n",
     "--mca --map-by --rank-by --report-bindings --display --output --tag-output -prepend-rank": "to pass "
-    "it on, write --mpi-args '{option} ...'",
+    "it to mpirun, write --mpi-args '{option} ...'",
 }
-"""Options of mpirun or mpiexec, and what to write instead."""
+"""Maps options of mpirun or mpiexec to their replacements in torchmpirun."""
 
 
 def _number(read: Callable[[str], float], is_possible: Callable[[float], bool], why_not: str) -> Callable[[str], float]:
-    """Return a reader of numbers for argparse, which refuses impossible numbers."""
+    """Return a ``type`` for argparse that reads a number and rejects it unless ``is_possible(number)``."""
 
     def number(text: str) -> float:
         value = read(text)
@@ -76,7 +76,7 @@ _GRACE = _number(float, lambda seconds: seconds >= 0, "seconds are not a valid t
 
 
 def _bounds(text: str) -> tuple[int, int]:
-    """Read MIN:MAX."""
+    """Return MIN and MAX from the text ``MIN:MAX``."""
     match = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", text)
     if match is None or int(match[1]) > int(match[2]):
         raise argparse.ArgumentTypeError(f"{text} is not MIN:MAX; write two numbers of ranks, such as 2:8")
@@ -84,16 +84,16 @@ def _bounds(text: str) -> tuple[int, int]:
 
 
 def _ranks_per_host(text: str) -> float:
-    """Read the value of torchrun's ``--nproc-per-node``."""
+    """Return the number of ranks from the value of torchrun's ``--nproc-per-node``."""
     if text in ("auto", "cpu", "gpu", "xpu"):
         raise argparse.ArgumentTypeError(f"{text} is the default (one rank per GPU, else per core); omit it")
     return _RANKS(text)
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that never reads a word of the program's command line as an abbreviated option.
+    """A parser that never treats an argument of the program as an abbreviated option of torchmpirun.
 
-    ``allow_abbrev=False`` covers only options that begin with ``--``.
+    ``allow_abbrev=False`` works only for options that begin with ``--``.
     """
 
     source: Path | None = None  # the file from which the words were read; None for the command line
@@ -103,11 +103,11 @@ class _Parser(argparse.ArgumentParser):
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         matches: list[Any] = super()._get_option_tuples(option_string)
-        return [each for each in matches if each[1] == option_string[:2]]  # as in -n4
+        return [each for each in matches if each[1] == option_string[:2]]  # Keep only matches such as -n for -n4.
 
 
 class _Refused(argparse.Action):
-    """An option that ends with an error; ``const`` holds the launcher that has this option, and a remedy."""
+    """Action of an option that is an error; ``const`` is the name of the launcher with this option, and a remedy."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, __: object, option: str | None = None) -> None:
         whose, remedy = self.const
@@ -131,9 +131,9 @@ def _add_those_of_other_starters(parser: argparse.ArgumentParser) -> None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Read the files of settings and the command line; all words after the program belong to the program.
+    """Return the options from the files of settings and the command line, with the program and its arguments.
 
-    ``settings`` of the result maps each option that a file has set to this file.
+    ``settings`` in the result maps each option whose value comes from a file to this file.
     """
     parser, settings = _parser(), dict[str, Path]()
     defaults = parser.parse_args([])
@@ -146,7 +146,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if options.program[:1] == ["--"]:
         del options.program[0]
     if not (options.program or options.check or options.version or options.template):
-        parser.error("no program to run")
+        parser.error("there is no program to run; add a Python file, or -m and a module")
     options.settings = {n: file for n, file in settings.items() if getattr(options, n) == parser.get_default(n)}
     return options
 
@@ -157,33 +157,33 @@ def _parser() -> _Parser:
     parser.allow_abbrev = False
     add = parser.add_argument_group("ranks and hosts").add_argument
     add("-n", "-np", dest="num_ranks", type=_RANKS, metavar="N", help="ranks (default: slots, tasks, GPUs or cores)")
-    add("--hosts", metavar="a:2,b:2", help="hosts and their ranks (default: the batch system's)")
-    add("--hostfile", type=Path, metavar="F", help="file of hosts: lines `host`, `host:4` or `host slots=4`")
+    add("--hosts", metavar="a:2,b:2", help="hosts and their ranks (default: from the batch system)")
+    add("--hostfile", type=Path, metavar="F", help="file with a host per line: `host`, `host:4` or `host slots=4`")
     add("--bind", choices=("core", "numa", "socket", "none"), default="core", help="bind each rank to its own cores "
         "(default), to all cores of its NUMA node or of its socket, or not at all")  # fmt: skip
-    add("--env", action="append", default=[], metavar="NAME=VALUE", help="set in every rank; NAME: its value here")
-    add("--groups", type=_RANKS, metavar="G", help="run G jobs of N/G ranks, which share the program's experiments")
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help="set in every rank; NAME alone: same as here")
+    add("--groups", type=_RANKS, metavar="G", help="run G jobs of N/G ranks, which share the experiments of a sweep")
     add("-m", "--module", dest="as_module", action="store_true", help="the program is a module")
     add = parser.add_argument_group("limits, restarts and elastic training").add_argument
     add("--timeout", type=_LIMIT, metavar="S", help="end the job after S seconds, with exit code 124")
-    add("--grace", type=_GRACE, default=30.0, metavar="S", help="seconds to end after Ctrl-C or SIGTERM (default: 30)")
+    add("--grace", type=_GRACE, default=30.0, metavar="S", help="seconds for ranks to end after a signal (default: 30)")
     add("--max-restarts", type=_RESTARTS, metavar="N", help="restart the job when it fails, at most N times")
     add("--elastic", action="store_true", help="let the surviving ranks continue when a rank dies (Open MPI's ULFM)")
-    add("--elastic-restart", type=_bounds, default=(), metavar="MIN:MAX", help="how many ranks a restart may have")
-    add("--discover", default="", metavar="SCRIPT", help="script that prints the hosts; restart when they change")
+    add("--elastic-restart", type=_bounds, default=(), metavar="MIN:MAX", help="restart with MIN to MAX ranks")
+    add("--discover", default="", metavar="SCRIPT", help="script that prints the hosts; a change restarts the job")
     add = parser.add_argument_group("output").add_argument
     add("--log-dir", type=Path, metavar="D", help="write each rank's output to D/rank-R.log; show only rank 0's")
-    add("--profile", type=Path, metavar="D", help="trace each rank from mpi.start() to stop() into D/rank-R.json")
+    add("--profile", type=Path, metavar="D", help="write traces to D/rank-R.json, from mpi.start() to mpi.stop()")
     add("--timeline", type=Path, metavar="FILE", help="write an HTML timeline of each rank's last operations to FILE")
     add = parser.add_argument_group("diagnose and measure").add_argument
-    add("--check", action="store_true", help="check that every host has what the ranks need, and run nothing")
-    add("--dry-run", action="store_true", help="print what would be run, and run nothing")
-    add("--version", action="store_true", help="print the versions of what a job here uses")
+    add("--check", action="store_true", help="check that every host can run the job, without running it")
+    add("--dry-run", action="store_true", help="print the variables and the command of the job, without running it")
+    add("--version", action="store_true", help="print the versions of the package, Python, torch, mpi4py and MPI")
     add("--template", choices=sorted(ready_scripts.PARTS), help="print a script for a batch system")
     add("--layouts", action="store_true", help="measure the program with several numbers of ranks")
-    add("--layout-seconds", type=_LIMIT, default=10.0, metavar="S", help="seconds for each number (default: 10)")
+    add("--layout-seconds", type=_LIMIT, default=10.0, metavar="S", help="seconds per number of ranks (default: 10)")
     add = parser.add_argument_group("MPI and network").add_argument
-    add("--mpi", choices=mpirun.NAMES, default="", help="MPI to use (default: the one that is found)")
+    add("--mpi", choices=mpirun.NAMES, default="", help="MPI to use (default: the first one found)")
     add("--interface", default="", metavar="NAME", help="network interface that connects the hosts, such as ib0")
     add("--launch-agent", default="", metavar="PATH", help="program to use in place of ssh")
     add("--srun-mpi", default="pmix", metavar="TYPE", help="value of srun's --mpi= for --mpi srun (default: pmix)")

@@ -150,7 +150,7 @@ class ForwardedSignal:
         return {rank for rank in self.ranks.keys() - ranks_gone if rank in here and self._lives(here[rank])}
 
     def is_over(self) -> bool:
-        """Return whether torchmpirun must end the job, because only ranks that would not end are left."""
+        """Return whether torchmpirun must kill the remaining ranks, because they have finished or cannot end."""
         failures = exit_marks.failures(self._remains.folder)
         at_work = self.unfinished()
         # If all ranks with the signal have ended their programs, mpirun ends too, unless a rank waits to be killed or

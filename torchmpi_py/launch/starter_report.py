@@ -1,9 +1,9 @@
-"""Find out from mpirun's output which rank of another host ended first; torchmpirun cannot see it directly.
+"""Search mpirun's output for the rank of another host that ended first, because torchmpirun cannot observe that rank.
 
-When a rank dies elsewhere, mpirun ends the ranks here. They look as if they had been killed, and mpirun's exit code
-does not name the first rank. But Open MPI's mpirun prints where the first death was (`Vendor.death_reports`), and a
-rank that raises an error prints its traceback; both pass through torchmpirun. The mpirun of MPICH and of Intel MPI
-prints its reports to the standard output, which torchmpirun does not read.
+When a rank dies on another host, mpirun kills the ranks of this host. mpirun's exit code does not identify the first
+rank. But Open MPI's mpirun prints a report of the first death (`Vendor.death_reports`), and a rank that raises an error
+prints its traceback. torchmpirun reads both outputs. With MPICH and Intel MPI, mpirun prints its reports to the
+standard output, which torchmpirun does not read.
 """
 
 import re
@@ -15,7 +15,7 @@ _TRACEBACK = r"\[rank (?P<rank>\d+)\] Traceback"
 
 
 class StarterReport(NamedTuple):
-    """The first rank that ended, a sentence about its end, and the exit code of the job."""
+    """The first rank that ended, a message about the cause of its end, and the exit code of the job."""
 
     rank: int
     text: str
@@ -23,7 +23,10 @@ class StarterReport(NamedTuple):
 
 
 def find(vendor: Vendor, output: str, code: int) -> StarterReport | None:
-    """Return the report in the output of an mpirun that ends with this code, or None."""
+    """Return the first report or traceback in mpirun's output, or None.
+
+    ``code`` is mpirun's exit code, which is the code of the job unless the report contains another one.
+    """
     for pattern in (*vendor.death_reports, _TRACEBACK):
         if match := re.search(pattern, output):
             words = {"host": "another host", "signal": "", "code": "", **match.groupdict()}

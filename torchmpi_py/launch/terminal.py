@@ -1,13 +1,14 @@
-"""Standard streams of torchmpirun: its own messages, mpirun's, rank 0's log, and the input.
+"""The standard streams of torchmpirun: messages of torchmpirun and mpirun, rank 0's log, and the input.
 
-A reader may pause: ``| less``, Ctrl-S, a stopped process. A write then blocks, so only threads write. The loop that
-watches the job goes on, and handles signals, deaths and the time limit. Nothing is lost meanwhile: the log is on disk,
-and torchmpirun's messages stay in memory. ``finish`` waits for the reader at the end.
+The reader of the output may pause, for example in ``| less``, after Ctrl-S, or as a stopped process. A write then
+blocks, so only threads write. The loop that watches the job continues, and handles signals, deaths and the time limit.
+No output is lost during the pause, because the log is on disk, and torchmpirun's messages are kept in memory.
+``finish`` waits for the reader at the end.
 
-Rank 0 gets the standard input (`handed_input`), unless the input is a terminal. mpirun runs in a session of its own.
-There Open MPI would never read from the terminal, and MPICH would take the shell's keys when the job is in the
-background. Each attempt to run a job reads a file from the same position. A pipe can be read only once: the next
-attempt finds the input at its end, and does not wait for more.
+Rank 0 gets the standard input (`handed_input`), unless the input is a terminal. mpirun runs in a separate session, in
+which Open MPI would never read from the terminal. MPICH would read keys that are meant for the shell when the job is in
+the background. If the input is a file, each attempt to run a job reads it from the same position. A pipe can be read
+only once, so later attempts get an empty input.
 """
 
 import atexit
@@ -29,37 +30,38 @@ from pathlib import Path
 from torchmpi_py import trusted_files
 from torchmpi_py.launch.notices import NoticeFilter, printable
 
-ENDED_SECONDS = 1.0  # After the end of the job, torchmpirun leaves if the reader pauses for this long.
-_SOON_SECONDS = 0.2  # Limit for a line to be read, so that it keeps its place among other output.
-_LOOK_SECONDS = 0.05  # Time between two looks for more output.
+ENDED_SECONDS = 1.0  # After the end of the job, torchmpirun exits if the reader pauses for this time.
+_SOON_SECONDS = 0.2  # Time that torchmpirun waits for the reader, to keep its lines in order with other output.
+_LOOK_SECONDS = 0.05  # Time between two searches for more output.
 _READ_BYTES = 1 << 16
-_PIECE_BYTES = 4096  # written at once; each piece that is written counts as progress of the reader
+_PIECE_BYTES = 4096  # Size of a single write. Each write that returns counts as progress of the reader.
 _STDOUT, _STDERR = 1, 2
 
 
 def say(text: str) -> None:
-    """Write a line to stderr if it is open; without stderr the job must still end in order."""
+    """Write a line to stderr. Do nothing if stderr is closed, so that the job still ends normally."""
     if sys.stderr is not None:
         _speech.add(f"torchmpirun: {printable(text)}\n")
         _speech.wait(_SOON_SECONDS)
 
 
 def relay(notices: NoticeFilter) -> int | None:
-    """Return a descriptor for mpirun's stderr, to be closed once mpirun has it; None without a stderr.
+    """Return a descriptor for mpirun's stderr, or None if torchmpirun has no stderr.
 
-    Two things are filtered out: notices of an abort that a rank has explained (``NoticeFilter``), and NUL bytes. Open
-    MPI ends a notice with a NUL byte, and ``grep`` then treats a job's output as binary.
+    The caller must close the descriptor after the start of mpirun. The output is copied to torchmpirun's stderr without
+    notices of an abort whose cause a rank has reported (``NoticeFilter``), and without NUL bytes. Open MPI ends a
+    notice with a NUL byte, which makes ``grep`` treat the output as binary.
     """
     return None if sys.stderr is None else _speech.relay(notices)
 
 
 def catch_up() -> None:
-    """Read the rest of the output of an mpirun that has ended."""
+    """Wait until the last output of an mpirun that has ended was read, but not for long."""
     _speech.wait(_SOON_SECONDS)
 
 
 def has_input() -> bool:
-    """Return whether rank 0 has input to read: neither a terminal nor /dev/null, and not closed."""
+    """Return whether the standard input is for rank 0: it is open, and neither a terminal nor /dev/null."""
     try:
         return not stat.S_ISCHR(os.fstat(0).st_mode)
     except OSError:
@@ -67,7 +69,7 @@ def has_input() -> bool:
 
 
 def starter_input() -> int | None:
-    """Return mpirun's standard input, in the form that ``subprocess`` takes."""
+    """Return the value of subprocess.Popen's ``stdin`` for mpirun."""
     return subprocess.DEVNULL if os.isatty(0) else None
 
 
@@ -80,19 +82,19 @@ def input_position() -> int | None:
 
 
 def rewind_input(begin: int | None) -> None:
-    """Before another attempt, rewind a file to its earlier position, or replace a pipe by empty input."""
+    """Rewind an input file to position ``begin`` before another attempt, or replace a pipe by an empty input."""
     if begin is not None:
         os.lseek(0, begin, os.SEEK_SET)
     elif has_input():
-        say("standard input is a pipe, which can be read only once: other attempts get no input (use `< file`)")
+        say("standard input is a pipe, which can be read only once; later attempts get no input (use `< file`)")
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)
 
 
 def finish(tail: "Tail", is_over: Callable[[], bool]) -> None:
-    """Wait until the reader has all output.
+    """Wait until the reader has read all output.
 
-    Once the job ``is_over`` for its user, wait only while the reader goes on reading.
+    If ``is_over()`` becomes true (the user has ended the job), wait only while the reader continues to read.
     """
     for outlet in (tail, _speech):
         if outlet.wait(inf, is_over) or outlet.wait(ENDED_SECONDS):
@@ -102,7 +104,7 @@ def finish(tail: "Tail", is_over: Callable[[], bool]) -> None:
 
 
 class _Outlet:
-    """A thread that writes the output of ``_next_output`` to a descriptor until the reader has gone."""
+    """A thread that writes the output of ``_next_output`` to a descriptor until the reader closes the other end."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -112,16 +114,16 @@ class _Outlet:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread, once."""
+        """Start the thread, unless it was started before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
             atexit.register(self.wait, ENDED_SECONDS)
 
     def wait(self, seconds: float, is_over: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until all present output is written.
+        """Wait until all current output is written; return whether it is.
 
-        Return False if the reader takes nothing for ``seconds``, or if ``is_over()`` becomes true before.
+        Stop waiting if the reader reads nothing for ``seconds``, or if ``is_over()`` becomes true.
         """
         if self._thread is None:
             return True
@@ -135,7 +137,7 @@ class _Outlet:
         return self._answered >= request
 
     def _next_output(self) -> bytes:
-        """Return what must be written next; empty if there is nothing for now."""
+        """Return the output that must be written next; empty if there is no output now."""
         raise NotImplementedError
 
     def _wait_for_more(self) -> None:
@@ -144,7 +146,7 @@ class _Outlet:
         self._news.clear()
 
     def _run(self) -> None:
-        """Write all output, and answer the waiting callers whenever everything is written; runs in the thread."""
+        """Write all output, and release waiting callers whenever everything is written. The thread runs this."""
         while True:
             request = self._asked
             output = self._next_output()
@@ -155,7 +157,7 @@ class _Outlet:
                 self._wait_for_more()
 
     def _write(self, piece: bytes) -> None:
-        """Write to the descriptor directly: Python cannot end while a thread holds the lock of a stream."""
+        """Write to the descriptor, not to a stream: Python cannot exit while a thread holds the lock of a stream."""
         while piece and self._is_read:
             try:
                 piece = piece[os.write(self._descriptor, piece) :]
@@ -167,7 +169,7 @@ class _Outlet:
                 self._explain(error)
 
     def _explain(self, error: OSError) -> None:
-        """Report why nothing more is written, unless the reader has gone away."""
+        """Report a write error, unless the reader has closed the other end."""
 
 
 class _Speech(_Outlet):
@@ -184,7 +186,7 @@ class _Speech(_Outlet):
         self.start()
 
     def relay(self, notices: NoticeFilter) -> int:
-        """Return the writing end of a new pipe whose content is written to stderr."""
+        """Create a pipe whose content is written to stderr; return its writing end."""
         pipe, end = os.pipe()
         os.set_blocking(pipe, False)
         self._pipes[pipe] = notices
@@ -214,12 +216,10 @@ class _Speech(_Outlet):
 
 
 class Tail(_Outlet):
-    """Show what rank 0 adds to its log, in all attempts to run a job; without a log folder do nothing.
+    """Copy rank 0's log to the standard output while the log grows, in all attempts; do nothing without a log folder.
 
-    Existing content of the log comes from an earlier job and is not shown.
-
-    The log is shown as text. NUL bytes are left out, because a log that is truncated while a process writes has holes.
-    Bytes that are not UTF-8 are replaced.
+    Existing content of the log belongs to an earlier job and is not copied. The output is text. NUL bytes are removed,
+    because a log that is truncated while a process writes to it has holes. Bytes that are not UTF-8 are replaced.
     """
 
     def __init__(self, log_dir: Path | None) -> None:
@@ -231,7 +231,7 @@ class Tail(_Outlet):
             self.start()
 
     def catch_up(self) -> None:
-        """Show the present output, so that a message about it comes after it."""
+        """Copy the current content of the log, so that later messages appear after it."""
         self.wait(_SOON_SECONDS)
 
     def _next_output(self) -> bytes:
@@ -239,13 +239,13 @@ class Tail(_Outlet):
         text = ""
         try:
             with open(trusted_files.open_file(self.log, os.O_RDONLY), "rb") as log:
-                if os.fstat(log.fileno()).st_size < self._num_read:  # the log was truncated, so its content is new
+                if os.fstat(log.fileno()).st_size < self._num_read:  # The log was truncated, so its content is new.
                     self._num_read = 0
                 log.seek(self._num_read)
                 while not text and (added := log.read(_READ_BYTES)):
                     self._num_read += len(added)
                     text = self._decoder.decode(added).replace("\0", "")
-        except OSError:  # the log does not exist yet
+        except OSError:  # The log may not exist yet.
             return b""
         return text.encode()
 
