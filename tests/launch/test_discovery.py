@@ -103,7 +103,7 @@ def test_waiting_for_hosts(tmp_path, capfd, monkeypatch):
         ("--elastic-restart 1:2 --groups 2", "omit --groups"),
         ("--elastic-restart 1:2 --elastic", "omit --elastic"),
         ("--elastic-restart 1:2 --discover s --hosts a", "omit --hosts"),
-        ("--elastic-restart 3:4 --hosts a:2", "there is room for 2 ranks"),
+        ("--elastic-restart 3:4 --hosts a:2", "the hosts have slots for 2 ranks"),
     ],
 )
 def test_what_does_not_go_together(words, error):

@@ -144,7 +144,7 @@ def test_dry_run(vendor, no_leftovers):
 def test_mistakes_end_with_2_and_the_remedy(program, no_leftovers):
     path = program(HELLO)
     for words, message in [
-        (["nosuch.py"], "nosuch.py: there is no such program"),
+        (["nosuch.py"], "nosuch.py: this program does not exist"),
         (["/usr/bin/python3.12", path], "omit /usr/bin/python3.12"),
         (["--hosts", "a:0", path], "has 0 slots"),
         (["--hosts", "a", "--hostfile", "f", path], "use only one of them"),

@@ -2,12 +2,12 @@
 
     torchmpirun -n 4 train.py --epochs 5
 
-torchmpirun finds the MPI, builds the arguments of its mpirun, and starts every rank inside `wrap`. It ends with the
-exit code of the first rank that failed. On success it prints nothing of its own, unless ranks ran without contacting
-each other.
+torchmpirun finds the MPI, builds the arguments of its mpirun, and starts every rank inside `wrap`. Its exit code is the
+exit code of the first rank that failed. If the job succeeds, torchmpirun prints nothing, unless ranks ran without
+contacting each other.
 
-Three options run no job: --check asks the hosts whether they can run one, --version prints what is installed, and
---template prints a script for a batch system.
+Three options run no job: --check tests whether the hosts can run a job, --version prints the versions of the installed
+software, and --template prints a script for a batch system.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from torchmpi_py.launch.terminal import Tail, say
 
 
 def run(spec: JobSpec) -> int:
-    """Run the job, and restart it if it fails; return its exit code."""
+    """Run the job, and restart it if it fails; return the exit code of the last attempt."""
     checks.check_output_folder("--log-dir", spec.log_dir, replaced="" if spec.restart else "rank-0.log")
     checks.check_output_folder("--profile", spec.profile)
     with timeline_file.kept(spec) as (spec_of_page, page), discovery.Discovery(spec_of_page) as current:
@@ -63,14 +63,14 @@ def run(spec: JobSpec) -> int:
 
 
 def explain_start(spec: JobSpec) -> None:
-    """After a failed start on several hosts, print which hosts cannot run the job."""
+    """Print a line for each host that cannot run the job, after a failed start on several hosts."""
     if len(spec.host_names) > 1:
         for line in host_check.check(spec, host_facts.WITHOUT_DOCTOR).problems:
             say(line)
 
 
 def answer(options: argparse.Namespace, words: list[str]) -> int:
-    """Print the answer to --template, --version or --check; return the exit code."""
+    """Print the output of --template, --version or --check; return the exit code."""
     if options.template:
         print(ready_scripts.text(options.template), end="")
         return 0
@@ -89,7 +89,7 @@ def answer(options: argparse.Namespace, words: list[str]) -> int:
 
 
 def show(spec: JobSpec, settings: Mapping[str, Path]) -> int:
-    """Print a job's variables and command, and the file of each of the ``settings``; return the exit code."""
+    """Print the variables and the command of a job, and the file of each setting in ``settings``; return 0."""
     for name, file in settings.items():
         print(f"# {name}: from {file}")
     with job.new_folder() as folder:
@@ -101,7 +101,10 @@ def show(spec: JobSpec, settings: Mapping[str, Path]) -> int:
 
 
 def start(words: list[str]) -> int:
-    """Do what the command line asks for; return the exit code. Raise LaunchError if it cannot be done."""
+    """Carry out the command line, without the program's name; return the exit code.
+
+    Raise LaunchError if the job cannot be started.
+    """
     if words[:1] == [group_jobs.OPTION]:
         try:
             spec = pickle.loads(Path(*words[1:]).read_bytes())
@@ -126,7 +129,7 @@ def start(words: list[str]) -> int:
 
 
 def launch(spec: JobSpec, options: argparse.Namespace) -> int:
-    """Run the job in the form that the options ask for; return the exit code."""
+    """Run the job: as a single job, as groups, or in several layouts; return the exit code."""
     if not spec.as_module:
         checks.check_program(spec.program[0])
     host_check.refuse_misfit(spec)
@@ -136,7 +139,7 @@ def launch(spec: JobSpec, options: argparse.Namespace) -> int:
         return layouts.run(spec, options.layout_seconds)
     if not options.groups:
         return run(spec)
-    # check here too, so that there is one error and not one per group
+    # Check here too. Otherwise each group would print the same error.
     checks.check_output_folder("--log-dir", spec.log_dir)
     checks.check_output_folder("--profile", spec.profile)
     timeline_file.check(spec)
@@ -144,13 +147,13 @@ def launch(spec: JobSpec, options: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command `torchmpirun`."""
+    """Run the command `torchmpirun` with these arguments (default: from the command line); return the exit code."""
     try:
         return start(sys.argv[1:] if argv is None else argv)
     except LaunchError as error:
         say(str(error))
         return 2
-    except KeyboardInterrupt:  # before the first attempt
+    except KeyboardInterrupt:  # Ctrl-C can raise this error only before the first attempt.
         return 130
 
 

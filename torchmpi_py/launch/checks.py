@@ -1,4 +1,4 @@
-"""Checks before a job starts: refuse a program, a folder or a host with which the job would fail."""
+"""Checks before a job starts, of the program, the folders and the shared memory of this host."""
 
 import os
 import re
@@ -15,25 +15,25 @@ _TRIED_BYTES = 4096  # one block of a disk
 
 
 def check_working_folder() -> None:
-    """Raise LaunchError if the working folder was removed or cannot be entered: no MPI starts there."""
+    """Raise LaunchError if the working folder was removed or cannot be entered, because no MPI can start there."""
     try:
         os.getcwd()
     except OSError as error:
-        raise LaunchError(f"the working folder: {error.strerror}; cd to a folder that exists") from None
+        raise LaunchError(f"cannot use the working folder: {error.strerror}; cd to a folder that exists") from None
 
 
 def check_program(program: str) -> None:
-    """Refuse a program that no rank could run, before any rank tries."""
+    """Raise LaunchError if ``program`` is not a Python file or a folder that a rank could run."""
     if re.fullmatch(r"python[\d.]*", os.path.basename(program)):
-        raise LaunchError(f"omit {program}: torchmpirun runs the ranks under {sys.executable}")
+        raise LaunchError(f"omit {program}: torchmpirun runs every rank with {sys.executable}")
     if not os.path.exists(program):
-        raise LaunchError(f"{program}: there is no such program here")
+        raise LaunchError(f"{program}: this program does not exist; check its path")
     if not (os.path.isfile(program) or os.path.isdir(program)):
-        raise LaunchError(f"{program} is a named pipe, a device or a socket; name a Python file")
+        raise LaunchError(f"{program} is a named pipe, a device or a socket; pass a Python file")
 
 
 def check_output_folder(option: str, folder: Path | None, replaced: str = "") -> None:
-    """Refuse an output folder that cannot be written to; remove a file that will be ``replaced``."""
+    """Create an output folder, and remove the file ``replaced`` in it. Raise LaunchError if this is not possible."""
     if folder is None:
         return
     files = "files"
@@ -51,12 +51,12 @@ def check_output_folder(option: str, folder: Path | None, replaced: str = "") ->
 
 
 def check_shared_memory(vendor: Vendor, num_ranks: int, folder: str = "/dev/shm") -> None:
-    """Refuse a host where this MPI cannot start; warn if the MPI may crash."""
+    """Raise LaunchError if the MPI cannot start on this host without /dev/shm; warn if /dev/shm is too small."""
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise LaunchError(f"{vendor.name} needs a writable {folder}; mount a tmpfs there, or use --mpi openmpi")
     needed, free = vendor.shared_bytes * num_ranks, os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
     if free < needed:
         say(
-            f"{folder} has {free >> 20} MiB free, but {num_ranks} ranks of {vendor.name} need {needed >> 20}: they may "
-            "crash (signal 7); enlarge it (docker run --shm-size=1g), or use --mpi openmpi"
+            f"{folder} has {free >> 20} MiB free, but {num_ranks} ranks of {vendor.name} need {needed >> 20} MiB: they "
+            "may crash (signal 7); enlarge it (docker run --shm-size=1g), or use --mpi openmpi"
         )

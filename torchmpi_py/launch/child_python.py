@@ -2,19 +2,19 @@
 
     python .../launch/child_python.py MODULE ARGUMENTS...
 
-``python -m`` and ``python -c`` look for modules in the current folder first. A user's ``zlib.py`` or ``platform.py``
-there would replace the standard library's. The child starts in the current folder, because its arguments may be
-relative paths. But it runs this file by path, and removes the file's folder from sys.path. It uses its parent's copy of
-the package, even if another copy is installed.
+``python -m`` and ``python -c`` search the current folder for modules first. A user's file ``zlib.py`` or
+``platform.py`` in this folder would replace a module of the standard library. The child runs in the current folder,
+because its arguments may be relative paths. But the child runs this file by its path, and removes the file's folder
+from sys.path. It uses the same copy of the package as its parent, even if another copy is installed.
 """
 
 import sys
 
 if __name__ == "__main__":
-    if not getattr(sys.flags, "safe_path", False):  # a safe path leaves out the file's folder
+    if not getattr(sys.flags, "safe_path", False):  # With this flag, sys.path does not begin with the file's folder.
         del sys.path[0]
     sys.path.insert(0, __file__.rpartition("/torchmpi_py/")[0])
-    import torchmpi_py  # noqa: F401  # the package's other modules are found through it from now on
+    import torchmpi_py  # noqa: F401  # From now on, Python finds the package's modules without the entry in sys.path.
 
     del sys.path[0]
 

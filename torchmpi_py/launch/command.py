@@ -1,4 +1,4 @@
-"""The command of an attempt to run a job, and the environment of mpirun and the ranks."""
+"""The command that starts an attempt of a job, and the environment of mpirun and the ranks."""
 
 import os
 import sys
@@ -24,8 +24,8 @@ from torchmpi_py.launch import (
 from torchmpi_py.launch.job_spec import NETWORKS, JobSpec
 from torchmpi_py.launch.mpirun import Options
 
-# The ranks must not inherit the rank of this process in another job, nor the variable by which a rank forbids its child
-# processes to start MPI.
+# This process may be a rank of another job. The ranks must inherit neither its rank variables, nor the variable that
+# prevents child processes of a rank from starting MPI.
 _DROPPED = ("PMIX_", "PMI_", "OMPI_COMM_", "OMPI_ARGV", "OMPI_COMMAND", "PRTE_LAUNCHED", "HYDI_", "MPI_LOCAL")
 _DROPPED_WHOLE = ("TORCHMPI_STARTED_PID", group_of_ranks.VARIABLE, timeline_file.VARIABLE, variables.LAYOUT)
 _KEPT = ("PMIX_MCA_",)
@@ -41,23 +41,23 @@ FORWARDED = (
     "UCX_",
     *binding.THREAD_VARIABLES,
 )
-"""Beginnings of the variables that must reach the ranks on other hosts, besides those of --env."""
+"""Prefixes of the variables that must be set for ranks on other hosts, in addition to the variables of --env."""
 
 
 @dataclass(frozen=True)
 class StarterCommand:
-    """The command of an attempt, and its environment; --dry-run prints them."""
+    """The command of an attempt and its environment, which --dry-run prints."""
 
     words: list[str]
     environment: Mapping[str, str]
     added: Mapping[str, str]  # The part of the environment that torchmpirun adds.
     hostfile: str = ""  # Content of the file ``hostfile`` in the job's folder.
-    forwarded: tuple[str, ...] = ()  # Names of variables that are passed on to other hosts.
-    hands_input: bool = False  # Rank 0 gets the standard input from torchmpirun, not from mpirun.
+    forwarded: tuple[str, ...] = ()  # Names of variables that are forwarded to other hosts.
+    hands_input: bool = False  # Whether rank 0 gets the standard input from torchmpirun, not from mpirun.
 
 
 def build(spec: JobSpec, folder: Path, attempt: int = 0) -> StarterCommand:
-    """Return the command of an attempt, and write no file. The files of the attempt belong in the ``folder``."""
+    """Return the command of an attempt whose files are in ``folder``; do not write any file."""
     hostfile = folder / "hostfile" if spec.hosts and spec.system != "Slurm" else None
     num_here = hosts.num_ranks_on_busiest(spec.hosts, spec.num_ranks)
     surroundings.raise_open_files(num_here)
@@ -65,7 +65,7 @@ def build(spec: JobSpec, folder: Path, attempt: int = 0) -> StarterCommand:
     settings = _settings(
         spec, folder, inherited, is_busy=len(spec.hosts) > 1 or num_here >= topology.num_usable_cores()
     )
-    # the user's own value takes precedence
+    # A value that the user has set takes precedence.
     settings = {name: value for name, value in settings.items() if name not in inherited}
     if hostfile is not None and spec.vendor.hostfile_variable:
         settings[spec.vendor.hostfile_variable] = str(hostfile)
@@ -77,8 +77,8 @@ def build(spec: JobSpec, folder: Path, attempt: int = 0) -> StarterCommand:
     }
     added = settings | {name: value for name, value in spec.variables.items() if inherited.get(name) != value}
     reaching = sorted({*spec.variables, *(name for name in inherited | added if name.startswith(FORWARDED))})
-    # Hand the input to rank 0 only if neither an option nor a batch system can place rank 0 on another host. With a
-    # hostfile, Open MPI loses the end of the input.
+    # Hand the input to rank 0 if no option and no batch system can place rank 0 on another host. Otherwise mpirun
+    # forwards the input, and Open MPI loses its end if there is a hostfile.
     hands_input = terminal.has_input() and not (spec.mpi_args or spec.has_srun)
     hands_input = hands_input and all(map(hosts.is_this_host, spec.host_names))
     words = starter_words(spec, hostfile, reaching, no_input=hands_input or not terminal.has_input())
@@ -104,7 +104,7 @@ def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def _settings(spec: JobSpec, folder: Path, inherited: Mapping[str, str], *, is_busy: bool) -> dict[str, str]:
     """Return the variables that the MPI needs.
 
-    ``is_busy`` says that ranks fill the cores of a host, or that there are several hosts.
+    ``is_busy`` is True if the ranks use all cores of a host, or if there are several hosts.
     """
     vendor = spec.vendor
     settings = dict(vendor.environment)
@@ -123,7 +123,7 @@ def _settings(spec: JobSpec, folder: Path, inherited: Mapping[str, str], *, is_b
 
 
 def _ucx_device(interface: str) -> str:
-    """Return UCX's name of a network interface: the RDMA device behind it, if there is one."""
+    """Return UCX's name for a network interface: the name of its RDMA device, or ``interface`` without one."""
     place = NETWORKS / interface
     device, port = next((place / "device" / "infiniband").glob("*"), None), place / "dev_port"
     return f"{device.name}:{int(port.read_text()) + 1}" if device is not None and port.exists() else interface
@@ -132,7 +132,7 @@ def _ucx_device(interface: str) -> str:
 def starter_words(
     spec: JobSpec, hostfile: Path | None = None, forwarded: list[str] | None = None, *, no_input: bool = False
 ) -> list[str]:
-    """Return mpirun's options, without its program and without the command of the ranks."""
+    """Return the options of mpirun, without the program mpirun and the command of the ranks."""
     vendor = spec.vendor
     options = vendor.start
     if hostfile is not None:
@@ -157,7 +157,7 @@ def _offered(spec: JobSpec, options: Options, flag: str) -> Options:
 
 
 def rank_words(spec: JobSpec) -> list[str]:
-    """Return the command of one rank, in the form that this mpirun needs."""
+    """Return the command of a rank, in the form that this mpirun needs."""
     words = [sys.executable, wrap.__file__, "--bind", spec.bind]
     for option, folder in (("--log-dir", spec.log_dir), ("--profile", spec.profile)):
         words += [option, str(folder.absolute())] if folder is not None else []

@@ -1,4 +1,4 @@
-"""A group of ``torchmpirun --groups`` as its ranks see it, and the marks that rank 0 leaves for torchmpirun."""
+"""The description of a group that ``torchmpirun --groups`` passes to its ranks, and marks for torchmpirun."""
 
 import json
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from pathlib import Path
 from torchmpi_py.launch import exit_marks
 
 VARIABLE = "TORCHMPIRUN_GROUP"
-EXPERIMENT, REASON = "experiment", "reason"  # the marks
+EXPERIMENT, REASON = "experiment", "reason"  # names of the marks
 
 
 @dataclass(frozen=True)
@@ -17,33 +17,33 @@ class GroupOfRanks:
 
     index: int
     count: int
-    token: str  # the same for all groups of one torchmpirun
-    folder: str  # folder of the marks, on torchmpirun's host only
-    last_end: str = ""  # how this group's previous job failed
-    restart: int = 0  # number of the group's earlier jobs
+    token: str  # Random text that all groups of a torchmpirun share.
+    folder: str  # Folder of the marks, which exists only on torchmpirun's host.
+    last_end: str = ""  # Message about the failure of this group's previous job.
+    restart: int = 0  # Number of the group's earlier jobs.
 
     @property
     def text(self) -> str:
-        """The value of `VARIABLE` in the group's ranks."""
+        """The value of the environment variable `VARIABLE` for the ranks of the group."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
     def path(self, mark: str) -> Path:
-        """Return the file of a mark."""
+        """Return the path of a mark of this group."""
         return Path(self.folder) / f"{mark}-{self.index}"
 
     def record_experiment(self) -> None:
-        """Leave the mark that an experiment is running."""
+        """Write the mark that shows that an experiment is running."""
         exit_marks.leave(self.folder, self.path(EXPERIMENT).name)
 
     def record_no_experiment(self) -> None:
-        """Remove the mark that an experiment is running, because the experiment has ended and is recorded."""
+        """Remove the mark of a running experiment, after the experiment has ended and its result is stored."""
         self.path(EXPERIMENT).unlink(missing_ok=True)
 
     def record_end(self, reason: str) -> None:
-        """Record why the group's job failed."""
+        """Record the reason why the group's job failed, for torchmpirun."""
         exit_marks.leave(self.folder, self.path(REASON).name, reason)
 
 
 def group_in(environment: Mapping[str, str]) -> GroupOfRanks | None:
-    """Return the group of this rank; None without ``--groups``."""
+    """Return the group of the rank with this environment; None without ``--groups``."""
     return GroupOfRanks(**json.loads(environment[VARIABLE])) if environment.get(VARIABLE) else None

@@ -1,6 +1,7 @@
-"""The guardian of a folder: a program that waits until torchmpirun is gone, and then clears its remains away.
+"""The guardian of a folder: a program that waits for torchmpirun's end, and then removes the files that are left.
 
-`cleanup.Guardian` starts it. While it waits it is a bare Python that has loaded only this file.
+`cleanup.Guardian` starts this program. While the program waits, it has imported only three standard modules, so that it
+uses little memory.
 """
 
 import os

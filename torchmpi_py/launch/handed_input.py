@@ -1,9 +1,10 @@
-"""Hand torchmpirun's standard input directly to rank 0, so that only what the program reads is consumed.
+"""Hand torchmpirun's standard input directly to rank 0, so that only the input that the program reads is consumed.
 
-mpirun reads ahead: it would empty the list of ``while read x; do torchmpirun ...; done < list``. If all ranks run on
-this host, rank 0 gets the descriptor itself through a socket in the job's folder, which only this user can enter. Rank
-0 then shares the offset of a file with torchmpirun's caller, as under plain Python. A descriptor cannot be sent to a
-rank on another host; there mpirun forwards what it reads.
+mpirun would read all input. In ``while read x; do torchmpirun ...; done < list``, the first torchmpirun would then
+consume the whole list. If all ranks run on this host, rank 0 gets the descriptor itself, through a socket in the job's
+folder, which only this user can enter. If the input is a file, rank 0 then shares the file offset with torchmpirun's
+caller, as under plain Python. A descriptor cannot be sent to a rank on another host. In this case mpirun forwards the
+input.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ _NAME = "input"
 
 @contextlib.contextmanager
 def _address(folder: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield a short path of the socket: an address has at most 107 characters, and TMPDIR may be long."""
+    """Yield a short path of the socket, because an address has at most 107 characters, and TMPDIR may be long."""
     place = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{place}/{_NAME}"
@@ -26,7 +27,7 @@ def _address(folder: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def offer(folder: str | os.PathLike[str]) -> None:
-    """Give descriptor 0 to the first process that asks for it; called in torchmpirun."""
+    """Start a thread that sends descriptor 0 to the first process that connects. torchmpirun calls this function."""
     listener = socket.socket(socket.AF_UNIX)
     with _address(folder) as address:
         listener.bind(address)
@@ -40,10 +41,10 @@ def _give(listener: socket.socket) -> None:
 
 
 def take(folder: str) -> None:
-    """Replace this process's descriptor 0 by torchmpirun's input, if it is offered; called in rank 0."""
+    """Replace descriptor 0 of rank 0, which calls this, by torchmpirun's standard input if torchmpirun offers it."""
     if not os.path.exists(os.path.join(folder, _NAME)):
         return
-    # If mpirun sets no rank variables, each process takes itself for rank 0. The first one gets the input.
+    # If mpirun sets no rank variables, every process behaves as rank 0. The first process gets the input.
     with contextlib.suppress(ConnectionError), socket.socket(socket.AF_UNIX) as connection, _address(folder) as address:
         connection.connect(address)
         for descriptor in socket.recv_fds(connection, 1, 1)[1]:

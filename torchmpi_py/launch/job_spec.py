@@ -1,8 +1,8 @@
 """JobSpec: a complete description of a job, from the command line and the environment of torchmpirun.
 
-Everything is decided once, here. Later steps only read this object: the command of an attempt (`command`), the process
-(`job`), the groups (`group_jobs`), and the checks of the hosts (`host_check`). The object is frozen.
-`dataclasses.replace` makes a variation, such as a group's part of the job.
+All decisions about a job are made here. Later steps only read the JobSpec: the command of an attempt (`command`), the
+process (`job`), the groups (`group_jobs`), and the checks of the hosts (`host_check`). A JobSpec is frozen.
+`dataclasses.replace` makes a variant, such as a group's part of the job.
 """
 
 import argparse
@@ -20,20 +20,20 @@ from torchmpi_py.launch.mpirun import Vendor
 from torchmpi_py.launch.terminal import say
 
 NETWORKS = Path("/sys/class/net")
-_MOST_RESTARTS = 3  # default of --max-restarts with --elastic-restart, or if restarts replace --elastic
+_MOST_RESTARTS = 3  # Default of --max-restarts with --elastic-restart, or if the MPI does not support --elastic.
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job: its program, its ranks and where they run, its MPI, its limits, and where its output goes."""
+    """The description of a job: program, ranks, hosts, MPI, limits, and output."""
 
     program: tuple[str, ...] = ()  # the program and its arguments
     as_module: bool = False
     vendor: Vendor = mpirun.OPEN_MPI
     starter: str = "mpirun"  # Path of the MPI's mpirun.
     num_ranks: int = 0  # 0 if unknown.
-    hosts: tuple[Host, ...] = ()  # Empty: this host.
-    system: str = ""  # The batch system that named the hosts. "" if the user has named them.
+    hosts: tuple[Host, ...] = ()  # Empty for this host.
+    system: str = ""  # Name of the batch system that listed the hosts. "" if the user has listed them.
     notes: Sequence[str] = ()  # Messages about the choice of ranks and hosts.
     bind: str = "core"
     environment: Mapping[str, str] = field(default_factory=dict)  # torchmpirun's environment
@@ -56,22 +56,22 @@ class JobSpec:
 
     @property
     def has_srun(self) -> bool:
-        """Return whether Slurm's srun starts processes on other hosts, in place of ssh."""
+        """Whether Slurm's srun starts processes on other hosts, instead of ssh."""
         return "SLURM_JOB_ID" in self.environment
 
     @property
     def host_names(self) -> tuple[str, ...]:
-        """The hosts that may get ranks; empty if all ranks run on this host."""
+        """The names of the hosts that may get ranks; empty if all ranks run on this host."""
         return tuple(host.name for host in self.hosts) or allocation.slurm_nodes(self.environment)
 
     @property
     def restart(self) -> int:
-        """The number of attempts before this torchmpirun's first one."""
+        """The number of attempts that were made before the first attempt of this torchmpirun."""
         return 0 if self.group is None else self.group.restart
 
 
 def read(options: argparse.Namespace, words: list[str], environment: Mapping[str, str]) -> JobSpec:
-    """Return the job that the options describe. Raise LaunchError if options do not fit together.
+    """Return the job that the options describe. Raise LaunchError if options contradict each other.
 
     ``words`` is the command line.
     """
@@ -84,12 +84,13 @@ def read(options: argparse.Namespace, words: list[str], environment: Mapping[str
         num_ranks = _num_ranks_within(options, num_ranks)
     if num_ranks > surroundings.MOST_RANKS:
         raise LaunchError(
-            f"{num_ranks} ranks are too many: set -n, or name fewer slots (at most {surroundings.MOST_RANKS})"
+            f"{num_ranks} ranks are too many: set -n, or list fewer slots (at most {surroundings.MOST_RANKS})"
         )
     if options.groups and (options.elastic or options.max_restarts is not None or options.dry_run):
         option = "--elastic" if options.elastic else "--dry-run" if options.dry_run else "--max-restarts"
-        raise LaunchError(f"--groups starts several jobs and restarts failed ones itself; omit {option}")
-    is_unfit = not vendor.agent and "launch_agent" in options.settings  # a settings file may name it for other MPIs
+        raise LaunchError(f"--groups starts several jobs and restarts failed jobs automatically; omit {option}")
+    # A settings file may set the agent for other MPIs, so ignore the setting if this MPI does not support it.
+    is_unfit = not vendor.agent and "launch_agent" in options.settings
     same = {each.name: getattr(options, each.name) for each in fields(JobSpec) if each.name in options}
     return JobSpec(
         **same
@@ -100,7 +101,7 @@ def read(options: argparse.Namespace, words: list[str], environment: Mapping[str
             "num_ranks": num_ranks,
             "hosts": placed.hosts,
             "system": placed.system,
-            "notes": [] if vendor.name == "srun" else placed.notes,  # srun distributes the ranks itself
+            "notes": [] if vendor.name == "srun" else placed.notes,  # Slurm's srun distributes the ranks itself.
             "launch_agent": "" if is_unfit else options.launch_agent or placed.agent,
             "interface": _interface(options) if len(placed.hosts) > 1 or options.discover else "",
             "environment": dict(environment),
@@ -117,12 +118,12 @@ def _interface(options: argparse.Namespace) -> str:
     name: str = options.interface
     if name and not (options.dry_run or (NETWORKS / name).exists()):
         up = ", ".join(sorted(file.parent.name for file in NETWORKS.glob("*/operstate") if file.read_text() == "up\n"))
-        raise LaunchError(f"--interface {name}: no such interface here; name one that is up: {up or 'none is'}")
+        raise LaunchError(f"--interface {name}: no such interface here; use one that is up: {up or '(no interface)'}")
     return name
 
 
 def _mpi(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[Vendor, str]:
-    """Return the MPI, and the path of its mpirun; --dry-run shows any MPI, installed or not."""
+    """Return the MPI and the path of its mpirun. With --dry-run, the MPI need not be installed."""
     if options.mpi and options.dry_run:
         vendor = mpirun.vendor_named(options.mpi)
         return vendor, vendor.programs[0]
@@ -130,42 +131,45 @@ def _mpi(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[V
 
 
 def _max_restarts(options: argparse.Namespace, vendor: Vendor) -> int:
-    """Return the user's number of restarts; else a few if restarts replace --elastic or change the ranks."""
+    """Return the user's number of restarts. Print a line if this MPI does not support --elastic.
+
+    The default is `_MOST_RESTARTS` with --elastic-restart, or if the MPI does not support --elastic; otherwise 0.
+    """
     lacks_elastic, most = options.elastic and not vendor.elastic, options.max_restarts
     if most is None:
         most = _MOST_RESTARTS if lacks_elastic or options.elastic_restart else 0
     if lacks_elastic:
         say(
-            f"{vendor.name} does not support --elastic (Open MPI 5 with ULFM does): a death will restart the job from "
-            f"its last checkpoint, at most {most} time{'s' * (most != 1)} (--max-restarts)"
+            f"{vendor.name} does not support --elastic (Open MPI 5 with ULFM does): if a rank dies, the job restarts "
+            f"from its last checkpoint, at most {most} time{'s' * (most != 1)} (--max-restarts)"
         )
     return int(most)
 
 
 def _num_ranks_within(options: argparse.Namespace, num_ranks: int) -> int:
-    """Return the number of ranks by --elastic-restart; its maximum with --discover.
+    """Return the number of ranks within the limits of --elastic-restart; with --discover, return the maximum.
 
-    Raise LaunchError for options that exclude --elastic-restart or --discover.
+    Raise LaunchError for options that cannot be combined with --elastic-restart or --discover.
     """
     if not options.elastic_restart:
-        raise LaunchError("--discover needs --elastic-restart MIN:MAX, the least and greatest number of ranks; add it")
+        raise LaunchError("--discover needs --elastic-restart MIN:MAX, with the limits for the number of ranks; add it")
     (least, most), script = options.elastic_restart, options.discover
     of_restart = {"-n": options.num_ranks, "--groups": options.groups, "--elastic": options.elastic}
     of_script = {f"--{name}": getattr(options, name) for name in ("hosts", "hostfile")}
     for option, value in (of_restart | of_script if script else of_restart).items():
         if value:
             other = f"--elastic-restart {least}:{most}" if option in of_restart else "--discover"
-            raise LaunchError(f"{option} and {other} exclude each other; omit {option}")
+            raise LaunchError(f"{option} and {other} cannot be combined; omit {option}")
     if num_ranks < least and not script:
-        remedy = "write a lower number, or --discover SCRIPT to wait for hosts"
-        raise LaunchError(f"--elastic-restart {least}:{most}: there is room for {num_ranks} ranks; {remedy}")
+        remedy = "set a lower minimum, or add --discover SCRIPT to wait for hosts"
+        raise LaunchError(f"--elastic-restart {least}:{most}: the hosts have slots for {num_ranks} ranks; {remedy}")
     return int(most if script else min(num_ranks, most))
 
 
 def _variables(pairs: list[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of --env; ``NAME`` alone takes its value from ``environment``.
+    """Return the variables of --env; the value of a ``NAME`` without a value comes from ``environment``.
 
-    Raise LaunchError for variables that are not allowed.
+    Raise LaunchError for a text that is not a variable, and for variables TORCHMPIRUN_...
     """
     variables = {}
     for pair in pairs:
@@ -173,7 +177,7 @@ def _variables(pairs: list[str], environment: Mapping[str, str]) -> dict[str, st
         if not name or not (equals or name in environment):
             raise LaunchError(f"--env {pair!r}: write NAME=VALUE, or NAME if the variable is set here")
         if name.startswith("TORCHMPIRUN_"):
-            raise LaunchError(f"--env {name}: torchmpirun itself sets variables of this name; choose a different name")
+            raise LaunchError(f"--env {name}: names with TORCHMPIRUN_ are reserved for torchmpirun; use another name")
         variables[name] = value if equals else environment[name]
     return variables
 
