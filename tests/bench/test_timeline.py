@@ -253,9 +253,9 @@ def test_a_folder_without_records_and_a_board_of_another_version_are_refused(tmp
 def test_a_page_that_cannot_be_written_is_refused_before_the_job(tmp_path):
     (tmp_path / "folder").mkdir()
     for path, problem in (
-        ("folder", r"that is a folder; name a file in it, such as .*/folder/timeline.html"),
+        ("folder", r"expected a file, found a folder; use a file in it: .*/folder/timeline.html"),
         ("a.py/t.html", r"there is no folder .*/a.py; create it"),
-        ("/proc/t.html", r"cannot write there: .*; name another file"),
+        ("/proc/t.html", r"cannot write this file: .*; use another file"),
     ):
         done = run(tmp_path, 2, "", timeline=path)
         assert done.returncode == 2

@@ -39,7 +39,7 @@ for step in range(int(sys.argv[2])):
     [
         ("ddp", 10**9, 1 << 40, 2, ""),
         ("engine", 0, 1 << 40, 2, ""),
-        ("loop", 60, 1, 1, r"\n    2  skipped: it needs 2 x \d+ of 0 free MiB"),  # ends early
+        ("loop", 60, 1, 1, r"\n    2  skipped: needs 2 x \d+ MiB, and 0 are free"),  # ends early
         ("fails", 3, 1 << 40, 0, r" 1  ended after 3 .*\n +2  failed with exit code 1; (.*\n)* +ValueError: two"),
     ],
 )
@@ -56,7 +56,7 @@ def test_table(program, monkeypatch, tmp_path, capfd, no_leftovers, way, steps, 
         assert float(samples) == pytest.approx(float(rate) * int(ranks) * 6, rel=0.02)
         assert way == "engine" or float(rate) < 100
     assert code == (not rows)
-    assert not rows or re.search(r"\nbest: -n [12] in place of --layouts, with your other options\n", shown)
+    assert not rows or re.search(r"\nbest: -n [12] \(use it instead of --layouts, with your other options\)\n", shown)
 
 
 @pytest.mark.parametrize(("cores", "last"), [(1, [1]), (6, [1, 2, 3, 6]), (31, [10, 15, 31]), (48, [6, 12, 24, 48])])

@@ -44,10 +44,10 @@ def test_the_command_line_wins_over_the_user_over_the_site(settings, capsys):
         ('mpi = "ompi"', "invalid choice: 'ompi'"),
         ('colour = "red"', "colour is not a setting (mpi, interface, "),
         ("timeout = -1", "-1 seconds are not a valid limit"),
-        ("timeout = true", "timeout = True: expected a text or a number; correct it, or set TORCHMPI_CONFIG to"),
-        ("env = [1]", "env = [1]: expected a text or a number or a list of texts"),
+        ("timeout = true", "timeout = True: expected a string or a number; correct it, or set TORCHMPI_CONFIG to"),
+        ("env = [1]", "env = [1]: expected a string or a number or a list of strings"),
         ("mpi = {}", "mpi = {}: expected"),
-        ("bind = ['core']", "bind = ['core']: expected a text or a number;"),
+        ("bind = ['core']", "bind = ['core']: expected a string or a number;"),
         ("mpi = mpich", "cannot be read as TOML"),
     ],
 )

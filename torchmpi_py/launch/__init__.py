@@ -1,1 +1,4 @@
-"""Start one process per GPU (or core) through the MPI of this environment. Standard library only."""
+"""torchmpirun: start one process per GPU, or per core, through the MPI of this environment.
+
+This folder uses only the standard library.
+"""

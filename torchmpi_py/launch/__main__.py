@@ -6,8 +6,8 @@ torchmpirun finds the MPI, builds the arguments of its mpirun, and starts every 
 exit code of the first rank that failed. If the job succeeds, torchmpirun prints nothing, unless ranks ran without
 contacting each other.
 
-Three options run no job: --check tests whether the hosts can run a job, --version prints the versions of the installed
-software, and --template prints a script for a batch system.
+Three options run no job. --check tests whether the hosts can run a job. --version prints the versions of the installed
+software. --template prints a script for a batch system.
 """
 
 import argparse

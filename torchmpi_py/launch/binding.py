@@ -7,9 +7,9 @@ of both, because ranks that synchronize in every step should be equally fast. Wi
 hardware threads are divided. With more ranks than hardware threads, no rank is bound. Two ranks that are bound to the
 same core would wait for each other while another core is idle.
 
-If the machine reports which cores are *near* each GPU (on the same socket, or in a part of a socket), the ranks that
-use the GPU share these cores instead. Rank i uses GPU i modulo the number of GPUs, in the order of PCI addresses. If
-the report is incomplete or ambiguous, all ranks of the host get the contiguous parts.
+The machine may report the cores that are *near* each GPU (on the same socket, or in a part of a socket). Then the ranks
+that use a GPU share the cores near this GPU instead. Rank i uses GPU i modulo the number of GPUs, in the order of PCI
+addresses. If the report is incomplete or ambiguous, all ranks of the host get the contiguous parts.
 """
 
 import os

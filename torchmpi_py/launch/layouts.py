@@ -1,13 +1,14 @@
-"""How many ranks? ``torchmpirun --layouts train.py`` runs the program in each layout that fills this host.
+"""Measurement of the best number of ranks: ``torchmpirun --layouts train.py``.
 
-A layout is a number of ranks, and the cores that each rank gets from ``--bind``. For each layout torchmpirun starts
-itself, as for ``--groups``, and the ranks count their optimizer steps (`runtime.step_count`). When every rank has left
-its count, the layout's job is ended, and the next layout starts. The layout with the most samples per second wins: with
-more ranks a step takes as long or longer, but covers more samples. If the batch size of a program cannot be seen, each
-step of a rank counts as one sample.
+A layout is a number of ranks, and the cores that each rank gets from ``--bind``. torchmpirun measures each layout that
+uses all cores of this host. For each layout it starts another torchmpirun, as for ``--groups``, and the ranks count
+their optimizer steps (`runtime.step_count`). When every rank has written its count, torchmpirun ends the layout's job
+and starts the next layout. The best layout is the one with the most samples per second, not with the shortest step: a
+step of more ranks may take longer, but covers more samples. If the batch size of a program is unknown, each step of a
+rank counts as one sample.
 
-A model of the costs would be faster than a short run of the program. It is not used, because what limits many threads
-(small operators, data loading, memory bandwidth) is not known in advance.
+A cost model would be faster than a short run of the program. It is not used, because the limits of many threads (small
+operators, data loading, memory bandwidth) are not known in advance.
 """
 
 import argparse
@@ -30,14 +31,14 @@ _REFUSED = (
     "num_ranks ranks_per_host hosts hostfile elastic elastic_restart discover max_restarts groups log_dir "
     "profile timeline dry_run"
 )
-_MOST_LAYOUTS, _LEAST_FULL = 7, 0.95  # the share of the cores that a layout must use
-_LEAST_LIMIT_SECONDS = 120.0  # for the start of a program: imports, data, compilation
+_MOST_LAYOUTS, _LEAST_FULL = 7, 0.95  # limit for the number of layouts; share of the cores that a layout must use
+_LEAST_LIMIT_SECONDS = 120.0  # smallest time limit of a layout, for imports, data loading and compilation
 _POLL_SECONDS, _SHOWN_LINES = 0.1, 10
 
 
 @dataclass
 class Layout:
-    """A number of ranks, and the measurements or the failure of the program with it."""
+    """A number of ranks, with the measurements or the failure of the program."""
 
     num_ranks: int
     failure: str = ""
@@ -45,12 +46,12 @@ class Layout:
 
     @property
     def samples(self) -> list[float]:
-        """Samples per second of all ranks: over the whole time, then in parts of it."""
+        """The samples per second of all ranks: first over the whole time, then in each part of the time."""
         rates = [[rate * (report["batch"] or 1) for rate in report["rates"]] for report in self.reports]
         return [sum(part) for part in zip(*rates, strict=True)]
 
     def row(self, baseline: float) -> str:
-        """Return a line of the table; ``baseline``: the samples per second of the first layout."""
+        """Return a line of the table; ``baseline`` is the number of samples per second of the first layout."""
         if self.failure:
             return f"{self.num_ranks:5}  {self.failure}"
         steps = sum(report["rates"][0] for report in self.reports) / self.num_ranks
@@ -60,7 +61,10 @@ class Layout:
 
 
 def numbers_of_ranks(num_cores: int) -> list[int]:
-    """Return the numbers of ranks that fill so many cores; of many numbers, a few in equal ratios."""
+    """Return the numbers of ranks with which the ranks use almost all cores.
+
+    If there are many such numbers, return a few whose ratios are nearly equal.
+    """
     numbers = range(1, num_cores + 1)
     full = [each for each in numbers if num_cores // each * each >= _LEAST_FULL * num_cores]
     targets = [num_cores ** (step / (_MOST_LAYOUTS - 1)) for step in range(_MOST_LAYOUTS)]
@@ -69,18 +73,18 @@ def numbers_of_ranks(num_cores: int) -> list[int]:
 
 
 def check(options: argparse.Namespace, spec: JobSpec) -> None:
-    """Raise LaunchError for options that make no sense with --layouts."""
+    """Raise LaunchError for options, variables and hosts that cannot be combined with --layouts."""
     unfit = [f"--{name.replace('_', '-')}" for name in _REFUSED.split() if getattr(options, name)]
     unfit += ["the variable OMP_NUM_THREADS"] * ("OMP_NUM_THREADS" in {**spec.environment, **spec.variables})
-    unfit += ["the other hosts (start it in a job of one host)"] * (len(spec.hosts) > 1)
+    unfit += ["the other hosts (start torchmpirun in a job with one host)"] * (len(spec.hosts) > 1)
     if unfit:
         names = ", ".join(unfit).replace("--num-ranks", "-n").replace("--ranks-per-host", "--nproc-per-node")
-        raise LaunchError(f"--layouts tries numbers of ranks and threads on this host: omit {names}")
+        raise LaunchError(f"--layouts measures numbers of ranks and threads on this host; omit {names}")
 
 
 def run(spec: JobSpec, seconds: float) -> int:
-    """Measure the layouts and print a table; return the exit code, 1 if no layout could be measured."""
-    # Give no grace period, because a program that saves when it is asked to end should not save after a trial.
+    """Measure the layouts and print a table; return the exit code, which is 1 if no layout could be measured."""
+    # Set no grace period, because a program that saves its state at a signal should not save after a measurement.
     limit = spec.timeout or max(_LEAST_LIMIT_SECONDS, 6 * seconds)
     trials = replace(spec, hosts=(), timeout=limit, grace=0.0)
     measured, folder, free = list[Layout](), new_folder(), topology.free_memory()[0]
@@ -89,7 +93,7 @@ def run(spec: JobSpec, seconds: float) -> int:
         for layout in map(Layout, numbers_of_ranks(topology.num_usable_cores())):
             largest = max((report["num_bytes"] for former in measured[-1:] for report in former.reports), default=0)
             if largest * layout.num_ranks > free:
-                layout.failure = f"skipped: it needs {layout.num_ranks} x {largest >> 20} of {free >> 20} free MiB"
+                layout.failure = f"skipped: needs {layout.num_ranks} x {largest >> 20} MiB, and {free >> 20} are free"
             else:
                 _measure(layout, trials, seconds, Path(folder.name), signals)
             if signals.ending:
@@ -99,14 +103,14 @@ def run(spec: JobSpec, seconds: float) -> int:
     if not measured:
         return 1
     *others, best = sorted(measured, key=lambda layout: layout.samples[0])
-    print(f"best: -n {best.num_ranks} in place of --layouts, with your other options")
+    print(f"best: -n {best.num_ranks} (use it instead of --layouts, with your other options)")
     if near := [str(layout.num_ranks) for layout in others if max(layout.samples) >= min(best.samples)]:
-        print(f"-n {' or '.join(near)} may be as good, because the rates varied; --layout-seconds S measures longer")
+        print(f"-n {' or '.join(near)} may be as fast, because the rates varied; to be sure, increase --layout-seconds")
     return 0
 
 
 def _measure(layout: Layout, spec: JobSpec, seconds: float, folder: Path, signals: Signals) -> None:
-    """Run the program in a layout until every rank has left its count, or the job ends."""
+    """Run the program in a layout until every rank has written its count, or the job ends."""
     (trial := folder / str(layout.num_ranks)).mkdir()
     added = {variables.LAYOUT: str(trial), variables.LAYOUT_SECONDS: str(seconds)}
     of_layout = replace(spec, num_ranks=layout.num_ranks, variables={**spec.variables, **added})
@@ -117,10 +121,10 @@ def _measure(layout: Layout, spec: JobSpec, seconds: float, folder: Path, signal
     while code is None and not (is_measured or signals.ending):
         time.sleep(_POLL_SECONDS)
         signals.look_at_parent()
-        code = process.poll()  # poll before reading the reports, because a rank reports before its job ends
+        code = process.poll()  # Poll before reading the reports, because a rank writes its report before its job ends.
         layout.reports = [json.loads(file.read_text()) for file in files if file.exists()]
         is_measured = sum(report["is_whole"] for report in layout.reports) == layout.num_ranks
-    process.send_signal(signal.SIGTERM)  # has no effect if the job has ended
+    process.send_signal(signal.SIGTERM)  # The signal has no effect if the job has ended.
     code = process.wait()
     if code and not is_measured:
         lines = printable((trial / "output").read_text(errors="replace")).splitlines()[-_SHOWN_LINES:]
@@ -128,5 +132,5 @@ def _measure(layout: Layout, spec: JobSpec, seconds: float, folder: Path, signal
     elif len(layout.reports) < layout.num_ranks or not all(report["rates"] for report in layout.reports):
         least = min((report["num_steps"] for report in layout.reports), default=0)
         others = max((report["num_others"] for report in layout.reports), default=0)
-        other = f" (other optimizers made {others}, which do not count)" if others else ""
-        layout.failure = f"ended after {least} steps of the first torch optimizer{other}: too few to measure"
+        other = f" ({others} steps of other optimizers do not count)" if others else ""
+        layout.failure = f"ended after {least} steps of the first torch optimizer{other}, too few for a measurement"

@@ -1,4 +1,4 @@
-"""Parameter files of Open MPI and its launcher PRRTE: torchmpirun keeps what a site or user sets there."""
+"""Search of the parameter files of Open MPI and PRRTE, so that torchmpirun keeps the settings of a site or user."""
 
 import contextlib
 import os
@@ -13,13 +13,13 @@ _MOST_BYTES = 1 << 20
 
 
 def have(name: str, reader: str, environment: Mapping[str, str], installed: tuple[str | None, ...] = ()) -> bool:
-    """Return whether a file that the ``reader`` ("openmpi", "prte") reads sets the parameter ``name``.
+    """Return whether a parameter file of ``reader`` ("openmpi" or "prte") sets the parameter ``name``.
 
-    ``installed`` are paths of a program or the library of this MPI; an unknown path is None.
+    ``installed`` are paths of programs or of the library of this MPI, which determine its prefix. A path may be None.
     """
     paths = list(filter(None, installed))
     paths += [os.path.realpath(path) for path in paths]
-    # the prefixes of lib/libmpi.so and bin/mpirun
+    # The prefix is two folders above lib/libmpi.so and bin/mpirun.
     prefixes = [os.path.dirname(os.path.dirname(path)) for path in paths]
     prefixes += filter(None, (sys.prefix, environment.get("OPAL_PREFIX")))
     files = [Path(prefix, "etc", f"{reader}-mca-params.conf") for prefix in dict.fromkeys(prefixes)]
@@ -29,7 +29,7 @@ def have(name: str, reader: str, environment: Mapping[str, str], installed: tupl
     files += map(Path, re.split("[:,]", environment.get(variable, "")))
     for file in files:
         with contextlib.suppress(OSError):
-            # the MPI reads this file regardless of its owner
+            # Do not check the owner of this file, because the MPI does not check it either.
             content = trusted_files.read(file, _MOST_BYTES, owners=None)
             if re.search(rf"^\s*{name}\s*=", content.decode(errors="replace"), re.MULTILINE):
                 return True

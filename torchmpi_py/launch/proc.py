@@ -1,4 +1,7 @@
-"""Read what /proc shows of a process; empty for a process that has ended or belongs to another user."""
+"""Functions that read the state of a process from /proc.
+
+The results are empty for a process that has ended, or if the user may not read the file.
+"""
 
 import contextlib
 import glob
@@ -7,7 +10,7 @@ import re
 
 
 def read(process: int | str, file: str) -> bytes:
-    """Return the content of a file of the process ("self" for this one)."""
+    """Return the content of a file in the process's folder ("self" for this process); empty if it cannot be read."""
     try:
         with open(f"/proc/{process}/{file}", "rb") as opened:
             return opened.read()
@@ -16,32 +19,32 @@ def read(process: int | str, file: str) -> bytes:
 
 
 def open_files(process: int | str) -> list[str]:
-    """Return the targets of the process's descriptors."""
+    """Return the paths of the files that the process has open."""
     targets: list[str] = []
     for path in glob.glob(f"/proc/{process}/fd/*"):
-        with contextlib.suppress(OSError):  # the descriptor was closed meanwhile
+        with contextlib.suppress(OSError):  # The process may have closed the descriptor.
             targets.append(os.readlink(path))
     return targets
 
 
 def field(process: int | str, file: str, name: str) -> str:
-    """Return the word after ``name:`` in a file of the process; "0" if unknown."""
+    """Return the first word after ``name:`` in a file of the process; "0" if there is no such line."""
     match = re.search(rb"^%s:\s*(\S+)" % name.encode(), read(process, file), re.MULTILINE)
     return match[1].decode() if match else "0"
 
 
 def status_fields(process: int | str) -> list[str]:
-    """Return the fields from the state on; see proc(5)."""
+    """Return the fields of the file ``stat``, beginning with the process's state; see proc(5)."""
     return read(process, "stat").decode(errors="replace").rpartition(")")[2].split()
 
 
 def is_gone(process: int) -> bool:
-    """Return whether a process has ended, even if its parent has not read its status yet."""
+    """Return whether a process has ended, even if its parent has not read the exit status yet."""
     return status_fields(process)[:1] in ([], ["Z"], ["X"])
 
 
 def has_memory(process: int) -> bool:
-    """Return whether a process has memory of its own: it lives, and is not a kernel thread."""
+    """Return whether a process has an address space: it is alive, and not a kernel thread."""
     return field(process, "status", "VmSize") != "0"
 
 
@@ -51,5 +54,5 @@ def is_ending(process: int) -> bool:
 
 
 def others() -> list[int]:
-    """Return the numbers of all processes except this one."""
+    """Return the IDs of all processes except this process."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]

@@ -1,14 +1,15 @@
-"""Defaults of torchmpirun's options in files: first the site's, then the user's, then the command line.
+"""Files with defaults for torchmpirun's options: the site's file, and the user's file, which takes precedence.
 
-The site's file is ``/etc/torchmpi.toml``, or the file that TORCHMPI_CONFIG names. The user's file is
-``~/.config/torchmpi.toml``. Each key is the name of one of a few options, with ``_`` for ``-``::
+The command line takes precedence over both. The site's file is ``/etc/torchmpi.toml``, or the file whose path is in
+TORCHMPI_CONFIG. The user's file is ``~/.config/torchmpi.toml``. Each key is the name of an option, with ``_`` instead
+of ``-``. Only some options can be set (`_KEYS`)::
 
     mpi = "openmpi"
     interface = "ib0"
     launch_agent = "/opt/site/bin/remote"
     env = ["NCCL_DEBUG=WARN"]
 
-A false or empty value undoes the setting of the earlier file.
+A false or empty value in the user's file cancels the setting of the site's file.
 """
 
 import os
@@ -34,20 +35,20 @@ _MOST_BYTES = 1 << 20
 
 
 def files(environment: Mapping[str, str]) -> list[Path]:
-    """Return the existing files, the user's last. Raise LaunchError if TORCHMPI_CONFIG names a missing file.
+    """Return the existing files, the user's file last. Raise LaunchError if the file in TORCHMPI_CONFIG is missing.
 
-    TORCHMPI_CONFIG may be empty or /dev/null, which means no file.
+    If TORCHMPI_CONFIG is empty or /dev/null, there is no site's file.
     """
     named, user = environment.get(VARIABLE, SITE), os.path.expanduser(USER)
     if named not in (SITE, "", os.devnull) and not (os.path.isabs(named) and os.path.exists(named)):
-        raise LaunchError(f"{VARIABLE}={named}: there is no such file; write its whole path, or {os.devnull} for none")
+        raise LaunchError(f"{VARIABLE}={named}: there is no such file; set its full path, or {os.devnull} for no file")
     return [Path(path) for path in (named, user) if path != os.devnull and os.path.exists(path)]
 
 
 def read(path: Path) -> dict[str, list[str]]:
-    """Return the settings of a file as words of a command line; no words stand for the option's default.
+    """Return the settings of a file: for each option, the words of a command line (empty for the option's default).
 
-    Raise LaunchError for unknown settings.
+    Raise LaunchError if the file cannot be read, or for an unknown or invalid setting.
     """
     try:
         table = tomllib.loads(trusted_files.read(path, _MOST_BYTES).decode())
@@ -64,7 +65,7 @@ def _words(path: Path, key: str, value: Any) -> list[str]:
         return []
     is_list = isinstance(value, list) and key in _LISTS and all(isinstance(each, str) for each in value)
     if value is True or not (is_list or isinstance(value, (str, int, float))):
-        lists = " or a list of texts" * (key in _LISTS)
-        raise LaunchError(f"{path}: {key} = {value!r}: expected a text or a number{lists}; {_REMEDY}")
+        lists = " or a list of strings" * (key in _LISTS)
+        raise LaunchError(f"{path}: {key} = {value!r}: expected a string or a number{lists}; {_REMEDY}")
     values = [shlex.join(value)] if is_list and key == "mpi_args" else value if is_list else [value]
     return [f"--{key.replace('_', '-')}={each}" for each in values]

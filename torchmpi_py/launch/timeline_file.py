@@ -1,9 +1,9 @@
-"""The page of ``--timeline``: where the ranks store its data, and how it is made after the job.
+"""The page of ``--timeline``: the folder with its data during the job, and the creation of the page after the job.
 
-The ranks keep the records of their operations (`watch.kept_boards`) in a hidden folder beside the page. The folder is
-removed once the page is written. It holds only the records from hosts that share the page's file system; the page lists
-the other ranks as missing. A separate process, ``python -m torchmpi_py.bench timeline``, makes the page, because the
-page needs numpy, and this package may use only the standard library.
+The ranks store the records of their operations (`watch.kept_boards`) in a hidden folder in the same directory as the
+page. The folder is removed after the page was written. It contains only the records from hosts that share the page's
+file system, and the page lists the other ranks as missing. A separate process, ``python -m torchmpi_py.bench
+timeline``, creates the page, because this needs numpy, and the package `launch` may use only the standard library.
 """
 
 from __future__ import annotations
@@ -30,23 +30,27 @@ _PAGE_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class TimelinePage:
-    """The page of a job; ``path`` is None without ``--timeline``. ``folder`` holds the ranks' records."""
+    """The page of a job; ``path`` is None without ``--timeline``. ``folder`` contains the ranks' records."""
 
     path: Path | None
     folder: str
     command: str
 
     def write(self, code: int, reason: str, restart: int) -> None:
-        """Make the page of a job that has ended with this exit code, in this restart; report why it fails."""
+        """Create the page of a job that has ended; print a line if this fails.
+
+        ``code`` is the exit code of the job, ``reason`` a message about its failure, and ``restart`` the number of
+        restarts.
+        """
         if self.path is None:
             return
         facts = {"exit_code": code, "reason": reason, "restart": restart, "ended_ns": time.time_ns()}
         words = child_python.command("torchmpi_py.bench", "timeline", self.folder, "-o", str(self.path))
         try:
             done = subprocess.run(
-                [*words, "--about", "/dev/stdin"],  # the text may be longer than a command line allows
+                [*words, "--about", "/dev/stdin"],  # The text may be too long for a command line.
                 input=json.dumps({"command": self.command, **facts}),
-                env=variables.without_outer(os.environ),  # the process is not a rank
+                env=variables.without_outer(os.environ),  # The process is not a rank.
                 capture_output=True,
                 text=True,
                 timeout=_PAGE_SECONDS,
@@ -62,7 +66,7 @@ class TimelinePage:
 
 @contextlib.contextmanager
 def kept(spec: JobSpec) -> Iterator[tuple[JobSpec, TimelinePage]]:
-    """Yield the job with the setting by which its ranks store records, and the page.
+    """Yield the job, with the variable that makes its ranks store records, and the page.
 
     Raise LaunchError if the page cannot be written.
     """
@@ -71,7 +75,7 @@ def kept(spec: JobSpec) -> Iterator[tuple[JobSpec, TimelinePage]]:
         return
     path = spec.timeline.absolute()
     temporary_folder = _folder_beside(path, f"--timeline {spec.timeline}")
-    # the guardian is needed because this process may be killed while it makes the page
+    # A guardian removes the folder if this process is killed while it creates the page.
     with Guardian(temporary_folder.name), temporary_folder as folder:
         yield replace(spec, variables={**spec.variables, VARIABLE: folder}), TimelinePage(path, folder, spec.text)
 
@@ -83,14 +87,14 @@ def check(spec: JobSpec) -> None:
 
 
 def _folder_beside(path: Path, option: str) -> tempfile.TemporaryDirectory[str]:
-    """Create a folder beside a file that can be written. LaunchError otherwise."""
+    """Create a temporary folder in the same directory as a file. Raise LaunchError if the file cannot be written."""
     if path.is_dir():
-        raise LaunchError(f"{option}: that is a folder; name a file in it, such as {path / 'timeline.html'}")
+        raise LaunchError(f"{option}: expected a file, found a folder; use a file in it: {path / 'timeline.html'}")
     if not path.parent.is_dir():
-        raise LaunchError(f"{option}: there is no folder {path.parent}; create it, or name a file in another folder")
+        raise LaunchError(f"{option}: there is no folder {path.parent}; create it, or use a file in another folder")
     try:
         if path.exists() and not os.access(path, os.W_OK):
             raise PermissionError(0, "the existing file is not writable")
         return tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent, ignore_cleanup_errors=True)
     except OSError as error:
-        raise LaunchError(f"{option}: cannot write there: {error.strerror}; name another file") from None
+        raise LaunchError(f"{option}: cannot write this file: {error.strerror}; use another file") from None

@@ -1,13 +1,13 @@
-"""The cores that this process may use, as the system reports them: sockets, NUMA nodes, threads, a quota.
+"""The cores that this process may use, with their sockets, NUMA nodes and hardware threads, and limits by cgroups.
 
-The *allowed* CPUs are those on which the scheduler may run this process (an affinity mask, as batch systems and
-containers set it). A physical core has one or more CPUs, its hardware threads. Linux numbers CPUs in different orders:
-the second threads after all first threads or next to them, sockets one after the other or alternately. So the numbers
-mean nothing, and the files of ``/sys/devices/system`` are read. If a container hides these files, each CPU counts as a
-core.
+The *allowed* CPUs are the CPUs on which the scheduler may run this process. Batch systems and containers limit them by
+an affinity mask. A physical core has one or more CPUs, its hardware threads. The numbers of the CPUs do not show which
+CPUs belong to a core or a socket, because machines differ. The two threads of a core may have consecutive numbers or
+not. The sockets may be numbered one after the other or alternately. So this module reads ``/sys/devices/system``. If a
+container hides these files, each CPU counts as a core.
 
-A container may also limit processor *time* (a cgroup quota) without naming cores. Such a quota limits the number of
-threads, but not the cores.
+A container may also limit processor *time* (a cgroup quota) without limiting the cores. A quota reduces the number of
+threads, but not the number of cores to which ranks are bound.
 """
 
 import contextlib
@@ -21,18 +21,18 @@ from typing import NamedTuple
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _DEVICES = Path("/sys/devices")
-_CAPACITY = 1024  # capacity of a core, if the system does not report it
-_SMALL = 0.8  # fraction of the largest capacity; a core below it is a small core of a hybrid processor
+_CAPACITY = 1024  # Default capacity of a core if the system does not report it.
+_SMALL = 0.8  # A core below this fraction of the largest capacity is a small core of a hybrid processor.
 
 
 class Core(NamedTuple):
-    """A physical core. Cores are ordered by NUMA node, then by socket; small cores come last."""
+    """A physical core. Cores are sorted by NUMA node, then by socket, with small cores last in each socket."""
 
     node: int
     socket: int
     is_small: bool
-    number: int  # the lowest of its CPUs, whether this process may use it or not
-    cpus: tuple[int, ...]  # its hardware threads that this process may use
+    number: int  # the lowest number of the core's CPUs, even if this process may not use that CPU
+    cpus: tuple[int, ...]  # the core's CPUs that this process may use
 
 
 def cores(allowed: Collection[int] | None = None, devices: Path = _DEVICES) -> list[Core]:
@@ -45,7 +45,7 @@ def cores(allowed: Collection[int] | None = None, devices: Path = _DEVICES) -> l
         folder = system / f"cpu/cpu{cpu}"
         first = min(_listed(folder / "topology/thread_siblings_list") or {cpu})
         threads[node_of.get(cpu, 0), _number(folder / "topology/physical_package_id"), first].append(cpu)
-        # Linux may report the same capacity for all cores of a hybrid Intel processor, but it lists the small ones.
+        # Linux may report the same capacity for all cores of a hybrid Intel processor, but it lists the small cores.
         capacities[cpu] = (_number(folder / "cpu_capacity") or _CAPACITY) >> (cpu in atoms)
     least = _SMALL * max(capacities.values(), default=0)
     return sorted(
@@ -63,7 +63,7 @@ def _text(path: Path) -> str:
 
 
 def _listed(path: Path) -> frozenset[int]:
-    """Return the CPUs that a file lists."""
+    """Return the CPUs that a file lists; empty if the file is missing or has another form."""
     with contextlib.suppress(ValueError):
         return read_cpus(_text(path))
     return frozenset()
@@ -77,7 +77,7 @@ def _number(path: Path) -> int:
 
 
 def read_cpus(text: str) -> frozenset[int]:
-    """Read a list of CPUs in the system's form ``0-15,32-47``."""
+    """Return the CPUs in a list that has the kernel's form, such as ``0-15,32-47``."""
     cpus: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -86,19 +86,19 @@ def read_cpus(text: str) -> frozenset[int]:
 
 
 def quota_cores(text: str) -> float:
-    """Read a cgroup's ``quota period`` (microseconds) as a number of cores; infinite without a limit."""
+    """Return the number of cores from a cgroup's ``quota period`` (in microseconds); infinite without a limit."""
     try:
         quota, period = text.split()
         return float(quota) / float(period) if float(quota) > 0 else math.inf
-    except ValueError:  # "max 100000" or empty text means no limit
+    except ValueError:  # "max 100000" or an empty text means no limit.
         return math.inf
 
 
 def num_usable_cores(num_cores: int | None = None) -> int:
-    """Return how many cores' worth of time this process and its siblings may use.
+    """Return the number of cores whose time this process and its siblings may use.
 
-    This is the number of physical cores, or less under a cgroup quota. num_cores: the number for this process if it is
-    known; default: ``len(cores())``.
+    The result is the number of physical cores, or less if a cgroup has a quota. ``num_cores`` is the number of physical
+    cores if the caller knows it (default: ``len(cores())``).
     """
     return max(1, min(num_cores or len(cores()), math.floor(_smallest_quota())))
 
@@ -106,7 +106,7 @@ def num_usable_cores(num_cores: int | None = None) -> int:
 def _smallest_quota() -> float:
     """Return the smallest quota of this process's cgroups, in cores.
 
-    Without a limit the result is a large number, because math.floor needs a finite one.
+    Without a quota the result is a large number, because math.floor needs a finite number.
     """
     quotas = [float(1 << 20)]
     for folder in cgroup_folders("cpu"):
@@ -116,9 +116,9 @@ def _smallest_quota() -> float:
 
 
 def cgroup_folders(controller: str) -> list[Path]:
-    """Return the folders of this process's cgroup and of its ancestors, for cgroup version 2 and 1.
+    """Return the folders of this process's cgroup and of all its parent cgroups, for cgroup versions 1 and 2.
 
-    ``controller`` names the controller of version 1.
+    ``controller`` is the name of the controller in version 1.
     """
     folders: list[Path] = []
     for line in _text(Path("/proc/self/cgroup")).splitlines():
@@ -132,7 +132,10 @@ def cgroup_folders(controller: str) -> list[Path]:
 
 
 def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Iterable[Path] | None = None) -> tuple[int, str]:
-    """Return the bytes that this process and its siblings may still use, and the limit's name if it is not RAM."""
+    """Return the number of bytes that this process and its siblings may still use, and a text about the limit.
+
+    The text is "" if the free memory of the host is the limit.
+    """
     lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     free, limit = int(lines.get("MemAvailable", lines["MemFree"]).split()[0]) << 10, ""
     for folder in cgroup_folders("memory") if cgroups is None else cgroups:
@@ -143,9 +146,9 @@ def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Iterable[Path] |
 
 
 def _left_in(folder: Path) -> int | None:
-    """Return the free bytes of a cgroup of either version; None without a limit.
+    """Return the number of free bytes in a cgroup of version 1 or 2; None without a limit.
 
-    Cached files count as free, because the system can drop them.
+    Cached files count as free, because the kernel can drop them.
     """
     for most, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         try:

@@ -1,8 +1,8 @@
-"""Keep the MPI from using TCP between ranks of one host, so that no rank listens on a TCP port.
+"""Prevent the MPI from using TCP between ranks of one host, so that no rank listens on a TCP port.
 
-Anyone who can connect to a rank can keep it busy, and shared memory suffices on one host. Each rank decides this for
-itself, because only in a rank do the launcher's variables tell whether all ranks are on this host: a batch system may
-have placed them.
+A program that connects to this port could keep the rank busy, and shared memory suffices on one host. Each rank makes
+this decision itself. A batch system may place the ranks, so only the variables of a rank show whether all ranks are on
+one host.
 """
 
 import os
@@ -13,25 +13,27 @@ from torchmpi_py.launch import parameter_files, variables
 
 COMPONENTS, _UCX = "OMPI_MCA_btl", "UCX_TLS"
 _OF_ONE_HOST = {COMPONENTS: "^ofi,tcp", _UCX: "^tcp"}
-_SEGMENT_BYTES = 16 << 20  # space of a rank in /dev/shm; without it Open MPI needs TCP even between ranks of one host
+# Space that a rank needs in /dev/shm. With less space, Open MPI needs TCP even between ranks of one host.
+_SEGMENT_BYTES = 16 << 20
 
 
 def leave_tcp_out(folder: str = "/dev/shm") -> None:
-    """Keep this rank from opening a TCP port if all ranks are on this host; the user's settings come first.
+    """Prevent this rank from opening a TCP port if all ranks are on this host, unless the user has set a transport.
 
-    Called before MPI starts. A single rank keeps TCP, because Open MPI has no other connection to ranks that it spawns.
+    Call this function before MPI starts. A single rank keeps TCP, because Open MPI has no other connection to ranks
+    that this rank spawns.
     """
     size = variables.size_in(os.environ) or 1
     if not (1 < size == variables.local_size_in(os.environ) and _has_room(folder, size * _SEGMENT_BYTES)):
         return
     if not is_chosen("btl"):
         os.environ[COMPONENTS] = _OF_ONE_HOST[COMPONENTS]
-    if "PMI_RANK" in os.environ:  # MPICH, which may have been built on UCX
+    if "PMI_RANK" in os.environ:  # This is MPICH, which may use UCX.
         os.environ.setdefault(_UCX, _OF_ONE_HOST[_UCX])
 
 
 def is_chosen(*names: str) -> bool:
-    """Return whether the user has set one of these Open MPI parameters, in the environment or in a file."""
+    """Return whether the user or the site has set one of these Open MPI parameters, as a variable or in a file."""
     installed = (os.environ.get("MPI4PY_LIBMPI"), shutil.which("mpirun"), shutil.which("mpiexec"))
     return any(
         f"OMPI_MCA_{name}" in os.environ or parameter_files.have(name, "openmpi", os.environ, installed)
@@ -40,7 +42,7 @@ def is_chosen(*names: str) -> bool:
 
 
 def without_ours(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment for another job, without the settings that this module made in a rank.
+    """Return the environment for another job, without the settings that `leave_tcp_out` has made in this rank.
 
     The other job may have several hosts, which need TCP.
     """

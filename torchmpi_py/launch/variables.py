@@ -1,26 +1,28 @@
-"""Environment variables of a rank: the launcher's, which tell the rank's place, and torchrun's, derived from them.
+"""Environment variables of a rank: reading the launcher's variables, and setting torchrun's variables from them.
 
-*The launcher's.* Each MPI has its own names for rank, size, local rank and local size. The more specific names come
-first, because Slurm's are also set for a batch script, from which another launcher may have been started.
+*Launcher variables.* Each MPI has its own names for rank, size, local rank and local size. The lists below begin with
+the names that only ranks have. Slurm's names are at the end, because Slurm also sets them for a batch script, from
+which another launcher may have been started.
 
-*torchrun's* are RANK, WORLD_SIZE, LOCAL_RANK, ..., MASTER_ADDR, MASTER_PORT. Programs for ``torchrun`` read them. The
-import of the package sets them in a process that an MPI's launcher has started, from the launcher's own variables and
-without MPI. All ranks derive the same MASTER_PORT from the job's name. On several hosts `complete` adds the values that
-only MPI knows, once MPI runs.
+*torchrun variables.* Programs for ``torchrun`` read RANK, WORLD_SIZE, LOCAL_RANK, ..., MASTER_ADDR and MASTER_PORT. In
+a process that an MPI's launcher has started, the import of the package sets these variables from the launcher
+variables, without MPI. All ranks derive the same MASTER_PORT from the name of the job. On several hosts, `complete`
+adds the values that are known only when MPI runs.
 
-The variable TORCHMPIRUN_WORLD is a record of the job, the rank, and the values that were set here. Processes inherit
-the record together with the variables. Without it, a stale variable of an outer job could not be told from a user's:
+The variable TORCHMPIRUN_WORLD is a record of the job, the rank, and the values that this module has set. Child
+processes inherit the record together with the variables. The record distinguishes stale variables of an outer job from
+variables of the user:
 
-- The record is of this job and this rank. Then a variable with a different value was set later, by the program or by a
-  ``torchrun`` that the rank has started, and stays.
-- The record is of another job, from which this one was started. Then a variable with the recorded value is stale, and
+- If the record describes this job and this rank, a variable with a different value was set later, by the program or by
+  a ``torchrun`` that the rank has started. The variable is kept.
+- If the record describes another job, from which this job was started, a variable with the recorded value is stale and
   is set again.
-- There is no record. Then a variable that is set comes from the user, and stays.
+- If there is no record, the user has set the variable, and it is kept.
 
-If TORCHELASTIC_RUN_ID is set, a rank has started ``torchrun``, and its variables stay. The variables of an outer
-``torchrun`` never reach a rank, because torchmpirun removes them.
+If TORCHELASTIC_RUN_ID is set, this process was started by a ``torchrun``, which a rank has started. Then torchrun's
+variables are kept. The variables of an outer ``torchrun`` never reach a rank, because torchmpirun removes them.
 
-``torchmpirun`` gives its ranks a record without a job: the hosts, and a free port.
+``torchmpirun`` sets a record without a job for its ranks. This record contains the hosts and a free port.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ _RANK = (
     "PMI_RANK",  # MPICH, Intel MPI, Cray
     "PALS_RANKID",  # HPE
     "MV2_COMM_WORLD_RANK",  # MVAPICH
-    "SLURM_PROCID",  # last, because srun also starts independent programs without MPI
+    "SLURM_PROCID",  # This is the last name, because srun also starts independent programs without MPI.
 )
 SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE", "SLURM_STEP_NUM_TASKS")
 _LOCAL_RANK = (
@@ -55,37 +57,37 @@ _LOCAL_RANK = (
 _LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
 
 RECORD = "TORCHMPIRUN_WORLD"
-NOTEBOOK = "TORCHMPIRUN_NOTEBOOK"  # address and key of a notebook, for the notebook's ranks
-CORES = "TORCHMPIRUN_CORES"  # usable cores of the rank's host; the rank may be bound to some of them
+NOTEBOOK = "TORCHMPIRUN_NOTEBOOK"  # Address and key of a notebook, for the notebook's ranks.
+CORES = "TORCHMPIRUN_CORES"  # Number of usable cores of the rank's host. The rank may be bound to fewer cores.
 ADDRESS, PORT = "MASTER_ADDR", "MASTER_PORT"
 OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 NAMES = (*OF_A_RANK, ADDRESS, PORT)
-# for --layouts: the folder of the counts, and the seconds to measure
+# For --layouts: the folder for the counts of the ranks, and the duration of a measurement in seconds.
 LAYOUT, LAYOUT_SECONDS = "TORCHMPIRUN_LAYOUT", "TORCHMPIRUN_LAYOUT_SECONDS"
 LOOPBACK = "127.0.0.1"
 
 OPEN_MPI = {
-    "OMPI_MCA_osc": "^ucx",  # This component prints noise where there is no InfiniBand.
-    "OMPI_MCA_btl_tcp_links": "2",  # One connection between two ranks does not fill both directions of a link.
-    # a longer message first sends a request, whose answer queues behind data
+    "OMPI_MCA_osc": "^ucx",  # This component prints warnings on hosts without InfiniBand.
+    "OMPI_MCA_btl_tcp_links": "2",  # A single connection between two ranks does not fill both directions of a link.
+    # A message above the eager limit is preceded by a request. The reply to the request waits behind other data.
     "OMPI_MCA_btl_tcp_eager_limit": str(640 << 10),
-    "OMPI_MCA_btl_tcp_max_send_size": str(640 << 10),  # must be at least the eager limit
+    "OMPI_MCA_btl_tcp_max_send_size": str(640 << 10),  # This size must be at least the eager limit.
 }
-"""Settings of Open MPI that speed up several hosts and remove noise; see docs/decisions/020-between-nodes.md."""
+"""Open MPI settings that avoid warnings and are faster between hosts; see docs/decisions/020-between-nodes.md."""
 
 _TORCHRUN = "TORCHELASTIC_"
 _JOBS = ("PMIX_NAMESPACE", "PMI_JOBID", "PALS_APID")
 _MOST_ANCESTORS = 10
-_MOST_NODES = 1 << 15  # a limit, because the import must stay fast whatever a variable holds
-# stricter than int(), which accepts more forms, and than str.isdigit, which accepts digits that int() refuses
+_MOST_NODES = 1 << 15  # The import must remain fast for any content of a variable.
+# Do not use int(), which accepts other forms too, or str.isdigit, which accepts characters that int() rejects.
 _NUMBER = r"[0-9]{1,9}"
 _SPAN = rf"{_NUMBER}(?:-{_NUMBER})?"
 _NODES = re.compile(rf"([\w.-]+)(?:\[({_SPAN}(?:,{_SPAN})*)\]([\w.-]*))?(?:,|$)", re.ASCII)
-_FIRST_PORT, _NUM_PORTS = 10_000, 19_000  # below the ports that a system assigns, and below torchrun's 29500
+_FIRST_PORT, _NUM_PORTS = 10_000, 19_000  # All are below the ports that a system assigns, and below torchrun's 29500.
 
 
 def rank_in(environment: Mapping[str, str]) -> int | None:
-    """Return the rank in the job."""
+    """Return the rank of this process in its job; None if the launcher does not set it."""
     return _first_number(_RANK, environment)
 
 
@@ -100,12 +102,12 @@ def has_mpi(environment: Mapping[str, str]) -> bool:
 
 
 def local_rank_in(environment: Mapping[str, str]) -> int | None:
-    """Return the rank among the ranks of this host."""
+    """Return the rank among the ranks of this host; None if the launcher does not set it."""
     return _first_number(_LOCAL_RANK, environment)
 
 
 def local_size_in(environment: Mapping[str, str]) -> int | None:
-    """Return the number of ranks on this host."""
+    """Return the number of ranks on this host; None if the launcher does not set it."""
     size = _first_number(_LOCAL_SIZE, environment)
     if size is not None:
         return size
@@ -114,8 +116,11 @@ def local_size_in(environment: Mapping[str, str]) -> int | None:
 
 
 def is_srun(environment: Mapping[str, str]) -> bool:
-    """Return whether Slurm's srun has started this rank; under another launcher srun's variables are a daemon's."""
-    # mpirun has started this rank; mpirun's daemons may have the same numbers as ranks
+    """Return whether Slurm's srun has started this rank.
+
+    Under another launcher, srun has started only the launcher's daemons, whose variables the ranks inherit.
+    """
+    # mpirun has started this rank. Its daemon may have the same number and size in srun as the rank in the job.
     if "OMPI_COMM_WORLD_RANK" in environment:
         return False
     place = environment.get("SLURM_PROCID"), environment.get("SLURM_STEP_NUM_TASKS")
@@ -123,7 +128,10 @@ def is_srun(environment: Mapping[str, str]) -> bool:
 
 
 def tasks_on_node(layout: str, node: int) -> int | None:
-    """Read Slurm's ``4(x2),3``: four tasks on each of two nodes, then three on the next one."""
+    """Return the number of tasks on a node from Slurm's layout; None if the layout does not contain the node.
+
+    The layout ``4(x2),3`` means four tasks on each of the first two nodes, and three tasks on the third.
+    """
     for number, times in re.findall(rf"(?:^|(?<=,))({_NUMBER})(?:\(x({_NUMBER})\))?(?=,|$)", layout):
         node -= int(times or 1)
         if node < 0:
@@ -132,7 +140,10 @@ def tasks_on_node(layout: str, node: int) -> int | None:
 
 
 def nodes(names: str) -> list[str]:
-    """Read Slurm's ``node[07-09,12],login``; empty for any other form, and for more than `_MOST_NODES`."""
+    """Return the nodes in a Slurm list such as ``node[07-09,12],login``.
+
+    The result is empty for another form, and for more than `_MOST_NODES` nodes.
+    """
     names_of_nodes: list[str] = []
     place = 0
     while place < len(names):
@@ -149,7 +160,7 @@ def nodes(names: str) -> list[str]:
 
 
 def number(text: str) -> int | None:
-    """Return the number that a launcher's variable holds; None for any other text."""
+    """Return the number in the text of a variable; None if the text is not a number of at most nine digits."""
     return int(text) if re.fullmatch(_NUMBER, text) else None
 
 
@@ -159,11 +170,11 @@ def _first_number(names: tuple[str, ...], environment: Mapping[str, str]) -> int
 
 
 def set_variables(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set torchrun's variables in a process that an MPI's launcher has started; elsewhere do nothing.
+    """Set torchrun's variables in a process that an MPI's launcher has started; in other processes do nothing.
 
-    Not collective. A second call changes nothing, and neither does a call in a child process. Tasks of srun without an
-    MPI may be independent of each other, and a single rank is an ordinary program. For these nothing is set, unless
-    ``torchmpirun`` has started them.
+    The ranks do not communicate. A second call changes nothing, and neither does a call in a child process. Nothing is
+    set in tasks of srun without an MPI, which may be independent programs, or in a job of one rank, which is an
+    ordinary program. But if ``torchmpirun`` has started these processes, the variables are set.
     """
     rank, size = rank_in(environment), size_in(environment)
     if rank is None or size is None or rank >= size:
@@ -171,9 +182,9 @@ def set_variables(environment: MutableMapping[str, str] = os.environ) -> None:
     record = read_record(environment)
     if is_under_torchrun(environment) or (not record and (size == 1 or not has_mpi(environment))):
         return
-    # without spaces, because spaces separate the entries
+    # Remove spaces from the name of the job, because spaces separate the entries of the record.
     own = {"JOB": "".join(job_name(environment).split()), "BY": f"{rank}/{size}"}
-    is_same_job = own["JOB"] in ("", record.get("JOB"))  # a child of a daemon cannot find the job's name
+    is_same_job = own["JOB"] in ("", record.get("JOB"))  # A child of a daemon cannot find the job's name.
     if is_same_job and record.get("BY") == own["BY"]:
         return
     for name in NAMES:
@@ -183,9 +194,9 @@ def set_variables(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def complete(address: str, group_rank: int, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the values that MPI has found: MASTER_ADDR unless it is known, and GROUP_RANK.
+    """Set GROUP_RANK, and MASTER_ADDR unless it is already known, to values that were determined with MPI.
 
-    Do nothing without a record.
+    Do nothing if there is no record of this job.
     """
     record = read_record(environment)
     if "JOB" in record:
@@ -193,39 +204,39 @@ def complete(address: str, group_rank: int, environment: MutableMapping[str, str
 
 
 def _set(environment: MutableMapping[str, str], record: Mapping[str, str], values: Mapping[str, str]) -> None:
-    """Set the ``values`` that the environment lacks or has from the record, and add them to the new record."""
+    """Set each of the ``values`` whose variable is not set or has the recorded value, and update the record."""
     ours = {name: value for name, value in values.items() if environment.get(name) in (None, record.get(name))}
     environment.update(ours)
     environment[RECORD] = " ".join(f"{name}={value}" for name, value in {**record, **ours}.items())
 
 
 def read_record(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the content of the record; empty if there is none."""
+    """Return the entries of the record in TORCHMPIRUN_WORLD; empty if there is no record."""
     entries = (entry.partition("=") for entry in environment.get(RECORD, "").split())
     return {name: value for name, _, value in entries}
 
 
 def is_own(environment: Mapping[str, str], name: str) -> bool:
-    """Return whether the variable ``name`` has a value that was not set here."""
+    """Return whether the variable ``name`` is set to a value that does not come from this module."""
     return bool(environment.get(name)) and environment[name] != read_record(environment).get(name)
 
 
 def is_under_torchrun(environment: Mapping[str, str]) -> bool:
-    """Return whether a torchrun has set the variables."""
+    """Return whether ``torchrun`` has started this process and has set the variables."""
     return f"{_TORCHRUN}RUN_ID" in environment
 
 
 def record_for_ranks(hosts: Sequence[tuple[str, int]], folder: Path) -> str:
-    """Return the record that ``torchmpirun`` gives the ranks of a job on these hosts (names and slots).
+    """Return the record that ``torchmpirun`` sets for the ranks of a job.
 
-    Empty ``hosts`` stand for this host.
+    ``hosts`` are names and slots; if they are empty, the job runs on this host. The port is derived from ``folder``.
     """
     layout = ",".join(f"{_name_for_others(name)}:{slots}" for name, slots in hosts)
     return f"{PORT}={_free_port(folder.name)}" + (f" HOSTS={layout}" if layout else "")
 
 
 def without_outer(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment for the ranks of another job, without the variables of this rank and of torchrun."""
+    """Return the environment for another job, without the variables of this rank and of torchrun."""
     is_stale = is_under_torchrun(environment)
     dropped = {RECORD, *OF_A_RANK, *(name for name in (ADDRESS, PORT) if is_stale or not is_own(environment, name))}
     return {
@@ -234,7 +245,7 @@ def without_outer(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def job_name(environment: Mapping[str, str]) -> str:
-    """Return a name of this process's job that all its ranks find and no other job has; empty if unknown."""
+    """Return the name of this process's job, which is unique and the same on all its ranks; empty if unknown."""
     for name in _JOBS:
         if environment.get(name):
             return environment[name]
@@ -244,9 +255,9 @@ def job_name(environment: Mapping[str, str]) -> str:
 
 
 def _hydra_job() -> str:
-    """Return the address at which MPICH's mpiexec listens.
+    """Return the address at which MPICH's mpiexec listens; empty if this is not a rank of MPICH.
 
-    It is read from the command line of an ancestor of this process: mpiexec's proxy, which runs once on each host.
+    The address is in the command line of mpiexec's proxy, which runs once on each host and is an ancestor of the ranks.
     """
     process_id = os.getpid()
     for _ in range(_MOST_ANCESTORS):
@@ -257,7 +268,7 @@ def _hydra_job() -> str:
 
 
 def _values(environment: Mapping[str, str], record: Mapping[str, str], rank: int, size: int) -> dict[str, str]:
-    """Return the variables that are known without MPI; ``record``: torchmpirun's record."""
+    """Return the values of torchrun's variables that are known without MPI; ``record`` is torchmpirun's record."""
     local_rank, local_size = local_rank_in(environment), local_size_in(environment)
     hosts = _hosts(environment, record.get("HOSTS", ""))
     is_one_host = local_size == size
@@ -274,7 +285,10 @@ def _values(environment: Mapping[str, str], record: Mapping[str, str], rank: int
 
 
 def _hosts(environment: Mapping[str, str], layout: str) -> list[tuple[str, int]]:
-    """Return names and slots of the job's hosts in their order: torchmpirun's, else Slurm's (0 slots: unknown)."""
+    """Return the names and slots of the job's hosts in order, from torchmpirun's record or else from Slurm.
+
+    The number of slots is 0 if it is unknown.
+    """
     if layout:
         hosts = (host.rpartition(":") for host in layout.split(","))
         return [(name, number(slots) or 0) for name, _, slots in hosts if name]
@@ -283,7 +297,11 @@ def _hosts(environment: Mapping[str, str], layout: str) -> list[tuple[str, int]]
 
 
 def _group_rank(environment: Mapping[str, str], hosts: Sequence[tuple[str, int]], rank: int) -> int | None:
-    """Return the index of this host: Slurm's, else by the host's name, else the host whose slots hold the rank."""
+    """Return the index of this host in the job; None if it is unknown.
+
+    Slurm sets the index. Without Slurm, use the host with this host's name, or else the host whose slots contain the
+    rank.
+    """
     node = number(environment.get("SLURM_NODEID", ""))
     if node is not None and is_srun(environment):
         return node
@@ -304,10 +322,10 @@ def _short(name: str) -> str:
 
 
 def _name_for_others(name: str) -> str:
-    """Return the name by which other hosts reach a host.
+    """Return the name under which other hosts can reach the host ``name``.
 
-    A user name and brackets are removed. This host's own name replaces a loopback name (``localhost``, ``::1``,
-    ``127.0.0.1``).
+    The result has no user name and no brackets. A loopback name (``localhost``, ``::1``, ``127.0.0.1``) is replaced by
+    the name of this host.
     """
     bare = name.rpartition("@")[2].strip("[]")
     return socket.gethostname() if bare in ("localhost", "::1") or bare.startswith("127.") else bare
@@ -318,7 +336,7 @@ def _port(job: str) -> int:
 
 
 def _free_port(job: str) -> int:
-    """Return the port of the job's name, or the next port that is free on this host."""
+    """Return the port that belongs to the job's name, or the next port that is free on this host."""
     for port in range(first := _port(job), first + _NUM_PORTS):
         with contextlib.suppress(OSError), socket.socket() as trying:
             trying.bind(("", port))
