@@ -50,7 +50,7 @@ print("MPI", exit_marks.has_met())
 
 def test_torchmpirun_names_them_and_sees_no_death(program, no_leftovers):
     done = jobs.torchmpirun("-n", 3, program(PROGRAM))
-    told = "ranks 0, 1 each ran the whole program alone: it called neither mpi.start() nor init_process_group()"
+    told = "ranks 0, 1 each ran the whole program alone; to connect the ranks, call mpi.start() or init_process_group()"
     assert (done.returncode, done.stdout, done.stderr) == (0, "another program\n", f"torchmpirun: {told}\n")
     assert exit_marks.explain_alone([3]).startswith("rank 3 ran the whole program alone")
 

@@ -51,7 +51,7 @@ def check_output_folder(option: str, folder: Path | None, replaced: str = "") ->
 
 
 def check_shared_memory(vendor: Vendor, num_ranks: int, folder: str = "/dev/shm") -> None:
-    """Raise LaunchError if the MPI cannot start on this host without /dev/shm; warn if /dev/shm is too small."""
+    """Raise LaunchError if this host has no writable /dev/shm; warn if /dev/shm is too small for the ranks."""
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise LaunchError(f"{vendor.name} needs a writable {folder}; mount a tmpfs there, or use --mpi openmpi")
     needed, free = vendor.shared_bytes * num_ranks, os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize

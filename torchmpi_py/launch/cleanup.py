@@ -270,7 +270,7 @@ class Guardian:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd="/",
-            # Do not pass on the variable of an outer job, which would kill the guardian with its other processes.
+            # Remove the variable of an outer job, which would otherwise kill the guardian as one of its processes.
             env={name: value for name, value in os.environ.items() if name != "TORCHMPIRUN_JOB_DIR"},
             start_new_session=True,
         )
@@ -286,7 +286,7 @@ class Guardian:
 def clear_abandoned() -> list[Guardian]:
     """Start guardians that clean up after this user's killed jobs on this host, without waiting for them."""
     guardians = []
-    with contextlib.suppress(OSError):  # `new_folder` uses the same directory, and reports an error there.
+    with contextlib.suppress(OSError):  # `new_folder` uses the same directory and reports the error.
         for entry in [entry for entry in os.scandir(tempfile.gettempdir()) if entry.name.startswith(FOLDER_PREFIX)]:
             is_own = entry.is_dir(follow_symlinks=False) and trusted_files.is_own(entry.path)
             if is_own and exit_marks.is_abandoned(entry.path):

@@ -33,7 +33,7 @@ from torchmpi_py.launch.terminal import say
 
 _INTERVAL_SECONDS = 5.0
 _ANSWER_SECONDS = 30
-_WAIT_SECONDS = 600.0  # limit for a wait for enough hosts, in a job without --timeout
+_WAIT_SECONDS = 600.0  # limit for the wait for enough hosts, in a job without --timeout
 
 
 def ask(script: str) -> tuple[Host, ...]:
@@ -72,8 +72,8 @@ def chosen(spec: JobSpec, present_hosts: tuple[Host, ...]) -> JobSpec:
 def first(spec: JobSpec, *, waits: bool) -> JobSpec:
     """Return the job with the hosts that its script lists; without a script, return the job unchanged.
 
-    Raise LaunchError if the script fails, or if it lists too few hosts and the caller does not wait for more
-    (``waits``).
+    Raise LaunchError if the script fails, or if it lists too few hosts and ``waits`` is False. ``waits`` means that the
+    caller waits for more hosts.
     """
     if not spec.discover:
         return spec

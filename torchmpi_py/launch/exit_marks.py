@@ -153,7 +153,7 @@ def is_abandoned(folder: str) -> bool:
 
 
 def _processes(folder: str | Path, kind: str) -> Iterator[tuple[str, int, bool]]:
-    """Yield the end of the name, the process ID, and whether the process is alive, for each mark ``kind-...``.
+    """Yield X, the process ID, and whether the process is alive, for each mark ``kind-X``.
 
     The process ID is 0 if the process is in another PID namespace.
     """
@@ -192,8 +192,8 @@ def release_replaced(folder: Path, rank: int) -> bool:
     with contextlib.suppress(OSError):
         number, _, before, *_ = mark.read_text().split()
         now = _checksum(int(number))
-        # A rank that calls setproctitle changes its command line without exec. After a failure the pipe has an event
-        # although it is not broken, so a changed command line does not prove an exec.
+        # The pipe of a failed rank has an event although it is not broken. The rank may have changed its command line
+        # by setproctitle, without exec, so do not treat a failed rank as another program.
         has_failed = is_left(folder, f"failed-{rank}")
         if now != before and _UNKNOWN not in (now, before) and not has_failed:
             mark.unlink()
@@ -234,7 +234,10 @@ class Failure(NamedTuple):
 
 
 def record_failure(folder: str, rank: int, code: int, report: str = "") -> None:
-    """Record the time of this rank's failure, its exit code, and ``report``, where the job's folder exists."""
+    """Record a failure of this rank: the time, the exit code and ``report``.
+
+    Do nothing on a host without the job's folder.
+    """
     if not folder or not os.path.isdir(folder):
         return
     # This rank may fail because another rank is ending. The kernel first frees the memory of a process that is ending,
@@ -331,7 +334,7 @@ def ranks_alone(folder: Path) -> list[int]:
 def explain_alone(ranks: list[int]) -> str:
     """Return torchmpirun's message about ranks that contacted no other rank."""
     subject = f"ranks {', '.join(map(str, ranks))} each ran" if len(ranks) > 1 else f"rank {ranks[0]} ran"
-    return f"{subject} the whole program alone: it called neither mpi.start() nor init_process_group()"
+    return f"{subject} the whole program alone; to connect the ranks, call mpi.start() or init_process_group()"
 
 
 def wait_for_output(descriptors: tuple[int, ...] = (1, 2)) -> None:

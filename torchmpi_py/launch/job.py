@@ -57,11 +57,11 @@ from torchmpi_py.launch.terminal import say
 FAILURE_GRACE_SECONDS = 3.5  # Time for the MPI to end the other ranks after a rank has failed.
 TRACE_SECONDS = 30.0  # Additional time for the failed rank to write its trace.
 TIMEOUT_CODE = 124  # The exit code that timeout(1) uses.
-ROOM_REMEDY = "free space in TMPDIR, or set TMPDIR to another folder"
+ROOM_REMEDY = "free space in the folder for temporary files, or set TMPDIR to another folder"
 STARTING_SECONDS = 60.0  # A job that fails within this time may not have started on all hosts.
 _POLL_SECONDS = 0.05
 _OUTPUT_SECONDS = 0.2  # Time for mpirun to read and print the last output of the ranks.
-# If the ranks take longer than this to end after a signal, torchmpirun prints a line that it waits for them.
+# If the ranks take longer than this to end after a signal, torchmpirun prints a line about the wait.
 _QUIET_SECONDS = 2.0
 
 # Look up the function here, because a child that is forked in a process with several threads must not load libraries.
@@ -70,7 +70,7 @@ _prctl: Any = getattr(ctypes.CDLL(None), "prctl", None)
 
 def die_with_parent() -> None:
     """Make the kernel send SIGTERM to this process when torchmpirun dies; call this before the exec of mpirun."""
-    _prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
+    _prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG is 1.
 
 
 @contextlib.contextmanager

@@ -57,7 +57,8 @@ class LastWait:
         }
         has_room = len(select.select([], [1, 2], [], 0)[1]) == 2
         state = (stages, is_deserted, stages or num_written(self._remains.starter)) if has_room else object()
-        # Limit each step, because a pause of the whole job and torchmpirun does not count as waiting.
+        # Add at most two intervals at a time. If torchmpirun was stopped together with the job, the time of the stop
+        # does not count.
         before = self._seconds
         self._seconds = before + min(passed, 2 * _LOOK_SECONDS) if state == self._state else 0.0
         self._before, self._state = self._before + passed, state

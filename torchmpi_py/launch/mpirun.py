@@ -98,7 +98,8 @@ OPEN_MPI = Vendor(
     death_reports=(
         r"rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) exited on\s+signal (?P<signal>\d+)",
         r"Process name: +\[\S+,(?P<rank>\d+)\]\s+Exit code: +(?P<code>\d+)",
-        r"MPI_ABORT was invoked on rank (?P<rank>\d+) in [^N]*Errorcode: (?P<code>(?!1\b)\d+)",  # Code 1 is ambiguous.
+        # Do not match exit code 1, with which a rank also aborts when it reports a problem on another rank.
+        r"MPI_ABORT was invoked on rank (?P<rank>\d+) in [^N]*Errorcode: (?P<code>(?!1\b)\d+)",
     ),
     label="Open MPI",
     library="libmpi.so.40",

@@ -36,7 +36,7 @@ from torchmpi_py.launch.terminal import say
 # group, and systemd sends both SIGTERM and SIGHUP.
 SAME_SECONDS = 1.0
 SOON_SECONDS = 30.0  # A failure within this time after a forwarded signal counts as an effect of the signal.
-PARENT_ENDED = "its parent has ended, so the job ends too (to prevent that, start it with nohup or setsid)"
+PARENT_ENDED = "the parent process has ended, so the job ends too; to prevent this, use nohup or setsid"
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CUTTING_SHORT = (signal.SIGINT, signal.SIGTERM)  # signals that have an effect while the job is already ending
@@ -107,9 +107,10 @@ class Signals:
                 self._passed_on[signum] = time.monotonic()
 
     def cause(self, code: int) -> int:
-        """Return the forwarded signal that made a job fail which has just ended with this code; 0 if there is none.
+        """Return the forwarded signal that caused a failure; 0 if there is none.
 
-        Any failure soon after a forwarded signal counts as an effect of the signal.
+        ``code`` is the exit code of a job that has just ended. Any failure soon after a forwarded signal counts as an
+        effect of the signal.
         """
         for signum, when in self._passed_on.items():
             if code in (signum, 128 + signum) or time.monotonic() - when < SOON_SECONDS:
@@ -158,7 +159,8 @@ class ForwardedSignal:
         if not at_work:
             return bool(failures) or any(self._lives(process_id) for process_id in self._others)
         has_heard = {rank for rank in self.ranks if exit_marks.is_left(self._remains.folder, f"heard-{rank}")}
-        # If Ctrl-C has reached every remaining rank, these ranks run Python code, for example in ``finally``. Let them.
+        # If Ctrl-C has reached every remaining rank, these ranks run Python code, for example in ``finally``. Do not
+        # end the job yet.
         if at_work <= has_heard:
             return False
         # Some ranks may be waiting in MPI for a rank that has ended its program, or for each other.

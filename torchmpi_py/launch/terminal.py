@@ -56,7 +56,7 @@ def relay(notices: NoticeFilter) -> int | None:
 
 
 def catch_up() -> None:
-    """Wait until the last output of an mpirun that has ended was read, but not for long."""
+    """Wait briefly until the last output of an mpirun that has ended was read."""
     _speech.wait(_SOON_SECONDS)
 
 
@@ -146,7 +146,7 @@ class _Outlet:
         self._news.clear()
 
     def _run(self) -> None:
-        """Write all output, and release waiting callers whenever everything is written. The thread runs this."""
+        """Write all output, and release waiting callers whenever everything is written (the thread's function)."""
         while True:
             request = self._asked
             output = self._next_output()

@@ -57,7 +57,7 @@ class TimelinePage:
             )
             problem = done.stderr.strip().rpartition("\n")[2] if done.returncode else ""
         except subprocess.TimeoutExpired:
-            problem = f"its process did not end within {_PAGE_SECONDS:g} s"
+            problem = f"the process that creates the page did not end within {_PAGE_SECONDS:g} s"
         except OSError as error:
             problem = str(error)
         if problem:
