@@ -196,7 +196,7 @@ def test_what_ranks_do_not_inherit():
 
 
 def test_env_with_a_name_alone_passes_the_value_on_and_shows_it_nowhere(tmp_path):
-    for pair, remedy in {"NAME": "NAME=VALUE", "=v": "NAME=VALUE", "TORCHMPIRUN_JOB_DIR=/": "a different name"}.items():
+    for pair, remedy in {"NAME": "NAME=VALUE", "=v": "NAME=VALUE", "TORCHMPIRUN_JOB_DIR=/": "use another name"}.items():
         with pytest.raises(LaunchError, match=remedy):
             spec_of("--env", pair)
     spec = spec_of("-n", "1", "--env", "TOKEN", "--env", "DATA=/data", environment={"TOKEN": "secret"})
