@@ -234,5 +234,5 @@ def test_a_log_of_an_earlier_job_is_replaced(tmp_path):
     checks.check_output_folder("--log-dir", tmp_path, replaced="rank-0.log")
     assert not os.listdir(tmp_path)
     (tmp_path / "rank-0.log").mkdir()
-    with pytest.raises(LaunchError, match=r"cannot write rank-0\.log on host"):
+    with pytest.raises(LaunchError, match=r"cannot write rank-0\.log there"):
         checks.check_output_folder("--log-dir", tmp_path, replaced="rank-0.log")
