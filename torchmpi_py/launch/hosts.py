@@ -42,7 +42,7 @@ class Host:
     num_slots: int = 1
 
     def __str__(self) -> str:
-        """Return the form that `parse_host` reads."""
+        """Return the host in the form that `parse_host` reads."""
         return f"[{self.name}]:{self.num_slots}" if ":" in self.name else f"{self.name}:{self.num_slots}"
 
 
