@@ -1,13 +1,11 @@
 """Docstrings: a check of those of public names, and a random sample of all, from one checkout or several.
 
-    python scripts/dev/docstrings.py --check    # fails if a public name has an incomplete docstring, and is not listed
-    python scripts/dev/docstrings.py --lower    # removes the names that are complete now from docstrings_missing.txt
+    python scripts/dev/docstrings.py --check    # fails if a public name has an incomplete docstring
     python scripts/dev/docstrings.py --seed 7 --count 40 OLD [NEW ...]
 
 A docstring is complete if its section "Args" names exactly the parameters, it has a section "Returns" if the function
-returns something, and it begins with a verb or a noun. Names that are not complete yet are listed in
-docstrings_missing.txt, which only becomes shorter. Class constructors count as functions, except of exceptions and of
-classes whose objects only the package makes.
+returns something, and it begins with a verb or a noun. Class constructors count as functions, except of exceptions and
+of classes whose objects only the package makes.
 
 ``tests/collectives/test_errors.py`` runs the examples.
 
@@ -27,7 +25,7 @@ import random
 import re
 import sys
 
-MISSING = pathlib.Path(__file__).with_name("docstrings_missing.txt")
+ROOT = pathlib.Path(__file__).parents[2]
 ROOMS = ("nn", "optim", "engine", "paramserver", "sweeps", "torch_backend")
 MADE_BY_PACKAGE = {"Communicator", "Experiment", "Handle", "ParameterServer", "Results", "ServedTensors"}
 SECTIONS = ("Args", "Returns", "Raises", "Examples")
@@ -37,14 +35,13 @@ def main():
     """Print each name with its docstring in every checkout."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--lower", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--words", type=lambda text: text.split(","), metavar="a,b")
     parser.add_argument("checkouts", nargs="*", type=pathlib.Path, default=[pathlib.Path(".")])
     options = parser.parse_args()
-    if options.check or options.lower:
-        return check(lower=options.lower)
+    if options.check:
+        return check()
     first, *others = [docstrings(checkout / "torchmpi_py") for checkout in options.checkouts]
     pool = [(name, path, text) for name, found in first.items() for path, text in found if has(text, options.words)]
     drawn = random.Random(options.seed).sample(sorted(pool), min(options.count, len(pool)))
@@ -55,25 +52,19 @@ def main():
     return 0
 
 
-def check(*, lower):
-    """Compare the public names with the list of those that are incomplete. The exit code."""
-    sys.path.insert(0, str(MISSING.parents[2]))
+def check():
+    """Print what public docstrings lack. The exit code."""
+    sys.path.insert(0, str(ROOT))
     wrong, counts, documented = {}, collections.Counter(), public_objects()
     for name, value in documented.items():
         sections = sections_of(inspect.getdoc(value) or "")
         counts.update(sections.keys() & set(SECTIONS))
         if reasons := faults(value, sections):
             wrong[name] = "; ".join(reasons)
-    listed = set(MISSING.read_text().split())
-    if lower:
-        MISSING.write_text("".join(f"{name}\n" for name in sorted(listed & wrong.keys())))
-        return 0
     print(f"docstrings of {len(documented)} public names:", ", ".join(f"{counts[name]} {name}" for name in SECTIONS))
-    for name in sorted(wrong.keys() - listed):
+    for name in sorted(wrong):
         print(f"{name}: {wrong[name]}")
-    for name in sorted(listed - wrong.keys()):
-        print(f"{name}: complete now, or gone; run: python scripts/dev/docstrings.py --lower")
-    return 1 if listed != wrong.keys() else 0
+    return 1 if wrong else 0
 
 
 def public_objects():
