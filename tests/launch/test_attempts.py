@@ -35,10 +35,7 @@ def make(*_):
 
 @pytest.mark.parametrize(
     ("before", "said"),
-    [
-        (NO_FOLDER, "cannot create a folder for the job: No such file"),
-        (NO_STARTER, "cannot start /etc/passwd: Permission denied"),
-    ],
+    [(NO_FOLDER, "cannot create a folder for the job"), (NO_STARTER, "cannot start /etc/passwd: Permission denied")],
 )
 def test_what_keeps_a_job_from_its_start_is_a_line(before, said):
     job = stand_in.run("", before=f"{before}\n{IN_MAIN}")

