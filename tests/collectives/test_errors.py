@@ -166,7 +166,7 @@ def test_communicators_that_cannot_be_used(mpi):
     comm = mpi.split(0)
     comm.free()
     comm.free()
-    raises_everywhere(mpi, CommunicatorError, "was freed.*make a new one", mpi.allreduce, torch.ones(1), comm=comm)
+    raises_everywhere(mpi, CommunicatorError, "was freed.*create a new one", mpi.allreduce, torch.ones(1), comm=comm)
 
 
 UNEQUAL_MESSAGES = [  # what rank 0 sends, what rank 1 expects

@@ -109,7 +109,7 @@ def test_a_group_from_its_making_to_its_end(mpi, monkeypatch):
         x = torch.ones(3)
         Nccl().allreduce(comm.direct, x, x, "max")
         Nccl().broadcast(comm.direct, x, 0)
-        with pytest.raises(CommunicatorError, match="nccl's reduce failed: unhandled system error"):
+        with pytest.raises(CommunicatorError, match="flavour nccl: reduce failed: unhandled system error"):
             Nccl().reduce(comm.direct, x, x, "sum", 0)
         assert Library.log == [f"made by {comm.rank} of {comm.size}", "allreduce", "broadcast", "wait"]
     assert Library.log[4:] == ["synchronize", "shutdown"]

@@ -96,7 +96,7 @@ def test_an_optimizer_that_reduces_gradients_is_taken_and_left(mpi, wrap):
     optimizer.remove()
     if wrap is optim.DistributedOptimizer:
         optimizer = wrap(optimizer.optimizer, divided, backward_passes_per_step=2)
-        with pytest.raises(ValueError, match="backward_passes_per_step= and comm= of the optimizer"):
+        with pytest.raises(ValueError, match="backward_passes_per_step= and comm= from the optimizer"):
             trained(divided, optimizer=optimizer)
         optimizer.remove()
 

@@ -130,7 +130,7 @@ def test_wrong_orders(mpi):
 def test_bad_input(mpi):
     """An error on every rank, also of ranks whose own arguments are right."""
     module, alone = pair()
-    with pytest.raises(ValueError, match=r"have \[4,? ?.*\] parameters"):
+    with pytest.raises(ValueError, match=r"number by rank: \[4,? ?.*\]"):
         DistributedOptimizer(sgd(alone), module)
     with pytest.raises(ValueError, match="DistributedOptimizer: backward_passes_per_step=0"):
         DistributedOptimizer(sgd(module), module, backward_passes_per_step=0)
@@ -140,7 +140,7 @@ def test_bad_input(mpi):
         return
     last = mpi.size() - 1
     own = alone if mpi.rank() == last else module
-    with pytest.raises(ValueError, match=r"0, 4\] parameters"):
+    with pytest.raises(ValueError, match=r"number by rank: .*0, 4\]"):
         DistributedOptimizer(sgd(own), module)
     DistributedOptimizer(sgd(module), module)  # gone at once, so that the next one may be made
     ours = DistributedOptimizer(sgd(module), module)

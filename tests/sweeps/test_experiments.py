@@ -188,7 +188,7 @@ def test_wrong_arguments(mpi, folder):
         ("cannot be listed: TypeError: 'int' object is not iterable", 5, folder, {}),
         ("cannot be listed: RuntimeError: no more", listing(), folder, {}),
         (r"cannot be listed: .*([Pp]ickl|local object)", [{"f": lambda: 1}], folder, {}),
-        ("cannot begin: NotADirectoryError", [1], os.devnull + "/folder", {}),
+        ("cannot start: NotADirectoryError", [1], os.devnull + "/folder", {}),
     ):
         with pytest.raises(ValueError, match=words):
             sweep(mpi, where, configurations, abs, **options)

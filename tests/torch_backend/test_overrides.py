@@ -99,7 +99,7 @@ def test_a_mixed_string_makes_one_group_of_ours(mpi, warned, backend_string, oth
     for group in (None, dist.new_group()):
         assert dist.get_backend(group) == "torchmpi"
     assert isinstance(dist.group.WORLD, torch_backend.ProcessGroup)
-    assert warned(f"and {other} is not used") == bool(other)
+    assert warned(f"so {other} is not used") == bool(other)
     assert total(mpi)
 
 
