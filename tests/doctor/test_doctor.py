@@ -185,7 +185,7 @@ def test_refused_by_the_kernel(monkeypatch):
         (software.torch, TORCH | {"cuda": "12.8"}, "GPU", WARNING, "finds no usable", "CUDA_VISIBLE_DEVICES"),
         (software.torch, TORCH | {"gpus": ["NVIDIA H100"]}, "GPU", OK, "NVIDIA H100", ""),
         (software.mpi, "No module named 'mpi4py'", "mpi4py", PROBLEM, "is not installed", "'mpi4py>=4.1'"),
-        (software.mpi, "cannot load", "MPI", PROBLEM, "mpi4py loads no MPI (cannot load), but", "pip install"),
+        (software.mpi, "cannot load", "MPI", PROBLEM, "cannot load an MPI library (cannot load), but", "pip install"),
         (software.mpi, MPI | {"mpi4py": "3.1.6"}, "mpi4py", PROBLEM, "3.1.6 is too old", "'mpi4py>=4.1'"),
         (software.mpi, MPI | {"has_threads": False}, "threads", WARNING, "less than MPI_THREAD_MULTIPLE", "wheels"),
         (software.mpi, MPI | {"has_ulfm": True}, "ULFM", OK, "--elastic", ""),

@@ -39,7 +39,7 @@ for step in range(int(sys.argv[2])):
     [
         ("ddp", 10**9, 1 << 40, 2, ""),
         ("engine", 0, 1 << 40, 2, ""),
-        ("loop", 60, 1, 1, r"\n    2  skipped: needs 2 x \d+ MiB, and 0 are free"),  # ends early
+        ("loop", 60, 1, 1, r"\n    2  skipped: needs 2 x \d+ MiB; 0 MiB are free"),  # ends early
         ("fails", 3, 1 << 40, 0, r" 1  ended after 3 .*\n +2  failed with exit code 1; (.*\n)* +ValueError: two"),
     ],
 )
@@ -70,7 +70,7 @@ THREADS = "--nproc-per-node 2 --elastic-restart 1:2 --env OMP_NUM_THREADS=1"
 
 @pytest.mark.parametrize(
     ("words", "other"),
-    [(HOSTS, "the other hosts (start it in a job of one host)"), (THREADS, "the variable OMP_NUM_THREADS")],
+    [(HOSTS, "the other hosts (start torchmpirun in a job with one host)"), (THREADS, "the variable OMP_NUM_THREADS")],
 )
 def test_refused(monkeypatch, capfd, words, other):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

@@ -89,7 +89,7 @@ def refuses(call, words):
     except mpi.NotStarted as error:
         os._exit(8 if words in str(error) else 9)
 assert code_of_child(lambda: sys.exit(7)) == 7
-assert code_of_child(lambda: refuses(mpi.rank, "forked from a started rank")) == 8
+assert code_of_child(lambda: refuses(mpi.rank, "a started rank forked this process")) == 8
 assert code_of_child(lambda: refuses(mpi.start, "is a child of a started rank")) == 8
 assert mpi.allreduce(1) == mpi.size()
 mpi.stop()

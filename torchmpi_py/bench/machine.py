@@ -100,7 +100,7 @@ def agreed_max_bytes(comm: MPI.Comm, given: int | None, device: torch.device) ->
 
 
 def num_cores() -> int:
-    """Return the number of cores of this machine, including cores that this rank may not use."""
+    """Return the number of logical CPUs of this machine, including those that this rank is not allowed to use."""
     return os.cpu_count() or 1
 
 

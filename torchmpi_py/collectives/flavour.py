@@ -160,10 +160,10 @@ class Sizes:
         shape = torch.Size((sum(self.rows), *x.shape[1:]))
         wrong = [rank for rank in writers if self.outs[rank] not in (0, _code(shape))]
         if wrong:
-            own = "" if out is None else f" (here: {tuple(out.shape)})"
+            own = "" if out is None else f" (on this rank its shape is {tuple(out.shape)})"
             raise ValueError(
                 f"{verb}: the ranks pass {self.rows} rows, so out must have shape {tuple(shape)}; "
-                f"out has a different shape{own} on rank {', '.join(map(str, wrong))}"
+                f"out has a different shape on rank {', '.join(map(str, wrong))}{own}"
             )
         return shape
 

@@ -267,7 +267,11 @@ def slice_out(verb: str, x: Tensor, out: object, size: int) -> tuple[Tensor, Ten
 
 
 def gathered(verb: str, value: object, out: object) -> tuple[Tensor, Tensor | None, Callable[[Tensor | None], Any]]:
-    """Return (source, buffer or None, conclude) for a result whose shape depends on the sizes of all ranks."""
+    """Return (source, buffer, conclude) for a result whose shape depends on the sizes of all ranks.
+
+    ``source`` is the flat input. ``buffer`` is the flat output, or None if ``out`` is None. ``conclude`` turns the
+    flavour's result into the caller's result.
+    """
     x = check_tensor(verb, "x", value)
     source = flat(x if x.dim() else x.reshape(1))
     if out is None:

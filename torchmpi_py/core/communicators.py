@@ -1,8 +1,8 @@
 """Communicators: groups of ranks, and the stack of levels, one of which is the current level.
 
 A *level* divides the ranks of its parent level into groups by a key; level 0 is the whole world. On each rank, a
-Communicator represents the level. Its ``inner`` is this rank's group (the level itself). Its ``outer`` links this rank
-with the counterparts of this rank in the other groups of the same parent.
+Communicator represents the level, and contains this rank's group. Its ``inner`` is the Communicator itself. Its
+``outer`` links this rank with its counterparts in the other groups of the same parent.
 
 For example, 5 ranks with the keys A A B B B are in the inner groups {0 1} and {2 3 4}. A level has one of two forms:
 

@@ -127,7 +127,9 @@ class _StreamProgress:
         return {"position": position, "num_pieces": self.num_pieces, "rests": rests.reshape(-1, 2)}
 
 
-_ROW = 4  # length of a rank's row in the exchange: number of samples, worker, and (number, used)
+# Length of a rank's row in the exchange: number of samples, worker, number of the reader's current piece, and number of
+# samples that are used of this piece.
+_ROW = 4
 
 
 class _ReadBatches(IterableDataset[Any]):

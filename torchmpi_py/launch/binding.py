@@ -2,10 +2,10 @@
 
 Rank i of k on a host gets the i-th of k contiguous parts of the physical cores. The sizes of the parts differ by at
 most one. The cores are sorted by NUMA node and socket, because neighbouring cores share a cache and a memory
-controller. Each core includes its hardware threads. A hybrid processor has fast and small cores. Each rank gets a share
-of both, because ranks that synchronize in every step should be equally fast. With more ranks than physical cores, the
-hardware threads are divided. With more ranks than hardware threads, no rank is bound. Two ranks that are bound to the
-same core would wait for each other while another core is idle.
+controller. Each core includes its hardware threads. A hybrid processor has large, fast cores and small, slow cores.
+Each rank gets a share of both kinds, because ranks that synchronize in every step should be equally fast. With more
+ranks than physical cores, the hardware threads are divided. With more ranks than hardware threads, no rank is bound.
+Two ranks that are bound to the same core would wait for each other while another core is idle.
 
 The machine may report the cores that are *near* each GPU (on the same socket, or in a part of a socket). Then the ranks
 that use a GPU share the cores near this GPU instead. Rank i uses GPU i modulo the number of GPUs, in the order of PCI
@@ -49,7 +49,7 @@ def cores_of_rank(
     than half of its equal part, `near` is ignored.
     """
     if not 0 <= local_rank < local_size:
-        raise ValueError(f"local rank {local_rank} is not in 0..{local_size - 1}")
+        raise ValueError(f"the launcher set local rank {local_rank}, but this host has {local_size} ranks (from 0)")
     if len(cores) < local_size:
         cores = [core._replace(cpus=(cpu,)) for core in cores for cpu in core.cpus]
     if len(cores) < local_size:

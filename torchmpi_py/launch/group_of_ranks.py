@@ -1,4 +1,7 @@
-"""The description of a group that ``torchmpirun --groups`` passes to its ranks, and marks for torchmpirun."""
+"""Files through which ``torchmpirun --groups`` and the ranks of a group exchange information.
+
+torchmpirun describes a group to its ranks. The ranks write marks, which torchmpirun reads.
+"""
 
 import json
 from collections.abc import Mapping

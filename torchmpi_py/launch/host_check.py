@@ -130,7 +130,7 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
     for key, name in _NAMES.items():
         own, other = here[key], there[key]
         if key == "mpi" and there["mpi_error"]:
-            problems.append(f"mpi4py loads no MPI ({there['mpi_error']})")
+            problems.append(f"mpi4py cannot load an MPI library ({there['mpi_error']})")
         elif not other and not (key == "mpi" and not there["mpi4py"]):
             place = f" at {_PACKAGE}" if key == "torchmpi_py" else ""
             problems.append(f"no {name}{place}" + (f" ({own} here)" if own else ""))

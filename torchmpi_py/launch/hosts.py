@@ -68,7 +68,8 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 def read_hostfile(path: Path, option: str = "--hostfile", remedy: str = "") -> tuple[Host, ...]:
     """Return the hosts in a hostfile.
 
-    Raise LaunchError if the file cannot be read or lists no hosts. ``option`` in the message is the source of the path.
+    Raise LaunchError if the file cannot be read or lists no hosts. The message begins with ``option``, which shows
+    where the path came from, and ends with ``remedy``.
     """
     try:
         # A host with a decoding error is rejected later, so only comments may contain bytes that are not UTF-8.

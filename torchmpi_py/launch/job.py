@@ -144,8 +144,6 @@ class Job:
         self.has_run, started = True, time.monotonic()
         stderr = terminal.relay(self._notices)
         self._remains.describe()
-        # Start mpirun in a new session. Otherwise a Ctrl-C would reach the job twice: from the terminal, and from
-        # torchmpirun.
         if self.command.hostfile:
             path = self.folder / "hostfile"
             with refusing(f"cannot write {path}", ROOM_REMEDY):
@@ -153,6 +151,8 @@ class Job:
         with refusing(f"cannot start {self.command.words[0]}", "run this program directly to find the cause"):
             if self.command.hands_input:
                 handed_input.offer(self.folder)
+            # Start mpirun in a new session. Otherwise a Ctrl-C would reach the job twice: from the terminal, and from
+            # torchmpirun.
             self.process = subprocess.Popen(
                 self.command.words,
                 env=self.command.environment,

@@ -93,7 +93,7 @@ def run(spec: JobSpec, seconds: float) -> int:
         for layout in map(Layout, numbers_of_ranks(topology.num_usable_cores())):
             largest = max((report["num_bytes"] for former in measured[-1:] for report in former.reports), default=0)
             if largest * layout.num_ranks > free:
-                layout.failure = f"skipped: needs {layout.num_ranks} x {largest >> 20} MiB, and {free >> 20} are free"
+                layout.failure = f"skipped: needs {layout.num_ranks} x {largest >> 20} MiB; {free >> 20} MiB are free"
             else:
                 _measure(layout, trials, seconds, Path(folder.name), signals)
             if signals.ending:

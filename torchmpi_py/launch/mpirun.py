@@ -230,7 +230,7 @@ def misfit(vendor: Vendor, program: str, loaded: str, error: str) -> str:
     same = f"{vendor.label} {number[: number.find('.') + 1]}"
     if loaded.startswith(same) if vendor.label and of_library(loaded) else not error:
         return ""
-    loads = f"mpi4py loads {loaded or f'no MPI ({error})'}"
+    loads = f"mpi4py loads {loaded}" if loaded else f"mpi4py cannot load an MPI library ({error})"
     return f"{loads}, but {program} belongs to {vendor.label or vendor.name} {number}; {library_remedy(vendor.name)}"
 
 

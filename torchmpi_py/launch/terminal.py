@@ -56,7 +56,7 @@ def relay(notices: NoticeFilter) -> int | None:
 
 
 def catch_up() -> None:
-    """Wait briefly until the last output of an mpirun that has ended was read."""
+    """Give the reader a short time to read the last output of an mpirun that has ended."""
     _speech.wait(_SOON_SECONDS)
 
 

@@ -1,10 +1,10 @@
-"""The cores that this process may use, with their sockets, NUMA nodes and hardware threads, and limits by cgroups.
+"""The cores that this process may use, with their sockets, NUMA nodes and hardware threads, and the cgroup limits.
 
 The *allowed* CPUs are the CPUs on which the scheduler may run this process. Batch systems and containers limit them by
 an affinity mask. A physical core has one or more CPUs, its hardware threads. The numbers of the CPUs do not show which
-CPUs belong to a core or a socket, because machines differ. The two threads of a core may have consecutive numbers or
-not. The sockets may be numbered one after the other or alternately. So this module reads ``/sys/devices/system``. If a
-container hides these files, each CPU counts as a core.
+CPUs belong to a core or a socket, because machines differ. The two threads of a core may or may not have consecutive
+numbers. The sockets may be numbered one after the other or alternately. So this module reads ``/sys/devices/system``.
+If a container hides these files, each CPU counts as a core.
 
 A container may also limit processor *time* (a cgroup quota) without limiting the cores. A quota reduces the number of
 threads, but not the number of cores to which ranks are bound.
@@ -63,7 +63,7 @@ def _text(path: Path) -> str:
 
 
 def _listed(path: Path) -> frozenset[int]:
-    """Return the CPUs that a file lists; empty if the file is missing or has another form."""
+    """Return the CPUs listed in a file, or an empty set if the file is missing or cannot be parsed."""
     with contextlib.suppress(ValueError):
         return read_cpus(_text(path))
     return frozenset()

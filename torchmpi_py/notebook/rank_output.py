@@ -35,7 +35,7 @@ class OutputMerger:
         self._begun: defaultdict[tuple[int, str], list[str]] = defaultdict(list)  # pieces of incomplete lines
 
     def add(self, rank: int, stream: str, text: str) -> None:
-        """Add a text that a rank has written. An incomplete last line waits for the text that completes it."""
+        """Add output that a rank has written. An incomplete last line is held back until the rest of it arrives."""
         # Join the pieces of a line only when the line is complete, so the cost is linear in the number of pieces.
         begin, begun = 0, self._begun[rank, stream]
         for line_end in _LINE_END.finditer(text):

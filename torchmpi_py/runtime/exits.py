@@ -93,7 +93,7 @@ def _disown() -> None:
     communication_thread.current_thread = None
     communicators.current_stack = None
     communicators.why_not = (
-        "it was forked from a started rank, and only that rank may use it; in data loaders, return tensors instead"
+        "a started rank forked this process, and only the rank may call torchmpi_py; return tensors to the rank instead"
     )
 
 

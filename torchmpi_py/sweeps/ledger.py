@@ -223,8 +223,8 @@ def _read(path: Path) -> Any:
     content = trusted_files.read(path, _MOST_BYTES, remedy=_REMEDY)
     try:
         return pickle.loads(content)
-    except Exception as error:  # A broken pickle may raise any exception.
-        raise ValueError(f"{path} is not a file of a sweep ({type(error).__name__}: {error}); {_REMEDY}") from error
+    except Exception as error:  # A broken pickle, or a module that cannot be imported, may raise any exception.
+        raise ValueError(f"cannot unpickle {path} ({error!r}); import the classes in it first, or {_REMEDY}") from error
 
 
 def _read_text(path: Path) -> str:

@@ -304,7 +304,8 @@ def _gathering(comm: Communicator, x: Tensor, whole: Tensor | None, counts: list
     num_bytes = sum(sizes.num_bytes)
     resolve(comm)
     flavour = selector.flavour_for(verb, comm, x.device, num_bytes, symmetric=False, name=None)
-    compared = num_bytes if len(set(counts)) == 1 else zlib.crc32(repr(counts).encode())  # Sizes may differ.
+    # If the sizes differ, compare the whole list, because different lists can have the same sum.
+    compared = num_bytes if len(set(counts)) == 1 else zlib.crc32(repr(counts).encode())
     plan = Plan(
         name=verb, flavour=flavour, comm=comm, others=(*root, sizes), num_bytes=num_bytes, dtype=x.dtype,
         device=x.device if x.is_cuda else None, fingerprint=(verb, flavour.name, compared, x.dtype, *root),

@@ -43,8 +43,8 @@ _Base: Any = distributed.ProcessGroup
 class ProcessGroup(_Base):  # type: ignore[misc]
     """A process group of torch.distributed, with its own communicator.
 
-    To create a group, call ``dist.init_process_group("torchmpi")`` or ``dist.new_group``, not this constructor. All
-    ranks of the group must call the constructor. The collectives behave as torch.distributed documents. With a
+    Do not call this constructor. To create a group, call ``dist.init_process_group("torchmpi")`` or ``dist.new_group``,
+    which call it on all ranks of the group. The collectives behave as documented by torch.distributed. With a
     ``timeout`` other than torch's default, a wait that takes longer raises ``work.TimedOut``. This error is both a
     ``CollectiveTimeout`` and a ``DistBackendError``, and it lists the late ranks as far as they are known.
 

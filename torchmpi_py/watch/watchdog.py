@@ -1,11 +1,11 @@
 """Watch this process: a thread reports operations that exceed the timeout and ranks that died, and ends the job.
 
-The thread wakes twice a second. At each look, every operation that this process carries out or waits for ages by the
-time since the last look, but by one second at most. So neither a suspended job nor a changed clock makes an operation
-old. When an operation is older than ``Tuning.deadline_seconds``, one rank of the node writes a report to standard
-error, from the board. The report shows the current or last operation of each rank of the node, whether the rank's
-process exists, and the stacks of its threads. Each rank's watchdog writes these stacks to the board on request. Then
-the job ends, unless the operation has completed in the meantime or ``Tuning.at_deadline`` specifies otherwise.
+The thread wakes twice a second. It then adds the time since it last woke, at most one second, to the age of every
+operation that this process is carrying out or waiting for. So neither a suspended job nor a changed clock makes an
+operation old. When an operation is older than ``Tuning.deadline_seconds``, one rank of the node writes a report to
+standard error, from the board. The report shows the current or last operation of each rank of the node, whether the
+rank's process exists, and the stacks of its threads. Each rank's watchdog writes these stacks to the board on request.
+Then the job ends, unless the operation has completed in the meantime or ``Tuning.at_deadline`` specifies otherwise.
 
 The thread also waits for the end of two other processes of its node (``Neighbours``). A process that ends without
 ``mpi.stop()`` is reported immediately, and the job ends, unless the job is elastic (``core/ulfm.py``).
