@@ -131,7 +131,7 @@ WHERE = (
         ("", [], "cores cores", "torchmpirun: {all} ranks: one for each core of the 2 hosts of Slurm's job\n"),
         ("--ntasks-per-node=1", [], "1 1", ""),
         ("", ["--hosts", "nodea:1,nodeb:3"], "1 3", ""),  # Open MPI alone makes 2 and 2 of that
-        ("", ["-n", "1"], "1 0", "torchmpirun: Slurm's job has hosts without a rank (nodeb); omit -n "),
+        ("", ["-n", "1"], "1 0", "torchmpirun: Slurm's job has hosts without a rank (nodeb); omit -n,"),
     ],
 )
 def test_ranks_fill_the_nodes_of_an_allocation(slurm, asked, words, counts, said):

@@ -103,7 +103,7 @@ def test_a_host_without_a_rank_is_named(number, text, idle):
 def test_a_list_of_many_idle_hosts_is_short():
     many = AB | {"SLURM_JOB_NODELIST": "n[001-600]", "SLURM_NTASKS": "600", "SLURM_TASKS_PER_NODE": "1(x600)"}
     (note,) = place(many, 2).notes
-    assert "(n003, n004, n005, n006, ...); omit -n and --hosts, or list each host with its number of ranks" in note
+    assert "(n003, n004, n005, n006, ...); omit -n, --hosts and --hostfile, or list each host with its number" in note
 
 
 def test_open_mpi_is_given_the_slots_of_slurms_nodes():
@@ -194,7 +194,7 @@ def test_ranks_and_shells_are_not_taken_for_such_starts():
 def test_a_heterogeneous_job_is_refused():
     for word in ("HET", "PACK"):
         components = {f"SLURM_JOB_ID_{word}_GROUP_{number}": str(15 + number) for number in (0, 1)}
-        with pytest.raises(LaunchError, match="heterogeneous job of Slurm; submit the job without ` : `"):
+        with pytest.raises(LaunchError, match="heterogeneous Slurm job; submit it without ` : ` and `hetjob`"):
             allocation.check({f"SLURM_{word}_SIZE": "2", "SLURM_NTASKS": "3", **components})
 
 

@@ -2,12 +2,12 @@
 
     torchmpirun -n 4 train.py --epochs 5
 
-torchmpirun finds the MPI, builds the arguments of its mpirun, and starts every rank inside `wrap`. Its exit code is the
-exit code of the first rank that failed. If the job succeeds, torchmpirun prints nothing, unless ranks ran without
-contacting each other.
+torchmpirun finds the MPI, builds the arguments of its mpirun, and runs the program in every rank through `wrap`. If
+ranks fail, torchmpirun exits with the exit code of the first one. If the job succeeds, torchmpirun prints only notes,
+for example about its choice of ranks, or about ranks that ran without contacting each other.
 
-Three options run no job. --check tests whether the hosts can run a job. --version prints the versions of the installed
-software. --template prints a script for a batch system.
+Four options do not run a job. --check tests whether the hosts can run a job. --dry-run prints the command of the job.
+--version prints the versions of the installed software. --template prints a script for a batch system.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from torchmpi_py.launch.terminal import Tail, say
 
 
 def run(spec: JobSpec) -> int:
-    """Run the job, and restart it if it fails; return the exit code of the last attempt."""
+    """Run the job, with restarts after failures if the user allows them; return the exit code of the last attempt."""
     checks.check_output_folder("--log-dir", spec.log_dir, replaced="" if spec.restart else "rank-0.log")
     checks.check_output_folder("--profile", spec.profile)
     with timeline_file.kept(spec) as (spec_of_page, page), discovery.Discovery(spec_of_page) as current:
@@ -63,7 +63,7 @@ def run(spec: JobSpec) -> int:
 
 
 def explain_start(spec: JobSpec) -> None:
-    """Print a line for each host that cannot run the job, after a failed start on several hosts."""
+    """After a failed start on several hosts, print a line for each host that cannot run the job."""
     if len(spec.host_names) > 1:
         for line in host_check.check(spec, host_facts.WITHOUT_DOCTOR).problems:
             say(line)
@@ -89,7 +89,10 @@ def answer(options: argparse.Namespace, words: list[str]) -> int:
 
 
 def show(spec: JobSpec, settings: Mapping[str, Path]) -> int:
-    """Print the variables and the command of a job, and the file of each setting in ``settings``; return 0."""
+    """Print the variables and the command of a job; return 0.
+
+    ``settings`` maps each option that a settings file has set to the path of this file, which is printed too.
+    """
     for name, file in settings.items():
         print(f"# {name}: from {file}")
     with job.new_folder() as folder:
@@ -101,9 +104,9 @@ def show(spec: JobSpec, settings: Mapping[str, Path]) -> int:
 
 
 def start(words: list[str]) -> int:
-    """Carry out the command line, without the program's name; return the exit code.
+    """Do what the command line requests; return the exit code.
 
-    Raise LaunchError if the job cannot be started.
+    ``words`` is the command line without the program's name. Raise LaunchError if the job cannot be started.
     """
     if words[:1] == [group_jobs.OPTION]:
         try:
@@ -114,7 +117,7 @@ def start(words: list[str]) -> int:
     surroundings.set_home()
     options = parse(words)
     if not hasattr(os, "sched_getaffinity"):
-        raise LaunchError("torchmpirun works only on Linux, and this system is not Linux")
+        raise LaunchError("torchmpirun works only on Linux, but this system is not Linux; run it on a Linux host")
     surroundings.open_standard_streams()
     checks.check_working_folder()
     if options.check or options.version or options.template:
@@ -147,7 +150,7 @@ def launch(spec: JobSpec, options: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command `torchmpirun` with these arguments (default: from the command line); return the exit code."""
+    """Run `torchmpirun` with the arguments ``argv`` (default: the command line's); return the exit code."""
     try:
         return start(sys.argv[1:] if argv is None else argv)
     except LaunchError as error:

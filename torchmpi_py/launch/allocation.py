@@ -23,9 +23,11 @@ Environment = Mapping[str, str]
 # The hosts, and the unit that a slot stands for: a "slot" or "task" of the user's request, a "GPU" or a "core".
 Allocated = tuple[Iterable[Host], str]
 _ASKED_FOR_TASKS = ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_GPU", "SLURM_GPUS_PER_TASK")
-# Maps the variable with the number of processes that a launcher has started to the name of this launcher.
+# The keys are variables in which a launcher sets the number of processes that it has started. The values are the names
+# of the launchers.
 _STEPS = {"SLURM_STEP_NUM_TASKS": "srun", "JSM_NAMESPACE_SIZE": "jsrun"}
-# Inside a rank, a Flux instance or `srun --pty`, these step variables do not describe torchmpirun.
+# If one of these variables is set, torchmpirun runs in a rank, in a Flux instance or under `srun --pty`. The variables
+# in `_STEPS` then do not describe torchmpirun.
 _INSIDE = ("TORCHMPIRUN_JOB_DIR", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "FLUX_URI", "SLURM_PTY_PORT", "SLURM_PTY_WIN_COL")
 _PBS_AGENT = Path(__file__).with_name("templates") / "pbs_agent.sh"
 
@@ -41,7 +43,7 @@ class Placement(NamedTuple):
 
 
 def place(num_ranks: int | None, text: str | None, hostfile: Path | None, environment: Environment) -> Placement:
-    """Return the placement on the hosts of --hosts (``text``), of the ``hostfile`` or of the batch system."""
+    """Return the placement of the ranks on the hosts from --hosts (``text``), the hostfile or the batch system."""
     if text and hostfile:
         raise LaunchError("--hosts and --hostfile both list the hosts; use only one of them")
     named = hosts.parse_hosts(text) if text else hosts.read_hostfile(hostfile) if hostfile else ()
@@ -64,10 +66,11 @@ def _idle(own: tuple[Host, ...], num_ranks: int, allocated: tuple[Host, ...], sy
     firsts = accumulate((host.num_slots for host in own), initial=0)
     busy = {host.name for host, first in zip(own, firsts, strict=False) if first < num_ranks}
     idle = [host.name for host in allocated if host.name not in busy]
-    # The user may have listed the hosts under names that differ from the names of the batch system.
+    # The user may have listed the hosts under names that differ from the names in the batch system. The busy hosts then
+    # count as idle too, so the sum below is wrong, and the idle hosts are unknown.
     is_sure = own and len(idle) + len(busy) == len(allocated)
     listed = ", ".join(idle[:4]) + ", ..." * (len(idle) > 4)
-    remedy = "omit -n and --hosts, or list each host with its number of ranks (--hosts a:2,b:2)"
+    remedy = "omit -n, --hosts and --hostfile, or list each host with its number of ranks (--hosts a:2,b:2)"
     return [f"{system}'s job has hosts without a rank ({listed}); {remedy}"] if idle and is_sure else []
 
 
@@ -83,9 +86,9 @@ def num_ranks_as_torchrun(number: int, num_ranks: int | None, placed: Placement)
 
 
 def check(environment: Environment) -> None:
-    """Raise LaunchError if the Slurm job is heterogeneous, or if a launcher has started several torchmpiruns."""
+    """Raise LaunchError if the Slurm job is heterogeneous, or if a launcher has started torchmpirun several times."""
     if "SLURM_JOB_ID_HET_GROUP_1" in environment or "SLURM_JOB_ID_PACK_GROUP_1" in environment:
-        raise LaunchError("no MPI can start ranks in a heterogeneous job of Slurm; submit the job without ` : `")
+        raise LaunchError("no MPI can start ranks in a heterogeneous Slurm job; submit it without ` : ` and `hetjob`")
     for variable, launcher in _STEPS.items():
         number = variables.number(environment.get(variable, "")) or 1
         if number > 1 and not any(name in environment for name in _INSIDE):
@@ -94,7 +97,11 @@ def check(environment: Environment) -> None:
 
 
 def _allocated(environment: Environment, ignored: tuple[type[Exception], ...]) -> tuple[str, tuple[Host, ...], str]:
-    """Return the batch system that has allocated hosts to this job, the hosts, and the unit of their slots."""
+    """Return the batch system that has allocated hosts to this job, the hosts, and the unit of their slots.
+
+    Without a batch system, all three are empty. A batch system is skipped if reading its hosts raises one of the
+    exceptions in ``ignored``.
+    """
     for system, read in _SYSTEMS:
         with contextlib.suppress(*ignored):
             named, unit = read(environment)
@@ -146,7 +153,10 @@ def slurm_layout(named: Iterable[Host], environment: Environment) -> dict[str, s
 
 
 def _flux(environment: Environment) -> Allocated:
-    """Return the hosts of a Flux instance if this process runs in its initial program (such as ``flux batch``)."""
+    """Return the hosts of a Flux instance if this process runs in the instance's initial program.
+
+    For example, the script of a ``flux batch`` job is the initial program of an instance.
+    """
     is_initial = "FLUX_URI" in environment and "FLUX_TASK_RANK" not in environment
     names = variables.nodes(hosts.output_of(environment, "flux", "getattr", "hostlist").strip()) if is_initial else []
     number, unit = _counted_here(environment) if names else (0, "")

@@ -26,11 +26,15 @@ Waiter = Callable[[float, Signals], bool]
 def run(make: Maker, most: int, tail: Tail, wait: Waiter = lambda begin, signals: True) -> tuple[int, list[Job]]:
     """Run a job, and restart it after a failure; return the exit code and the jobs of all attempts.
 
-    ``make(folder, attempt, begin)`` returns the job of an attempt. After a failure there are at most ``most`` more
-    attempts. If an attempt of a minute or more is followed by an attempt on other hosts, the count of failures starts
-    again at 0. ``wait(begin, signals)`` is called before each attempt. If it returns False, there is no attempt, and
-    the exit code is `TIMEOUT_CODE`. At the end, wait until the reader of ``tail`` has read all output, except after a
-    signal or the time limit.
+    ``make(folder, attempt, begin)`` returns the job of an attempt. ``attempt`` counts from 0, and ``begin`` is the
+    monotonic time at which the first attempt started. A job is restarted after at most ``most`` failures. If an attempt
+    of more than a minute is followed by an attempt on other hosts, the count of failures starts again at 0.
+
+    ``wait(begin, signals)`` is called before each attempt. If it returns False, there is no attempt, and the exit code
+    is `TIMEOUT_CODE`.
+
+    ``tail`` copies rank 0's log to the standard output. Before returning, wait until all output has been read. After a
+    signal or the time limit, wait only while the reader continues to read.
     """
     cleanup.clear_abandoned()
     with Signals() as signals:
@@ -73,10 +77,13 @@ def _run_attempts(make: Maker, most: int, signals: Signals, tail: Tail, wait: Wa
 
 
 def _goes_on(job: Job, code: int, attempt: int, most: int, signum: int) -> bool:
-    """Print the reason why an attempt failed; return whether there will be another attempt."""
+    """Print the reason why an attempt failed; return whether there will be another attempt.
+
+    ``attempt`` is the number of earlier failures. ``signum`` is the forwarded signal that caused the failure, or 0.
+    """
     if most:
         is_again = attempt < most and not signum
-        outcome = f"; not started again after signal {signum} (passed to mpirun)" if signum and attempt < most else ""
+        outcome = f"; no restart, because time may run out after signal {signum}" if signum and attempt < most else ""
         outcome = "; starting again" if is_again else outcome
         say(f"attempt {attempt + 1} of {most + 1} {job.verb} ({job.reason or f'exit code {code}'}){outcome}")
         return is_again
