@@ -84,7 +84,7 @@ def test_a_signal_passed_on_that_ends_the_job_ends_it_for_good(starter, code):
     job = stand_in.run(starter, most=2)
     assert job.returncode == code
     told = re.findall(r"attempt . of 3 failed \(exit code \d+\)(.*)", job.stderr)
-    assert told == ["; no restart, because time may run out after signal 10"]
+    assert told == ["; no restart: signal 10 may announce a time limit"]
 
 
 def test_a_failure_long_after_a_signal_that_was_passed_on_is_like_any_other():

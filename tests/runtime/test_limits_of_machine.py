@@ -78,6 +78,6 @@ def test_shared_memory_for_mpich(tmp_path, capfd):
     checks.check_shared_memory(MPICH, 2, str(tmp_path))
     assert capfd.readouterr().err == ""
     checks.check_shared_memory(MPICH, 1 << 30, str(tmp_path))
-    assert "they may crash (signal 7); enlarge it" in capfd.readouterr().err
+    assert f"ranks may crash (signal 7); enlarge {tmp_path} (docker" in capfd.readouterr().err
     with pytest.raises(LaunchError, match=r"mpich needs a writable .*/none; mount"):
         checks.check_shared_memory(MPICH, 2, str(tmp_path / "none"))

@@ -83,7 +83,7 @@ def _goes_on(job: Job, code: int, attempt: int, most: int, signum: int) -> bool:
     """
     if most:
         is_again = attempt < most and not signum
-        outcome = f"; no restart, because time may run out after signal {signum}" if signum and attempt < most else ""
+        outcome = f"; no restart: signal {signum} may announce a time limit" if signum and attempt < most else ""
         outcome = "; starting again" if is_again else outcome
         say(f"attempt {attempt + 1} of {most + 1} {job.verb} ({job.reason or f'exit code {code}'}){outcome}")
         return is_again

@@ -4,8 +4,8 @@ Rank i of k on a host gets the i-th of k contiguous parts of the physical cores.
 most one. The cores are sorted by NUMA node and socket, because neighbouring cores share a cache and a memory
 controller. Each core includes its hardware threads. A hybrid processor has large, fast cores and small, slow cores.
 Each rank gets a share of both kinds, because ranks that synchronize in every step should be equally fast. With more
-ranks than physical cores, the hardware threads are divided. With more ranks than hardware threads, no rank is bound.
-Two ranks that are bound to the same core would wait for each other while another core is idle.
+ranks than physical cores, the hardware threads are divided. With more ranks than hardware threads, no rank is bound:
+if two ranks were bound to the same core, they might wait for each other while another core is idle.
 
 The machine may report the cores that are *near* each GPU (on the same socket, or in a part of a socket). Then the ranks
 that use a GPU share the cores near this GPU instead. Rank i uses GPU i modulo the number of GPUs, in the order of PCI
@@ -43,13 +43,14 @@ def bound_cores(how: str, cores: Sequence[Core], local_rank: int, local_size: in
 def cores_of_rank(
     cores: Sequence[Core], local_rank: int, local_size: int, near: Sequence[frozenset[int]] = ()
 ) -> tuple[Core, ...]:
-    """Return part `local_rank` of `local_size` equal parts of the cores; all cores with more ranks than threads.
+    """Return part `local_rank` of `local_size` equal parts of the cores.
 
-    If `near` contains the CPUs near each GPU, the ranks that use a GPU share its CPUs. If a rank would then get less
-    than half of its equal part, `near` is ignored.
+    If there are more ranks than hardware threads, return all cores. If `near` contains the CPUs near each GPU, the
+    ranks that use a GPU share the cores near this GPU. `near` is ignored if a rank would then get less than half of its
+    equal part, or if the cores near two GPUs overlap only partly.
     """
     if not 0 <= local_rank < local_size:
-        raise ValueError(f"the launcher set local rank {local_rank}, but this host has {local_size} ranks (from 0)")
+        raise ValueError(f"local rank {local_rank}: expected 0 to {local_size - 1}; unset other launchers' variables")
     if len(cores) < local_size:
         cores = [core._replace(cpus=(cpu,)) for core in cores for cpu in core.cpus]
     if len(cores) < local_size:
@@ -59,9 +60,9 @@ def cores_of_rank(
 
 
 def domain_of_rank(cores: Sequence[Core], local_rank: int, local_size: int, kind: str) -> tuple[tuple[Core, ...], int]:
-    """Return all cores of a rank's sockets (``kind`` "socket") or NUMA nodes ("node").
+    """Return all cores of a rank's sockets or NUMA nodes, and the number of ranks that share these cores.
 
-    Return also the number of ranks that share these cores.
+    ``kind`` is "socket" or "node".
     """
     of_kind = attrgetter(kind)
     domains = [tuple(group) for _, group in groupby(sorted(cores, key=of_kind), of_kind)]
@@ -84,14 +85,18 @@ def _part(cores: Sequence[Core], index: int, num_parts: int) -> tuple[Core, ...]
 
 
 def _parts_near(cores: Sequence[Core], num_ranks: int, near: Sequence[frozenset[int]]) -> list[tuple[Core, ...]]:
-    """Return the cores of each rank, near its GPU; empty if the groups overlap or a rank would get too few cores."""
+    """Return each rank's share of the cores near its GPU; empty if ``near`` cannot be used.
+
+    ``near`` cannot be used if the cores near two GPUs overlap only partly, if a rank would get too few cores, or if
+    there is only one rank.
+    """
     if num_ranks == 1 or not near:
         return []
     of_gpus = [tuple(core for core in cores if some.issuperset(core.cpus)) for some in near]
     shares = [of_gpus[rank % len(near)] for rank in range(num_ranks)]
     distinct = set(shares)
     if not all(distinct) or sum(map(len, distinct)) != len({core for share in distinct for core in share}):
-        return []  # If the groups of cores overlap, two ranks could get the same core.
+        return []  # The cores near two GPUs overlap only partly, so ranks of both GPUs could get the same core.
     parts = []
     for rank, share in enumerate(shares):
         sharers = [other for other in range(num_ranks) if shares[other] == share]
@@ -127,7 +132,7 @@ def _visible(environment: Mapping[str, str], num_gpus: int) -> Sequence[int]:
     if len(set(indices)) < len(indices) or max(indices) >= num_gpus:
         return ()
     # The indices are ambiguous in two cases. If one of several GPUs is visible, all ranks may share it, or each rank
-    # may see a different GPU. In a Slurm job, index 0 may be the first GPU of the job.
+    # may see a different GPU. In a Slurm job, index 0 may be the first GPU of the job instead of the host.
     is_cut = len(indices) < num_gpus
     return () if is_cut and (len(indices) == 1 or "SLURM_JOB_ID" in environment) else indices
 

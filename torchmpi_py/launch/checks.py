@@ -19,7 +19,7 @@ def check_working_folder() -> None:
     try:
         os.getcwd()
     except OSError as error:
-        raise LaunchError(f"cannot use the working folder: {error.strerror}; cd to a folder that exists") from None
+        raise LaunchError(f"cannot use the working folder: {error.strerror}; change to another folder") from None
 
 
 def check_program(program: str) -> None:
@@ -57,6 +57,6 @@ def check_shared_memory(vendor: Vendor, num_ranks: int, folder: str = "/dev/shm"
     needed, free = vendor.shared_bytes * num_ranks, os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
     if free < needed:
         say(
-            f"{folder} has {free >> 20} MiB free, but {num_ranks} ranks of {vendor.name} need {needed >> 20} MiB: they "
-            "may crash (signal 7); enlarge it (docker run --shm-size=1g), or use --mpi openmpi"
+            f"{folder} has {free >> 20} MiB free, but {vendor.name} needs {needed >> 20} MiB for -n {num_ranks}: ranks "
+            f"may crash (signal 7); enlarge {folder} (docker run --shm-size=1g), or use --mpi openmpi"
         )

@@ -2,36 +2,37 @@
 
 Processes and files of other jobs are never touched. These rules decide which ones belong to the job:
 
-- A *process* belongs to the job if its environment contains the path of the job's folder. It must also run under this
-  user and in this container (PID namespace), because root can see the processes of other users too. Child processes
-  inherit the variable, even in a new session. A rank that sets its title (setproctitle) overwrites the environment that
-  other processes can read, so the rank is identified by its mark. A process that executes another program (exec) has an
-  empty environment for some milliseconds, so `lives_with` reads it again.
+- A *process* belongs to the job if its variable TORCHMPIRUN_JOB_DIR contains the path of the job's folder. Child
+  processes inherit the variable, even in a new session. The process must also run under this user and in this container
+  (PID namespace), because root can see the processes of other users and containers. A rank that sets its title
+  (setproctitle) overwrites the environment that other processes can read, so the rank is identified by its mark. A
+  process that executes another program (exec) has an empty environment for some milliseconds, so `lives_with` repeats
+  the test.
 - A *file in /dev/shm* belongs to the job if a process of the job has it open or mapped. In addition, an MPI, torch or
   this package must have chosen its name. MPIs remove their files in MPI_Finalize, which a killed or aborted rank does
   not call. This package removes its files when all ranks have mapped them. A file that a process outside the job also
   has open or mapped is kept. Other files of the user in /dev/shm, such as a data set, are kept too.
-- MPICH's *files with random names* cannot always be assigned to a job: a rank may die before its maps are read, and a
-  killed hydra proxy leaves a topology file. Such a file is removed if it appeared during the job and no process has it
-  open or mapped. A topology file is removed only if no hydra proxy is alive.
+- MPICH's *files with random names* cannot always be assigned to a job, because a rank may die before its maps are read.
+  Such a file is removed if it appeared during the job and no process has it open or mapped. A killed hydra proxy leaves
+  a topology file, which is removed only if no hydra proxy is alive.
 - Open MPI's *session folder* is in the job's folder (`mpirun.Vendor`) and is removed with it. If the user has chosen
   another location, the name of the session folder contains mpirun's process ID.
 
 `Remains` lists the processes and files of one job. The list is stored in a file in the job's folder, and torchmpirun
-removes everything on the list when the job has ended. If torchmpirun was killed with signal 9, a *guardian* removes it.
-torchmpirun starts this program (`guardian`) before the first rank, with the job's folder as argument and a pipe as
-standard input. When torchmpirun has cleaned up, it kills the guardian. If the pipe breaks before that, torchmpirun has
-died. The kernel has then sent SIGTERM to mpirun (`job`). mpirun gets the usual time to end the ranks, also on other
-hosts. After that time, the guardian kills the remaining processes on this host, and removes the job's files and folder.
-An exit handler in torchmpirun would not work, because no handler runs after signal 9.
+removes everything on the list when the job has ended. If torchmpirun was killed with signal 9, the *guardian* cleans up
+instead. Before the first rank, torchmpirun starts this program (`guardian`), with the job's folder as argument and a
+pipe as standard input. When torchmpirun has cleaned up, it kills the guardian. If the pipe breaks before that,
+torchmpirun has died. The kernel has then sent SIGTERM to mpirun (`job`). mpirun gets the usual time to end the ranks,
+also on other hosts. After that time, the guardian kills the remaining processes on this host, and removes the job's
+files and folder. An exit handler in torchmpirun would not work, because no handler runs after signal 9.
 
-torchmpirun and the guardian each write a mark into the folder (`exit_marks`). If both were killed, the user's next
-torchmpirun starts a new guardian for the folder, which cleans up immediately, and does not wait for this guardian
-(`clear_abandoned`). The folders of ``--groups`` and ``--timeline`` exist for longer than a job, so each of them has
-another guardian.
+torchmpirun writes two marks into the folder, one for itself and one for the guardian (`exit_marks`). If both processes
+were killed, the user's next torchmpirun starts a new guardian for the folder (`clear_abandoned`). The new guardian
+cleans up immediately, and torchmpirun does not wait for it. The folders of ``--groups`` and ``--timeline`` exist for
+longer than a job, so each of them has a separate guardian.
 
-The guardian runs in a new session, so that closing the terminal does not end it. The path of the job's folder is not in
-its environment.
+The guardian runs in a new session, so that closing the terminal does not end it. Its environment contains no job's
+folder, so that it does not count as a process of a job.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Remains:
 
     folder: Path
     starter: int = 0  # process ID of mpirun
-    files_before: set[str] = field(default_factory=randomly_named)  # MPICH's files from earlier jobs
+    files_before: set[str] = field(default_factory=randomly_named)  # MPICH's files that existed before the job
     shared_memory: set[str] = field(default_factory=set)
     stop_signals: Sequence[int] = ()  # signals that end mpirun, if SIGTERM does not
 
@@ -108,13 +109,13 @@ class Remains:
         return lives_with(process_id, self.variable) or process_id in exit_marks.processes_of_ranks(self.folder)
 
     def describe(self) -> None:
-        """Store the lists of processes and files in the job's folder, for the case that torchmpirun is killed."""
+        """Store this object in the job's folder, so that the guardian can read it if torchmpirun is killed."""
         state = (self.starter, self.files_before, self.shared_memory, [int(each) for each in self.stop_signals])
         exit_marks.leave(self.folder, "remains", ascii(state))
 
     @classmethod
     def described(cls, folder: Path) -> Remains:
-        """Return the object that `describe` has stored, or an object without files if the store has failed."""
+        """Return the object that `describe` has stored, or a new object if there is no stored object."""
         try:
             return cls(folder, *ast.literal_eval((folder / "remains").read_text()))
         except OSError:
@@ -129,8 +130,8 @@ class Remains:
     def kill(self, reap: Callable[[], object] = lambda: None) -> None:
         """Kill the job's processes, and call ``reap`` to reap mpirun if mpirun is a child of this process.
 
-        A resource tracker of Python removes the shared memory of the processes that use it, after these processes have
-        ended. So kill a tracker only if it has not ended soon after the other processes.
+        Python's resource tracker is a process that removes the shared memory of other processes after they have ended.
+        So kill a tracker only if it has not ended soon after the other processes.
         """
         now = time.monotonic()
         until, others_until = now + KILL_SECONDS, now
@@ -146,7 +147,7 @@ class Remains:
 
     def clear(self, reap: Callable[[], object] = lambda: None) -> None:
         """Kill the job's processes and remove its files, except the job's folder."""
-        self.look()  # Record the files of living processes, before the files that failed ranks have recorded.
+        self.look()  # The files of a living process can be found only before it is killed.
         self.kill(reap)
         for failure in exit_marks.failures(self.folder):
             self.shared_memory.update(failure.held)
@@ -170,7 +171,7 @@ def lives_with(process_id: int, variable: str, until: float | None = None) -> bo
     if not _is_ours(process_id):
         return False
     until = time.monotonic() + EXEC_SECONDS if until is None else until
-    content = proc.read(process_id, "environ")  # The content is empty if the process has ended.
+    content = proc.read(process_id, "environ")  # The content is empty if the process has ended or is calling exec.
     while not content and proc.has_memory(process_id) and time.monotonic() < until:
         is_in_exec = not proc.read(process_id, "cmdline")  # Exec sets arguments and environment at the same time.
         content = proc.read(process_id, "environ")
@@ -193,7 +194,7 @@ def _is_tracker(process_id: int) -> bool:
 
 
 def send_signal(process_id: int, signum: int) -> None:
-    """Send a signal to a process, and ignore an error because the process may have ended."""
+    """Send a signal to a process. Ignore errors, because the process may have ended."""
     with contextlib.suppress(OSError):
         os.kill(process_id, signum)
 
@@ -248,14 +249,17 @@ def remove_topology(names: set[str]) -> None:
 
 
 def remove_session_folder(starter: int) -> None:
-    """Remove mpirun's session folder from the directory that the user has chosen for session folders."""
+    """Remove mpirun's session folder from the directory that the user has chosen for session folders.
+
+    ``starter`` is the process ID of mpirun.
+    """
     for name in ("PRTE_MCA_prte_tmpdir_base", "PRTE_MCA_prte_local_tmpdir_base"):
         if place := os.environ.get(name):
             shutil.rmtree(os.path.join(place, f"ompi.{starter}"), ignore_errors=True)
 
 
 class Guardian:
-    """torchmpirun's handle of the guardian process of a folder.
+    """A context manager that starts the guardian process of a folder, and kills the guardian at the end of the block.
 
     The guardian cleans up when torchmpirun has died; with ``waits=False`` it cleans up immediately.
     """
@@ -270,7 +274,7 @@ class Guardian:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd="/",
-            # Remove the variable of an outer job, which would otherwise kill the guardian as one of its processes.
+            # Remove the variable of an outer job, so that the guardian does not count as a process of that job.
             env={name: value for name, value in os.environ.items() if name != "TORCHMPIRUN_JOB_DIR"},
             start_new_session=True,
         )
@@ -284,7 +288,10 @@ class Guardian:
 
 
 def clear_abandoned() -> list[Guardian]:
-    """Start guardians that clean up after this user's killed jobs on this host, without waiting for them."""
+    """Start a guardian for each abandoned folder of this user on this host; return the guardians.
+
+    A folder is abandoned if its torchmpirun and its guardian were killed. Do not wait for the new guardians.
+    """
     guardians = []
     with contextlib.suppress(OSError):  # `new_folder` uses the same directory and reports the error.
         for entry in [entry for entry in os.scandir(tempfile.gettempdir()) if entry.name.startswith(FOLDER_PREFIX)]:
@@ -297,7 +304,7 @@ def clear_abandoned() -> list[Guardian]:
 def clean_up(folder: str) -> None:
     """Wait for the end of a job, then kill its remaining processes and remove its files and its folder."""
     remains = Remains.described(Path(folder))
-    for signum in [0, *remains.stop_signals[1:]]:  # The kernel has sent the first signal, or SIGTERM.
+    for signum in [0, *remains.stop_signals[1:]]:  # The kernel has sent a SIGTERM already, which counts as the first.
         if signum and lives_with(remains.starter, remains.variable):
             send_signal(remains.starter, signum)
         until = time.monotonic() + GRACE_SECONDS

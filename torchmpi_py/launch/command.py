@@ -46,7 +46,7 @@ FORWARDED = (
 
 @dataclass(frozen=True)
 class StarterCommand:
-    """The command of an attempt and its environment, which --dry-run prints."""
+    """The command of an attempt, and its environment. --dry-run prints ``words`` and ``added``."""
 
     words: list[str]
     environment: Mapping[str, str]
@@ -57,7 +57,10 @@ class StarterCommand:
 
 
 def build(spec: JobSpec, folder: Path, attempt: int = 0) -> StarterCommand:
-    """Return the command of an attempt whose files are in ``folder``; do not write any file."""
+    """Return the command of an attempt whose files are in ``folder``; do not write any file.
+
+    ``attempt`` is the number of earlier attempts of this torchmpirun.
+    """
     hostfile = folder / "hostfile" if spec.hosts and spec.system != "Slurm" else None
     num_here = hosts.num_ranks_on_busiest(spec.hosts, spec.num_ranks)
     surroundings.raise_open_files(num_here)
@@ -77,8 +80,8 @@ def build(spec: JobSpec, folder: Path, attempt: int = 0) -> StarterCommand:
     }
     added = settings | {name: value for name, value in spec.variables.items() if inherited.get(name) != value}
     reaching = sorted({*spec.variables, *(name for name in inherited | added if name.startswith(FORWARDED))})
-    # Hand the input to rank 0 if no option and no batch system can place rank 0 on another host. Otherwise mpirun
-    # forwards the input, and Open MPI loses its end if there is a hostfile.
+    # If rank 0 certainly runs on this host, hand the input directly to rank 0. Otherwise mpirun must forward the input,
+    # although Open MPI loses the end of the input if there is a hostfile.
     hands_input = terminal.has_input() and not (spec.mpi_args or spec.has_srun)
     hands_input = hands_input and all(map(hosts.is_this_host, spec.host_names))
     words = starter_words(spec, hostfile, reaching, no_input=hands_input or not terminal.has_input())
@@ -123,7 +126,7 @@ def _settings(spec: JobSpec, folder: Path, inherited: Mapping[str, str], *, is_b
 
 
 def _ucx_device(interface: str) -> str:
-    """Return UCX's name for a network interface: the name of its RDMA device, or ``interface`` without one."""
+    """Return UCX's name for a network interface: its RDMA device and port, or ``interface`` without an RDMA device."""
     place = NETWORKS / interface
     device, port = next((place / "device" / "infiniband").glob("*"), None), place / "dev_port"
     return f"{device.name}:{int(port.read_text()) + 1}" if device is not None and port.exists() else interface
@@ -152,12 +155,12 @@ def starter_words(
 
 def _offered(spec: JobSpec, options: Options, flag: str) -> Options:
     if not options:
-        raise LaunchError(f"{spec.vendor.name} does not support {flag}; use another --mpi, or omit {flag}")
+        raise LaunchError(f"{spec.vendor.name} does not support {flag}; choose another MPI with --mpi, or omit {flag}")
     return options
 
 
 def rank_words(spec: JobSpec) -> list[str]:
-    """Return the command of a rank, in the form that this mpirun needs."""
+    """Return the command of a rank, with quoted arguments if mpirun would otherwise change them."""
     words = [sys.executable, wrap.__file__, "--bind", spec.bind]
     for option, folder in (("--log-dir", spec.log_dir), ("--profile", spec.profile)):
         words += [option, str(folder.absolute())] if folder is not None else []
