@@ -50,7 +50,7 @@ def test_a_change_of_hosts(before, found, now):
     hosts = parse_hosts(now) if now not in ("", "none") else ()
     numbers = sum(host.num_slots for host in hosts), job.spec.num_ranks
     ranks = "({} rank{}, previously {})".format(numbers[0], "s" * (numbers[0] != 1), numbers[1])
-    assert job.news() == (now and f"hosts are now {now} {ranks}: saving, and starting again")
+    assert job.news() == (now and f"hosts are now {now} {ranks}; letting the ranks save, then restarting")
 
 
 def test_what_ends_an_attempt(monkeypatch, capfd):
@@ -189,7 +189,8 @@ def test_training_with_two_three_and_two_ranks(tmp_path):
     job = jobs.torchmpirun(*options, jobs.write(tmp_path, TRAIN), cwd=tmp_path)
     assert job.returncode == 0, job.stderr
     changes = [("3", "3 ranks, previously 2"), ("2", "2 ranks, previously 3")]
-    said = [f"hosts are now localhost:{slots} ({ranks}): saving, and starting again" for slots, ranks in changes]
+    end = "; letting the ranks save, then restarting"
+    said = [f"hosts are now localhost:{slots} ({ranks}){end}" for slots, ranks in changes]
     assert [line for line in job.stderr.splitlines() if "hosts" in line] == [f"torchmpirun: {line}" for line in said]
     rows = sorted(json.loads(line) for file in tmp_path.glob("*.used") for line in file.read_text().splitlines())
     assert {(row[0], row[3]) for row in rows} == {(0, 2), (1, 3), (2, 2)}

@@ -5,7 +5,7 @@ A rank has died if its process has ended and its mark ``running-R`` still exists
 The order matters because the MPI kills the other ranks some milliseconds after the first death, so a poll of the
 processes would find all of them dead. A process descriptor (pidfd) becomes readable when the process has ended. But a
 large process takes milliseconds to end, which is enough time for the MPI to kill the other ranks. So each rank also
-holds a pipe. The kernel closes the pipe as soon as the rank begins to end, before mpirun's connection to the rank
+keeps a pipe open. The kernel closes the pipe as soon as the rank begins to end, before mpirun's connection to the rank
 breaks. epoll preserves the order in which the pipes break. A rank that fails writes into its pipe, and epoll reports
 this write in the same order.
 
@@ -51,8 +51,8 @@ class Death(NamedTuple):
     rank: int
     process_id: int
     status: int | None = None
-    began: float = math.inf  # time at which the end was first seen, comparable between ranks; inf if unknown
-    num_left: int = 0  # number of ranks that were still running after this rank, in the order of the ends
+    began: float = math.inf  # monotonic time at which the rank was first seen to end; inf if unknown
+    num_left: int = 0  # number of ranks that ended later, or are still running
 
     @property
     def name(self) -> str:
@@ -60,7 +60,7 @@ class Death(NamedTuple):
         return f"rank {self.rank} (process {self.process_id})"
 
     def code(self, starter_code: int = 1) -> int:
-        """Return the exit code of the rank, or ``starter_code`` if the status is unknown; 1 instead of 0."""
+        """Return the exit code of the rank, or mpirun's ``starter_code`` if the status is unknown; 1 instead of 0."""
         if self.status is None:
             return starter_code or 1
         code = os.waitstatus_to_exitcode(self.status)
@@ -70,17 +70,17 @@ class Death(NamedTuple):
         """Return a description of how the rank ended, for a message."""
         if self.status is not None and not os.WIFSIGNALED(self.status):
             return f"ended in the middle of the program, with exit code {os.waitstatus_to_exitcode(self.status)}"
-        if self.status is not None or 128 < starter_code < 128 + signal.NSIG:  # Intel MPI's code is always 255.
+        if self.status is not None or 128 < starter_code < 128 + signal.NSIG:  # Intel MPI's 255 does not show a signal.
             return f"was killed by signal {self.code(starter_code) - 128}"
         return "died"
 
 
 def are_by_starter(deaths: list[Death], code: int, killed_code: int) -> bool:
-    """Return whether mpirun killed these ranks because of another rank, judging by mpirun's exit code.
+    """Return whether mpirun killed these ranks because of another rank or because of MPI_Abort.
 
-    When a rank of another host dies, mpirun kills the ranks of this host. With MPICH and Intel MPI, mpirun also kills
-    the rank that called MPI_Abort. Exit code 255 shows only that something failed, such as a connection of MPICH's
-    mpirun.
+    ``code`` is mpirun's exit code, and ``killed_code`` is `Vendor.killed_code`. When a rank of another host dies,
+    mpirun kills the ranks of this host. With MPICH and Intel MPI, mpirun also kills the rank that called MPI_Abort.
+    Exit code 255 shows only that something failed, such as a connection of MPICH's mpirun.
     """
     is_other = code not in (0, 255, killed_code, *(death.code() for death in deaths))
     return bool(deaths) and is_other and all(death.status in BY_STARTER[1:] for death in deaths)

@@ -54,7 +54,7 @@ def ask(script: str) -> tuple[Host, ...]:
         out.seek(0)
         lines = [line.partition("#")[0].strip() for line in out]
     if code:
-        why = f"exit code {code}" if code > 0 else f"it ran for more than {_ANSWER_SECONDS} s"
+        why = f"exit code {code}" if code > 0 else f"the script ran for more than {_ANSWER_SECONDS} s"
         raise LaunchError(f"--discover {script!r}: {why}; run it in a shell: it must print hosts and exit with code 0")
     return merge(parse_host(line, f"--discover {script!r}") for line in lines if line)
 
@@ -79,7 +79,7 @@ def first(spec: JobSpec, *, waits: bool) -> JobSpec:
         return spec
     spec, least = chosen(spec, ask(spec.discover)), spec.elastic_restart[0]
     if spec.num_ranks < least and not waits:
-        raise LaunchError(f"--discover: {_shortage(spec)}; add hosts (only the start of a job waits for more hosts)")
+        raise LaunchError(f"--discover: {_shortage(spec)}; make the script list more hosts, or lower the minimum")
     return spec
 
 
@@ -142,7 +142,7 @@ class Discovery:
         problems = host_check.check(new, host_facts.WITHOUT_DOCTOR).problems
         unfit = {line.partition(": ")[0]: line for line in problems}
         for name in unfit.keys() - self._unfit:
-            say(f"this host is not used until it can be reached and can run the job: {unfit[name]}")
+            say(f"a new host gets no ranks until it can be reached and can run the job: {unfit[name]}")
         self._unfit |= unfit.keys()
         return tuple(host for host in present_hosts if host.name not in unfit)
 
@@ -160,10 +160,13 @@ class Discovery:
         if now.num_ranks <= self.spec.num_ranks and not is_lost:
             return ""
         self._said = self._change_to(now)
-        return f"{self._said}: saving, and starting again"
+        return f"{self._said}; letting the ranks save, then restarting"
 
     def wait(self, begin: float, signals: Signals) -> bool:
-        """Before an attempt, wait for enough hosts or for a signal; return False if there are too few hosts in time."""
+        """Before an attempt, wait for enough hosts or a signal; return False if the time limit passes first.
+
+        ``begin`` is the monotonic time at which the first attempt started.
+        """
         if not self.spec.discover:
             return True
         limit = _WAIT_SECONDS if self.spec.timeout is None else begin + self.spec.timeout - time.monotonic()
@@ -185,5 +188,5 @@ class Discovery:
         if now.hosts != self.spec.hosts and (text := self._change_to(now)) != self._said:
             say(text)
         self.spec = now
-        signals.pass_on()  # Drop pending signals, which would kill new ranks because they have no handlers yet.
+        signals.pass_on()  # Drop pending signals: they would kill the new ranks, which have no handlers yet.
         return True

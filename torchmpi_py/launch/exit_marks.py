@@ -1,4 +1,4 @@
-"""Marks: files that ranks write into the job's folder for torchmpirun.
+"""Marks: files in the job's folder, through which the ranks and torchmpirun exchange information.
 
 Files work where the MPI does not: they need no connection, and they remain when a rank is killed. Each mark is written
 under a different name and then renamed, so a reader never sees an incomplete mark. R is a rank, P a process.
@@ -9,19 +9,20 @@ under a different name and then renamed, so a reader never sees an incomplete ma
 - failed-R: rank R has failed. Contains the time, the exit code, the problem that rank R reported on another rank, and
   the paths of rank R's shared memory.
 - through-R: rank R's program has returned; functions registered with atexit may still run.
-- stage-R: the place of rank R after its first ``mpi.stop()``, and for how long rank R may wait there (`Stage`).
+- stage-R: the last call in which rank R waits for the other ranks, such as ``mpi.stop()``, and the limit for this wait
+  (`Stage`).
 - over-R: the former running-R, renamed when all functions that rank R's program registered with atexit have returned.
 - alone-R: rank R ended normally without contacting another rank.
 - met-R: rank R, or a process that rank R started, began to contact other ranks.
 - heard-R: Ctrl-C reached rank R's program.
 - own-R: rank R's program has installed its own handler for Ctrl-C, which does not write ``heard-R``.
 - ended-R: rank R ended because all ranks agreed to end the job on request. Contains the exit code of rank R.
-- ending: torchmpirun itself passes a signal to the ranks that requests the end of the job.
+- ending: torchmpirun sends the ranks a signal that requests the end of the job.
 - remains: the processes and files that must be removed if torchmpirun is killed (`cleanup`).
 - guard-P: process P, torchmpirun or its guardian, will remove the folder. Has the same content as ``running-R``.
 
-If the disk is full, some marks are missing, but the job still ends. The last function in this file, `abort`, ends the
-job from a rank that fails.
+torchmpirun writes the last three marks, and the ranks write the others. If the disk is full, some marks are missing,
+but the job still ends. The last function in this file, `abort`, ends the job from a rank that fails.
 """
 
 from __future__ import annotations
@@ -173,9 +174,10 @@ def open_pipe(folder: Path, rank: int) -> int:
 
 
 def is_held(pipe: int) -> bool:
-    """Return whether a rank holds the other end of the pipe.
+    """Return whether a rank keeps the other end of the pipe open.
 
-    This function reads one byte of the message that a failing rank writes. The other bytes keep the pipe readable.
+    If a failing rank has written its message, this function reads one byte of the message. The other bytes keep the
+    pipe readable.
     """
     with contextlib.suppress(BlockingIOError):
         return bool(os.read(pipe, 1))
@@ -357,13 +359,13 @@ def _is_unread(descriptor: int) -> bool:
 
 
 def abort(mpi: Any, code: int) -> NoReturn:
-    """End all ranks of the job with MPI_Abort.
+    """End all ranks of the job with MPI_Abort and the exit code ``code``.
 
     ``mpi`` is the module mpi4py.MPI. MPI must be initialized.
     """
     wait_for_output()
-    # If mpirun cannot be reached, MPI_Abort waits for it without releasing Python's global lock. faulthandler can end
-    # this process without the lock.
+    # If mpirun cannot be reached, MPI_Abort waits for mpirun and keeps Python's GIL. faulthandler can end this process
+    # without the GIL.
     with contextlib.suppress(Exception), open(os.devnull, "w") as nowhere:
         faulthandler.dump_traceback_later(_STARTER_SECONDS, exit=True, file=os.dup(nowhere.fileno()))
     mpi.COMM_WORLD.Abort(code)
