@@ -46,7 +46,7 @@ def test_an_address_of_ipv6_is_read_again_and_has_no_place_before_a_colon():
     host = hosts.parse_host("[fd00::2]:3", "here")
     assert hosts.parse_hosts(str(host)) == (host,) == (Host("fd00::2", 3),)
     assert hosts.render([host], "{name} slots={slots}") == "fd00::2 slots=3\n"
-    with pytest.raises(LaunchError, match=r"IPv6 address \(fd00::2\); use a name for this host"):
+    with pytest.raises(LaunchError, match=r"IPv6 address \(fd00::2\); list the host by a name"):
         hosts.render([host], "{name}:{slots}")
 
 

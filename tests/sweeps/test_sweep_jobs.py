@@ -135,7 +135,7 @@ def test_a_program_that_fails_outside_of_experiments_ends_all_groups(tmp_path):
     broken = variant(tmp_path, ("mpi.stop()", "raise SystemExit(7)"))
     done = run(tmp_path / "sweep", {}, "-n", 2, "--groups", 2, program=broken)
     assert done.returncode == 7, done.stderr
-    assert "failed outside of an experiment" in done.stderr
+    assert "failed with exit code 7, probably outside of an experiment" in done.stderr
     assert "started again" not in done.stderr
 
 

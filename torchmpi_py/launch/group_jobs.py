@@ -1,7 +1,7 @@
 """Groups of ranks, each in a separate job: ``torchmpirun -n 8 --groups 4 sweep.py``.
 
 torchmpirun starts another torchmpirun for each group, with the group's share of the ranks and of the hosts. If all
-groups run on this host, each gets a share of the cores and GPUs. The groups divide the experiments of a sweep
+groups run on this host, each group gets a share of the cores and GPUs. The groups divide the experiments of a sweep
 (`sweeps`) among themselves. The jobs are separate because MPI ends a whole job when a rank dies. With separate jobs, a
 killed rank interrupts only one experiment.
 
@@ -42,9 +42,10 @@ _POLL_SECONDS = 0.1
 
 
 def divide(spec: JobSpec, count: int, folder: str) -> list[tuple[JobSpec, tuple[int, ...]]]:
-    """Return the job of each group, and the cores of this host that the job may use (empty for all cores).
+    """Return the job of each of the ``count`` groups, and the CPUs of this host that the job may use (empty for all).
 
-    Raise LaunchError if the ranks cannot be divided into groups of equal size, or if the hosts have too few slots.
+    The groups write their marks into ``folder``. Raise LaunchError if the ranks cannot be divided into groups of equal
+    size, or if the hosts have too few slots.
     """
     if spec.num_ranks % count:
         raise LaunchError(f"--groups {count}: cannot divide {spec.num_ranks} ranks; set -n to a multiple of {count}")
@@ -101,7 +102,8 @@ def start_job(
 ) -> "subprocess.Popen[bytes]":
     """Write the job's description to ``file``, and start a torchmpirun that runs the job.
 
-    ``cores`` are the cores that the job may use (empty for all cores).
+    ``cores`` are the CPUs that the job may use (empty for all). ``output`` replaces the standard output and the
+    standard error of the new process (default: no change).
     """
 
     def prepare() -> None:  # The new process calls this function before exec.
@@ -152,13 +154,16 @@ class _GroupJob:
         """Return the exit code of the job, or None while the job runs."""
         code = self.process.poll()
         if code is not None:
-            self.ended = self.ended or time.monotonic()  # This is the time at which the end was first seen.
+            self.ended = self.ended or time.monotonic()  # Keep the time at which the end was first seen.
         if code == 0 and self.group.path(EXPERIMENT).exists():
             return 1
         return 128 - code if code is not None and code < 0 else code
 
     def can_go_on(self, code: int) -> bool:
-        """Return whether a failed job may be restarted, because an experiment has probably made it fail."""
+        """Return whether a failed job may be restarted, because an experiment has probably made it fail.
+
+        Also record the reason for the failure and the number of restarts in ``spec``, for the restarted job.
+        """
         goes_on = self.group.path(EXPERIMENT).exists()
         if not goes_on and self.spec.hosts and not hosts.is_this_host(self.spec.hosts[0].name):
             self.num_unseen += 1
@@ -213,8 +218,8 @@ def _wait(jobs: list[_GroupJob], signals: Signals) -> int:
             code = exit_code
             if code == TIMEOUT_CODE:
                 continue  # The other groups have the same time limit, so they end without a signal from this process.
-            where = f"after signal {signum} was passed to it" if signum else "outside of an experiment"
-            say(f"{name} failed {where}, with exit code {exit_code}{'; ending the other groups' if others else ''}")
+            where = f"after signal {signum}" if signum else "probably outside of an experiment"
+            say(f"{name} failed with exit code {exit_code}, {where}{'; ending the other groups' if others else ''}")
             _send(running, signal.SIGTERM)
     return 128 + signals.ending[0] if signals.ending else code
 

@@ -1,6 +1,7 @@
-"""Files through which ``torchmpirun --groups`` and the ranks of a group exchange information.
+"""The information that ``torchmpirun --groups`` and a group of ranks exchange.
 
-torchmpirun describes a group to its ranks. The ranks write marks, which torchmpirun reads.
+torchmpirun describes a group to its ranks in an environment variable. The ranks, and the torchmpirun of the group's
+job, write marks, which the torchmpirun of all groups reads.
 """
 
 import json
@@ -16,7 +17,7 @@ EXPERIMENT, REASON = "experiment", "reason"  # names of the marks
 
 @dataclass(frozen=True)
 class GroupOfRanks:
-    """One of ``count`` groups that a torchmpirun has started."""
+    """The description of one of the ``count`` groups that a torchmpirun has started."""
 
     index: int
     count: int
@@ -43,7 +44,7 @@ class GroupOfRanks:
         self.path(EXPERIMENT).unlink(missing_ok=True)
 
     def record_end(self, reason: str) -> None:
-        """Record the reason why the group's job failed, for torchmpirun."""
+        """Record the reason why the group's job failed, for the torchmpirun that has started the group."""
         exit_marks.leave(self.folder, self.path(REASON).name, reason)
 
 

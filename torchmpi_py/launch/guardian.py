@@ -1,7 +1,7 @@
-"""The guardian of a folder: a program that waits for torchmpirun's end, and then removes the files that are left.
+"""The guardian of a folder: a program that waits until torchmpirun has died, and then cleans up the job.
 
-`cleanup.Guardian` starts this program. While the program waits, it has imported only three standard modules, so that it
-uses little memory.
+`cleanup.Guardian` starts this program. Until torchmpirun dies, the program imports only three standard modules, so that
+it uses little memory.
 """
 
 import os

@@ -41,7 +41,10 @@ def _give(listener: socket.socket) -> None:
 
 
 def take(folder: str) -> None:
-    """Replace descriptor 0 of rank 0, which calls this, by torchmpirun's standard input if torchmpirun offers it."""
+    """Replace descriptor 0 of this process by torchmpirun's standard input, if torchmpirun offers it.
+
+    Rank 0 calls this function. ``folder`` is the job's folder.
+    """
     if not os.path.exists(os.path.join(folder, _NAME)):
         return
     # If mpirun sets no rank variables, every process behaves as rank 0. The first process gets the input.

@@ -40,7 +40,7 @@ _DOCTOR, _SHARED = f"{_PACKAGE.name}.doctor", "/dev/shm"
 _SRUN_OPTIONS = ("--quiet", "--mpi=none", "--overlap", "--nodes=1", "--ntasks=1")
 _REMEDIES = (  # remedies by the message of ssh; {host} is the host's name
     ("Could not resolve hostname", "check the spelling, or add the name to the DNS or to /etc/hosts"),
-    ("Host key verification failed", "accept its key once: ssh {host}"),
+    ("Host key verification failed", "check and accept the host's key: ssh {host}"),
     ("Permission denied", "allow a login without a password: ssh-copy-id {host}"),
     ("Connection refused", "start sshd there, or set another program with --launch-agent"),
     ("timed out", "check that the host is up, and that the firewall allows ssh"),
@@ -57,7 +57,10 @@ _NAMES = {"python": "Python", "torch": "torch", "torchmpi_py": "torchmpi_py", "m
 
 
 def asking_command(spec: JobSpec, plan: StarterCommand, host: str, doctor: str) -> list[str]:
-    """Return the command that runs `host_facts` on a host of the job."""
+    """Return the command that runs `host_facts` on a host of the job.
+
+    ``plan`` contains the environment of the command. ``doctor`` is `WITH_DOCTOR` or `WITHOUT_DOCTOR`.
+    """
     # Send the program as one word without line breaks, because a shell may change other text.
     text = base64.b64encode(zlib.compress(Path(host_facts.__file__).read_bytes())).decode()
     # With `-c` the current folder is first on sys.path, and may contain a user's file zlib.py. Remove this entry.
@@ -79,7 +82,7 @@ def asking_command(spec: JobSpec, plan: StarterCommand, host: str, doctor: str) 
 
 
 def ask(spec: JobSpec, plan: StarterCommand, host: str, doctor: str = WITHOUT_DOCTOR) -> dict[str, Any] | str:
-    """Return the facts of a host (`host_facts.facts` and `findings`), or a message why the host does not answer.
+    """Return the facts of a host (`host_facts.facts` and `findings`), or a message that explains a missing answer.
 
     ``plan`` is the command of the job. `host_facts` gets the environment of this command.
     """
@@ -99,9 +102,9 @@ def ask(spec: JobSpec, plan: StarterCommand, host: str, doctor: str = WITHOUT_DO
     except subprocess.TimeoutExpired as error:  # The facts may be complete if only the doctor has not ended.
         output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
         if host_facts.MARK not in output:
-            return f"no answer within {_ANSWER_SECONDS:g} s; test the connection: ssh {host} true"
+            return f"no answer within {_ANSWER_SECONDS:g} s; check that {host} is reachable and runs Python quickly"
     except OSError as error:
-        return f"{error.filename}: {error.strerror}; install it, or set another program with --launch-agent"
+        return f"{error.filename}: {error.strerror}; install this program, or set another with --launch-agent"
     answer: dict[str, Any] = {}
     for line in output.splitlines():
         before, mark, after = line.partition(host_facts.MARK)
@@ -121,7 +124,7 @@ def _why_silent(host: str, code: int, errors: list[str]) -> str:
             f"no Python at {sys.executable}; create the environment there at the same path, or share it on a common "
             "file system"
         )
-    return f"{lines[-1] if lines else 'no answer'} (exit code {code}); test the connection: ssh {host} true"
+    return f"{lines[-1] if lines else 'no answer'} (exit code {code}); check that {host} is reachable and runs Python"
 
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
@@ -144,11 +147,11 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
         packages += of_pip
         remedies += by_hand
     if there["blocked"]:
-        problems.append(f"it cannot connect to this host ({there['blocked']})")
+        problems.append(f"cannot connect back to this host ({there['blocked']})")
         remedies.append("open the ports between the hosts in the firewall, or set another network with --interface")
     if there["missing"]:
         problems.append(f"no {', '.join(there['missing'])}")
-        remedies.append("copy it to the same path there, or use a shared file system")
+        remedies.append("put each missing file at the same path there, or use a shared file system")
     if packages:
         remedies.insert(0, f"run there: {sys.executable} -m pip install {' '.join(packages)}")
     return f"{', '.join(problems)}; {'; '.join(dict.fromkeys(remedies))}" if problems else ""
@@ -204,8 +207,8 @@ def _ask_others(spec: JobSpec, plan: StarterCommand, others: list[str], doctor: 
     family, is_dual = (socket.AF_INET6, True) if socket.has_dualstack_ipv6() else (socket.AF_INET, False)
     listening = socket.create_server(("", 0), family=family, backlog=len(others) + 1, dualstack_ipv6=is_dual)
     with listening as probe, ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
-        # Do not test with an agent that forwards this host's environment: SSH_CONNECTION there would be this host's
-        # variable, with the address of the user's own machine.
+        # Do not test the connection with --launch-agent, because an agent may forward this host's environment. Then
+        # SSH_CONNECTION would contain the address of the user's own machine.
         if not spec.launch_agent:
             variables_there = {**plan.environment, host_facts.PROBE: str(probe.getsockname()[1])}
             plan = replace(plan, environment=variables_there, forwarded=(*plan.forwarded, host_facts.PROBE))

