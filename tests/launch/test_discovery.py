@@ -25,7 +25,7 @@ def test_what_a_script_prints(monkeypatch, no_leftovers):
     left = discovery.ask("sleep 1000 & echo a:$!")[0].num_slots
     while not proc.is_gone(left):  # else for the time of the test
         time.sleep(0.01)
-    for script, why in ("exit 3", "exit code 3"), ("sleep 60", "it ran for more"), ("echo a:b", "'a:b' is not"):
+    for script, why in ("exit 3", "exit code 3"), ("sleep 60", "the script ran for more"), ("echo a:b", "'a:b' is not"):
         with pytest.raises(LaunchError, match=f"--discover '{script}': {why}"):
             discovery.ask(script)
 

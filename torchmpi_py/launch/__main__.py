@@ -91,7 +91,7 @@ def answer(options: argparse.Namespace, words: list[str]) -> int:
 def show(spec: JobSpec, settings: Mapping[str, Path]) -> int:
     """Print the variables and the command of a job; return 0.
 
-    ``settings`` maps each option that a settings file has set to the path of this file, which is printed too.
+    ``settings`` maps the name of an option to the settings file that contains the option. Print these files too.
     """
     for name, file in settings.items():
         print(f"# {name}: from {file}")

@@ -121,7 +121,10 @@ def cores_near_gpus(
 
 
 def _visible(environment: Mapping[str, str], num_gpus: int) -> Sequence[int]:
-    """Return the indices of the GPUs that CUDA_VISIBLE_DEVICES lists; empty if the indices are ambiguous."""
+    """Return the indices of the GPUs that CUDA_VISIBLE_DEVICES lists; empty if the indices are ambiguous.
+
+    If the variable is not set, all GPUs are visible.
+    """
     text = environment.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return range(num_gpus)

@@ -92,7 +92,7 @@ class Remains:
     starter: int = 0  # process ID of mpirun
     files_before: set[str] = field(default_factory=randomly_named)  # MPICH's files that existed before the job
     shared_memory: set[str] = field(default_factory=set)
-    stop_signals: Sequence[int] = ()  # signals that end mpirun, if SIGTERM does not
+    stop_signals: Sequence[int] = ()  # signals that end mpirun, in order, if one SIGTERM is not enough
 
     @property
     def variable(self) -> str:
@@ -302,9 +302,9 @@ def clear_abandoned() -> list[Guardian]:
 
 
 def clean_up(folder: str) -> None:
-    """Wait for the end of a job, then kill its remaining processes and remove its files and its folder."""
+    """Give mpirun time to end a job, then kill the job's remaining processes and remove its files and folder."""
     remains = Remains.described(Path(folder))
-    for signum in [0, *remains.stop_signals[1:]]:  # The kernel has sent a SIGTERM already, which counts as the first.
+    for signum in [0, *remains.stop_signals[1:]]:  # The kernel has already sent the first signal, a SIGTERM.
         if signum and lives_with(remains.starter, remains.variable):
             send_signal(remains.starter, signum)
         until = time.monotonic() + GRACE_SECONDS

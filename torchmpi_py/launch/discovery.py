@@ -116,7 +116,7 @@ class Discovery:
     def _ask(self, *, at_once: bool = False) -> None:
         """Run the script, and accept its list of hosts if the last run printed the same list.
 
-        With ``at_once``, accept the first list unless it is empty.
+        With ``at_once``, accept the list even if the last run printed another one, unless the list is empty.
         """
         with self._lock:  # One thread runs the script at a time, so that an older list does not replace a newer one.
             last, self._last = self._last, None

@@ -151,7 +151,7 @@ class _GroupJob:
         self.process = start_job(spec, self.group.path("spec"), self.cores)
 
     def code(self) -> int | None:
-        """Return the exit code of the job, or None while the job runs."""
+        """Return the exit code of the job, or None while the job runs; 1 if the job ended with 0 in an experiment."""
         code = self.process.poll()
         if code is not None:
             self.ended = self.ended or time.monotonic()  # Keep the time at which the end was first seen.

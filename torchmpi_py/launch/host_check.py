@@ -202,7 +202,10 @@ def check(spec: JobSpec, doctor: str = WITH_DOCTOR) -> Outcome:
 
 
 def _ask_others(spec: JobSpec, plan: StarterCommand, others: list[str], doctor: str) -> dict[str, dict[str, Any] | str]:
-    """Return the facts of the other hosts, or messages; each host also tests a connection to a port of this host."""
+    """Return the facts of the other hosts, or messages that explain missing answers.
+
+    Without --launch-agent, each of the other hosts also tests a connection to a port of this host.
+    """
     # The other host connects to the address from which ssh has connected, which may be an IPv6 address.
     family, is_dual = (socket.AF_INET6, True) if socket.has_dualstack_ipv6() else (socket.AF_INET, False)
     listening = socket.create_server(("", 0), family=family, backlog=len(others) + 1, dualstack_ipv6=is_dual)
