@@ -1,9 +1,9 @@
-"""numpy and cupy arrays in collectives: each array is replaced by a tensor on its memory, and the result is an array.
+"""numpy and cupy arrays in collectives: a tensor that shares the array's memory replaces the array during the call.
 
-``torch.from_numpy`` converts numpy arrays, and DLPack converts cupy arrays. Neither copies the data. DLPack also orders
-streams. At the call, torch's current stream waits for the work in cupy's stream. Afterwards, in the thread that waits
-for the result, cupy's stream waits for torch's stream. This module never imports cupy, because a program that passes a
-cupy array has already imported it.
+``torch.from_numpy`` converts numpy arrays, and DLPack converts cupy arrays. Neither copies the data. The caller gets an
+array as the result. DLPack also orders streams. At the call, torch's current stream waits for the work in cupy's
+stream. Afterwards, in the thread that waits for the result, cupy's stream waits for torch's stream. This module never
+imports cupy, because a program that passes a cupy array has already imported it.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class ArrayCall:
             self.kwargs = {**self.kwargs, "out": self.x if out is x else self._tensor(verb, "out", out)}
 
     def _tensor(self, verb: str, name: str, array: Any, out: Any = None) -> Tensor:
-        """Return a tensor for ``array``, the argument ``x`` or ``out``, and record both for ``result``."""
+        """Return a tensor on the memory of ``array``, the argument called ``name``; record the pair for ``result``."""
         tensor = from_dlpack(array) if self._library is not np else _on_numpy(verb, name, array, out)
         self._arrays.append((tensor, array))
         return tensor
 
     def result(self, result: Any) -> Any:
-        """Convert the result of the collective: return an array in place of a tensor.
+        """Convert the result of the collective: if it is a tensor, return an array.
 
-        The array is ``x`` or ``out`` if the tensor uses its memory, else a new array.
+        If the tensor was made for the argument ``x`` or ``out``, return this argument itself, else a new array.
         """
         if self._library is None:
             return result
@@ -88,13 +88,13 @@ def _on_numpy(verb: str, name: str, array: NumpyArray, out: object) -> Tensor:
     """Return a tensor on the memory of ``array``, or on the memory of a copy if the array is read-only.
 
     Raise ValueError if the collective would write to a read-only array. Raise TypeError for masked arrays, dtypes that
-    torch does not have, byte orders of other machines, and negative strides.
+    torch does not have, byte orders that differ from this machine's, and negative strides.
     """
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(f"{verb}: {name} is a masked array; pass {name}.data and {name}.mask in two separate calls")
     if not array.flags.writeable:
         if name == "out" or writes_into_x(verb, out):
-            raise ValueError(f"{verb}: {name} is a read-only numpy array, which cannot be written; pass {name}.copy()")
+            raise ValueError(f"{verb}: {name} is a read-only numpy array, but {verb} writes to it; pass {name}.copy()")
         array = array.copy()  # torch would warn about a tensor on read-only memory.
     try:
         return torch.from_numpy(array)

@@ -40,7 +40,7 @@ Point = tuple[int, Times]  # A number of bytes, and the times at this size.
 Buffers = tuple[Tensor, Tensor]  # The tensor that calls read, and the tensor that they write if it is different.
 
 _DISPLACES_BY = 1.05  # A flavour replaces the flavour for smaller sizes if it is faster by this factor.
-_HOPELESS = 8.0  # A flavour that is slower than the fastest by this factor is not measured any more.
+_HOPELESS = 8.0  # A flavour that is slower than the fastest by this factor at two sizes is dropped.
 _DROP_FROM_BYTES = 256 << 10  # Below this size, slow flavours cost little time, and may be faster at larger sizes.
 _MIN_TURNS, _MAX_TURNS = 3, 300
 _DTYPE = torch.float32
@@ -65,9 +65,10 @@ def autotune(
     """Measure which flavours are fastest on this machine, and let ``mpi.selector`` choose them.
 
     Every rank of the job must make this call with the same arguments. The measurement includes all ranks, whatever the
-    current level. The results replace all earlier choices for the measured collectives and device, including choices
-    that the program assigned. The results are also written to a file, which ``mpi.start()`` loads in later jobs with
-    the same MPI, host, and number of ranks on each node. In a job with a single rank, nothing is measured.
+    current level. For sizes up to ``max_bytes``, the results replace the earlier choices for the measured collectives
+    and device, including choices that the program assigned. The results are also written to a file, which
+    ``mpi.start()`` loads in later jobs with the same MPI, host, and number of ranks on each node. In a job with a
+    single rank, nothing is measured.
 
     Args:
         verbs (sequence of str): collectives to measure; default: allreduce, broadcast, reduce, reduce_scatter,
@@ -103,7 +104,7 @@ def autotune(
         return
     rows = _measure(world, settings)
     if not rows:
-        raise Unavailable(f"autotune: none of {', '.join(settings.flavours)} is available; see mpi.availability()")
+        raise Unavailable(f"autotune: cannot use {', '.join(settings.flavours)}; print(mpi.availability()) shows why")
     measured_cache.install(rows, "measured in this process")
     if save:
         selector.source = _save(world, rows, path, device)
@@ -128,7 +129,7 @@ def _check(settings: _Settings) -> None:
             raise ValueError(f"autotune: {what}={names!r}: pass one or more of {', '.join(known)}")
     if not isinstance(max_bytes, int) or max_bytes < _DTYPE.itemsize or not 0 < seconds < math.inf:
         raise ValueError(
-            f"autotune: max_bytes={max_bytes}, seconds={seconds}: pass max_bytes >= {_DTYPE.itemsize} and seconds > 0"
+            f"autotune: max_bytes={max_bytes}, seconds={seconds}: pass int >= {_DTYPE.itemsize} and a finite number > 0"
         )
     if device not in DEVICES:
         raise ValueError(f"autotune: device={device!r}: pass one of {', '.join(DEVICES)}")
@@ -183,7 +184,7 @@ def _buffers(world: Communicator, settings: _Settings) -> dict[bool, Buffers]:
 
 
 def _points(world: Communicator, verb: str, buffers: Buffers, settings: _Settings, seconds: float) -> list[Point]:
-    """Return the times at growing sizes, until ``seconds`` have passed or only one flavour is still measured."""
+    """Measure ``verb`` at growing sizes until ``seconds`` have passed or one flavour is left; return the times."""
     mpi, ends = world.direct.mpi, time.perf_counter() + seconds
     names = [name for name in settings.flavours if status(BY_NAME[name], verb, settings.device, world) == "available"]
     counts = element_counts(verb, world.size, settings.max_bytes) if names else []
@@ -211,7 +212,7 @@ def element_counts(verb: str, num_ranks: int, max_bytes: int) -> list[int]:
 
 
 def _call(world: Communicator, verb: str, name: str, buffers: Buffers, count: int) -> Callable[[], object]:
-    """Return a function that calls ``verb`` with tensors whose size, for the selector, is ``count`` elements."""
+    """Return a function that calls ``verb``. For the selector, the size of the call is ``count`` elements."""
     part = 0 if verb in _IN_ONE_PIECE else count // world.size
     x_count = part if verb in ("allgather", "gather") else count
     out_count = part if verb in ("reduce_scatter", "scatter") else count
@@ -265,9 +266,10 @@ def beyond(choices: Sequence[Choice], largest_bytes: int, former: Sequence[Choic
 
 
 def _displaces(times: Times, challenger: str, holder: str) -> bool:
-    """Return whether the challenger is faster in both halves of the turns.
+    """Return whether the flavour ``challenger`` replaces the flavour ``holder``.
 
-    The two halves must agree, because other programs on the machine may slow one of the flavours down for a while.
+    The challenger must be faster by ``_DISPLACES_BY`` in both halves of the turns, because other programs on the
+    machine may slow one of the flavours down for a while. A holder without times is always replaced.
     """
     if holder not in times:
         return True

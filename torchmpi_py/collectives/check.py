@@ -1,4 +1,4 @@
-"""Check that all ranks have the same values: one small allgather exchanges 128-bit digests of all bits."""
+"""Check that all ranks have the same values: one small allgather exchanges a 128-bit digest of each tensor."""
 
 from __future__ import annotations
 

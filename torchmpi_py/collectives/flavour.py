@@ -1,8 +1,9 @@
 """The contract of a flavour, which is an implementation of the collectives.
 
-A flavour has a name, a set of device types, and one blocking method per collective that it implements. A method that is
-not overridden means "unimplemented". Callers check the arguments first: tensors are flat, roots and ops are valid, and
-no other thread uses the ``channel``. A new flavour needs a file and a row in ``registry.py``.
+A flavour has a name, a set of device types, and one blocking method per collective that it implements. A collective
+whose method a flavour does not override counts as unimplemented. Callers check the arguments first: tensors are flat,
+roots and ops are valid, and no other thread uses the ``channel``. A new flavour needs a file and a row in
+``registry.py``.
 
 In ``gather`` and ``allgather``, ranks may pass different numbers of rows. The ranks first exchange their ``Sizes``, and
 check that the dtypes and all other dimensions agree. Only then is the size of the result known. The selector uses this
@@ -28,7 +29,10 @@ from torchmpi_py.errors import RanksDisagree
 
 Requests = list["MPI.Request"]
 Walk = Iterator[Requests]
-"""A collective in parts: an iterator of MPI requests, which must be complete before the iterator is resumed."""
+"""An iterator that carries out a collective in parts.
+
+Each item is a list of MPI requests. They must be complete before the iterator is resumed.
+"""
 
 
 class Flavour(Carrier):
@@ -155,7 +159,8 @@ class Sizes:
     def output_shape(self, verb: str, x: Tensor, out: Tensor | None, writers: Sequence[int]) -> torch.Size:
         """Return the shape of the result.
 
-        Raise ValueError on every rank if ``out`` has a different shape on a rank that gets the result.
+        ``writers`` lists the ranks that get the result. Raise ValueError on every rank if ``out`` has a different shape
+        on one of them.
         """
         shape = torch.Size((sum(self.rows), *x.shape[1:]))
         wrong = [rank for rank in writers if self.outs[rank] not in (0, _code(shape))]
@@ -188,7 +193,10 @@ class Sizes:
 
 
 class Gathering(Carrier):
-    """A stand-in for a flavour. It exchanges sizes, and then calls the flavour ``choose(bytes of the result)``."""
+    """A stand-in for a flavour. It exchanges the ranks' sizes, and then calls the flavour that fits the result.
+
+    ``choose`` gets the size of the result in bytes, and returns this flavour.
+    """
 
     def __init__(self, name: str, choose: Callable[[int], Flavour]) -> None:
         self.name = name
@@ -229,7 +237,7 @@ def exchange_sizes(comm: MPI.Comm, x: Tensor, out: Tensor | None) -> Sizes:
     if len(set(kinds)) > 1:
         kinds_in_words = comm.allgather(f"{x.dtype} {tuple(x.shape)}")
         raise RanksDisagree(
-            f"gathering on rank {comm.rank} of {comm.size}: only dim 0 may differ between ranks, but "
+            f"gather or allgather, on rank {comm.rank} of {comm.size}: only dim 0 may differ between ranks, but "
             + ", ".join(f"rank {rank} passes {text}" for rank, text in enumerate(kinds_in_words))
         )
     return Sizes(rows, num_bytes, outs)

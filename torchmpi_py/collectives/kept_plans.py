@@ -66,7 +66,7 @@ def key_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable
 def keep(comm: Communicator, key: Hashable, operation: Operation[Any], tensors: tuple[Tensor, Tensor]) -> None:
     """Keep the plan of a call if the flavour works directly on the call's tensors.
 
-    ``tensors`` holds ``x`` and the tensor for the result, which is ``out`` or ``x``.
+    ``tensors`` consists of ``x`` and the tensor for the result, which is ``out`` or ``x``.
     """
     (x, target), (reads, *writes) = tensors, operation.arguments
     is_direct = reads.data_ptr() == x.data_ptr() and all(each is target for each in (*writes, operation.target))
@@ -83,7 +83,10 @@ def add(comm: Communicator, key: Hashable, plan: Plan) -> None:
 
 
 def allreduce(prepare: Callable[..., Operation[Any]], x: Tensor, comm: Communicator, op: str) -> Operation[Any]:
-    """Return the operation of an in-place allreduce: a call of the kept plan if there is one, else from ``prepare``."""
+    """Return the operation of an in-place allreduce, from a kept plan if there is one, else from ``prepare``.
+
+    ``prepare`` is the function that makes the operation of any allreduce.
+    """
     key = key_of("allreduce", (x,), {"op": op})
     plan = None if key is None else comm.plans.get(key)
     if plan is not None:

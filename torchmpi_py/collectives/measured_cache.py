@@ -100,7 +100,7 @@ def _find(expected: MachineFacts) -> tuple[Rows, str] | None:
         return None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        logger.warning("selector: %s is ignored: %s; call mpi.autotune() to replace it", path, why)
+        logger.warning("selector: file %s is ignored: %s. To measure again, call mpi.autotune()", path, why)
         return None
     source = f"measured on {date}, {path}"
     logger.info("selector: %s", source)

@@ -1,6 +1,6 @@
-"""Python numbers in collectives: a number is sent with its type, so that 0 on one rank and 1.5 on another add to 1.5.
+"""Python numbers in collectives: a number is sent with its type, so that 0 on one rank plus 1.5 on another is 1.5.
 
-A number becomes a record of three 64-bit words: kind, value, imaginary part. Reductions gather the records by MPI,
+A number becomes a record of three 64-bit words: kind, value, imaginary part. Reductions gather the records with MPI,
 whatever the flavour, and reduce in Python, in rank order. Python's rules apply: sums of ints are exact, True counts as
 1, and ``avg`` of ints is a float.
 

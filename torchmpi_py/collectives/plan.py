@@ -114,8 +114,10 @@ class Plan:
     ) -> Any:
         """Carry out a call; return ``target``, or ``conclude(result)`` if ``conclude`` is set.
 
-        ``operation`` is the operation of the call if ``launch`` has recorded it; ``frame`` is passed to
-        ``journal.record``. Raise CommunicatorError, in this and all later calls on the channel, if another thread is in
+        ``operation`` is the operation of the call if ``launch`` has recorded it. ``in_background`` selects the
+        background channel instead of the direct one. ``frame`` is passed to ``journal.record``.
+
+        Raise CommunicatorError, in this and all later calls on the channel, if another thread is in
         a collective on the channel.
         """
         # This is a single function, because each nested function call would add overhead to every collective.
@@ -148,7 +150,7 @@ class Plan:
                 (journal.end if operation is None else journal.end_launched)(entry)
                 return target if conclude is None else conclude(returned)
             except BaseException as error:
-                raise self._ended_by(error, entry, is_done)  # noqa: B904 - it carries its cause
+                raise self._ended_by(error, entry, is_done)  # noqa: B904 - the returned error has its cause
             finally:
                 if trace is not None:
                     trace.end(self, channel.thread_role, begin, 0 if operation is None else operation.launched)
@@ -255,7 +257,7 @@ class Plan:
 class Operation(Work[R]):
     """One call of a plan, with its own arguments and result.
 
-    The result is ``target``, which the flavour has written. If ``conclude`` is set, the result is its return value.
+    The result is the return value of ``conclude`` if it is set, else ``target``, which the flavour has written.
     """
 
     plan: Plan
@@ -328,7 +330,7 @@ class Operation(Work[R]):
         self.arguments, self.target, self.conclude = (), None, None
 
     def late_ranks(self) -> str:
-        """Return a sentence that lists the ranks that have not called this operation; "" if nothing is known."""
+        """Return a sentence that lists the ranks that have not called this operation; "" if they are not known."""
         if self.entry is None:
             return ""
         if self.plan.name not in MESSAGES:

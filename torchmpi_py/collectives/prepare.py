@@ -118,7 +118,7 @@ def _published(form: Callable[P, Any], prepare: Callable[..., Any]) -> Callable[
 
 
 def _check_arguments(prepare: Callable[..., Any], call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise TypeError for arguments that are not parameters of the collective."""
+    """Raise TypeError if the arguments do not match the parameters of the collective."""
     signature = inspect.signature(prepare)
     are = ", ".join(f"{x.name}=" if x.kind is x.KEYWORD_ONLY else x.name for x in signature.parameters.values())
     try:
@@ -148,7 +148,7 @@ class Call:
         """Return the operation on ``tensors``. The result is ``target``, after a call of ``copy_out``, if any.
 
         ``x`` is a tensor with the same size, device and kind of memory on all ranks. These properties determine the
-        plan.
+        plan. ``others`` are the remaining arguments of the flavour's method, which are equal on all ranks.
         """
         device = _gpu(self.name, x) if x.is_cuda else None
         location = symmetric.find(x)
@@ -159,7 +159,7 @@ class Call:
     def _plan(
         self, x: Tensor, others: tuple[Any, ...], device: torch.device | None, *, symmetric: bool, kind: Any = None
     ) -> Plan:
-        """Return the plan for tensors like ``x``. With ``kind``, the ranks compare it instead of size and dtype."""
+        """Return the plan for tensors like ``x``. The ranks compare size and dtype, or ``kind`` if it is set."""
         name, comm, num_bytes = self.name, self.comm, x.nbytes
         key = (name, self.flavour, selector.generation, x.dtype, num_bytes, x.device, others, symmetric, kind)
         if (plan := comm.plans.get(key)) is None:
@@ -177,8 +177,9 @@ class Call:
     ) -> Any:
         """Return the operation of a gather or allgather of tensors.
 
-        The flavour is chosen after the ranks exchange their sizes. The choice ignores whether ``x`` is symmetric,
-        because a rank may pass a tensor without rows, which has no address.
+        ``x`` is this rank's flat input, and ``buffer`` is the flat output or None. ``conclude`` turns the flavour's
+        result into the caller's result. The flavour is chosen after the ranks exchange their sizes. The choice ignores
+        whether ``x`` is symmetric, because a rank may pass a tensor without rows, which has no address.
         """
         name = self.name
         choices = selector.choices(name, self.comm, x.device, symmetric=False, name=self.flavour)  # equal on all ranks
@@ -259,7 +260,7 @@ def resolve_output(
 def slice_out(verb: str, x: Tensor, out: object, size: int) -> tuple[Tensor, Tensor, Tensor, Finish | None]:
     """Return (source, buffer, target, copy_out) for a result with the shape of one of the ``size`` slices of ``x``.
 
-    Without ``out`` the target is a new tensor.
+    The tuple is as in ``resolve_output``. If ``out`` is None, the target is a new tensor.
     """
     check_divisible(verb, x, size)
     shape = (x.shape[0] // size, *x.shape[1:])

@@ -1,7 +1,7 @@
 """The reduction of values: the dtypes in which values are reduced, and the arithmetic on tensors in this process.
 
-Values of most dtypes are reduced without conversion. In these cases values are *encoded* into a different dtype and
-*decoded* afterwards:
+Values of most dtypes are reduced without conversion. In the following cases, values are *encoded* into a different
+dtype and *decoded* afterwards:
 
 16- and 8-bit floats   as float32, so that sums accumulate in float32 and are rounded once
 complex32              as complex64
@@ -48,7 +48,7 @@ class Kernel:
     """
 
     dtype: torch.dtype
-    op: str  # the name of ``combine`` among the ops of ``dtype``
+    op: str  # the op that ``combine`` carries out on values of ``dtype``
     encode: Code | None
     decode: Code | None
     divide: bool

@@ -70,14 +70,14 @@ class Table(tuple[AvailabilityRow, ...]):
                 if row.device == device:
                     rows.setdefault(row.verb, [row.verb]).append(cells[row.status])
             blocks.append(text_tables.table([f"on {device}", *BY_NAME], list(rows.values())))
-        legend = ["yes: available, -: unimplemented by the flavour, no: unavailable for this reason"]
+        legend = ["yes: available, -: not implemented by the flavour, no: unavailable, for the reason below"]
         for status, cell in list(cells.items())[2:]:
             legend += textwrap.wrap(f"{cell}: {status.removeprefix('unavailable: ')}", 100, subsequent_indent="      ")
         return "\n\n".join([*blocks, "\n".join(legend)])
 
 
 def availability(comm: Communicator | None = None) -> Table:
-    """Return which collectives each flavour can carry out on a communicator, with the reason for each "no".
+    """Return whether each flavour can carry out each collective on a communicator, and if not, why.
 
     Any rank may call this alone. ``print(mpi.availability())`` shows a matrix of collectives and flavours.
 

@@ -1,13 +1,13 @@
-"""The selector chooses the flavour of each call that does not name one.
+"""The selector chooses the flavour of each call without a ``flavour`` argument.
 
 The selector is a table. A row belongs to a collective, a scope (``node``: all ranks on one node; ``nodes``: several),
 symmetric or other tensors, and a type of device. A row is an ordered list of choices. A choice consists of the largest
 size in bytes, the flavour, and the reason. The rows come from the defaults below, from the measurements of
 ``autotune``, and from assignments.
 
-A look-up costs a dictionary access and a bisect, without communication. Therefore the table, the size, and the kind of
-memory of a tensor must be the same on all ranks. The ranks do not exchange their choices in each call, because the
-exchange would take as long as a small collective.
+A look-up takes one dictionary access and one bisection, without communication. Therefore the table, the size, and the
+kind of memory of a tensor must be the same on all ranks. The ranks do not exchange their choices in each call, because
+the exchange would take as long as a small collective.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _KEYS = tuple(Key(*parts) for parts in itertools.product(COLLECTIVES, SCOPES, (F
 
 
 class Choices(NamedTuple):
-    """The choices of one communicator: flavours, each up to a limit in bytes."""
+    """The flavours for one collective on a communicator, each with the largest size in bytes for which it is used."""
 
     limits: list[float]
     flavours: list[Flavour]
@@ -85,8 +85,8 @@ class Selector:
 
     Print ``mpi.selector`` to see which flavour is chosen for which size, and why. Assign to ``mpi.selector`` to choose
     flavours yourself; every rank must make the same assignments. A value is a flavour, or a list of (largest size in
-    bytes, flavour) in rising order that ends with ``math.inf``. The size is the size of ``x``, or in gathers the size
-    of the result. A key is a collective, which may be followed by:
+    bytes, flavour) in ascending order that ends with ``math.inf``. The size is the size of ``x``, or in gather
+    and allgather the size of the result. A key is a collective, which may be followed by:
 
     - ``"node"`` or ``"nodes"``: only for communicators on one node, or on several nodes;
     - ``True`` or ``False``: only for tensors from ``mpi.symmetric_empty``, or only for other tensors;
@@ -158,7 +158,7 @@ class Selector:
     def choices(
         self, verb: str, comm: Communicator, device: torch.device, *, symmetric: bool, name: str | None
     ) -> Choices:
-        """Return the choices for calls whose size is not known yet; the errors are the same as in ``flavour_for``."""
+        """Return the choices for calls whose size is not known yet. Raise the same errors as ``flavour_for``."""
         key = (self.generation, verb, device, symmetric, name)
         choices: Choices | None = comm.choices.get(key)
         if choices is None:
@@ -168,17 +168,17 @@ class Selector:
     def check_flavour(self, verb: str, name: str | None) -> None:
         """Raise ValueError unless ``name`` is the name of a flavour, or None."""
         if name is not None and name not in BY_NAME:
-            raise ValueError(f"{verb}: flavour {name!r} is unknown; known flavours: {', '.join(BY_NAME)}")
+            raise ValueError(f"{verb}: flavour {name!r} is unknown; use one of: {', '.join(BY_NAME)}")
 
     def fitted(self, choice: Choice, comm: Communicator) -> Choice:
-        """Return a choice adapted to the ranks, nodes, and ranks per core of a communicator."""
+        """Return a choice adapted to a communicator's numbers of ranks, of nodes, and of ranks per core."""
         least = _OF_INTEL_BYTES.get(choice.why, 0) if MPI.get_vendor()[0] == "Intel MPI" else 0
         if choice.why == OF_THREE_RANKS and comm.size == 2:
             choice = choice._replace(max_bytes=_OF_TWO_RANKS_BYTES, why=OF_OWN_CORES)
         choice = choice._replace(max_bytes=max(choice.max_bytes, least))
         if choice.why in (OF_OWN_CORES, OF_THREE_RANKS) and comm.size > self._num_cores:
-            # Measurements with 2, 3, 4 and 8 ranks on 2 cores show that the limit grows with the square: each barrier
-            # takes longer, and each rank's share of the work is smaller.
+            # Measurements with 2, 3, 4 and 8 ranks on 2 cores show that the limit grows with the square of the ranks
+            # per core. The reason is that each barrier takes longer, and each rank's share of the work is smaller.
             crowding = comm.size / self._num_cores
             why = f"default for {crowding:.3g} ranks per core: fewer barriers for small tensors"
             return choice._replace(max_bytes=choice.max_bytes * crowding**2, why=why)
@@ -261,7 +261,8 @@ def _defaults() -> dict[Key, list[Choice]]:
     small, in_memory = "default: fewer barriers for small tensors", "default: each byte moves once, through memory"
     cached = _cached_bytes(8, 4 << 20)
     rows = {}
-    # On one node: the largest size for which MPI is faster, and the reason, for ordinary and for symmetric tensors.
+    # Each row for one node lists the largest size for which MPI is faster, and the reason: first for ordinary tensors,
+    # then for symmetric tensors.
     for verb, *limits in (
         ("allreduce", (_cached_bytes(32, 1 << 20), OF_THREE_RANKS), (8 << 10, OF_OWN_CORES)),
         ("broadcast", (cached, small), (4 << 20, small)),
@@ -274,8 +275,8 @@ def _defaults() -> dict[Key, list[Choice]]:
             rows[Key(verb, "node", symmetric)] = [Choice(limit, "mpi", why), Choice(math.inf, "shared", in_memory)]
     anywhere = "default: fewer messages for small tensors"
     by_links = "default: the links between nodes stay busy in both directions"
-    # Between nodes: the flavour for sizes above the limit, the limit, and the reason. A limit with the reason
-    # OF_FEW_NODES grows with the number of nodes.
+    # Each row for several nodes lists the flavour for sizes above the limit, the limit, and the reason. A limit with
+    # the reason OF_FEW_NODES grows with the number of nodes.
     for verb, flavour, limit, why in (
         ("allreduce", "hierarchical", 128 << 10, OF_FEW_NODES),
         ("broadcast", "hierarchical", 128 << 10, anywhere),  # Both methods are trees, so the limit does not grow.

@@ -5,7 +5,8 @@ Each function has an asynchronous version with the same arguments. ``mpi.allredu
 
 - **Calls.** Every rank of ``comm`` must make the same calls in the same order, with the same shapes and dtypes (in
   ``allgather`` and ``gather``, dim 0 may differ between ranks). A blocking call never matches an asynchronous one
-  (``send`` and ``recv`` excepted). Asynchronous calls must be in the same order on every rank, across communicators.
+  (``send`` and ``recv`` excepted). Asynchronous calls, including calls on other communicators, must be in the same
+  order on every rank.
 - **Tensors.** A tensor may have any dtype, any strides, and any size, including 0 and more than 2^31 elements. The
   result is bitwise identical on all ranks. Sums of 16-bit floats accumulate in float32.
 - **Memory.** ``x`` is overwritten unless ``out=`` is given or the result has a different shape. Do not touch the
@@ -61,8 +62,8 @@ T = TypeVar("T", bound=Array | numbers.Number)
 def broadcast(x: T, root: int = 0, *, comm: Communicator | None = None, flavour: str | None = None) -> T:
     """Overwrite ``x`` on every rank with the ``x`` of ``root``.
 
-    Every rank of ``comm`` must make this call. **Overwrites** ``x``; a number is returned instead. The call returns
-    when this rank's part is complete. Other ranks may still be working.
+    Every rank of ``comm`` must make this call. **Overwrites** ``x``, unless ``x`` is a number. The call returns when
+    this rank's part is complete. Other ranks may still be working.
 
     Args:
         x (Tensor, numpy or cupy array, or number): on ``root``, the value to send; on other ranks, memory to overwrite.
@@ -102,8 +103,8 @@ def broadcast_async(x: T, root: int = 0, *, comm: Communicator | None = None, fl
     """Start to overwrite ``x`` on every rank with the ``x`` of ``root``.
 
     Asynchronous version of ``broadcast``: every rank of ``comm`` must make this call, which returns immediately.
-    **Overwrites** ``x``. Do not read or write ``x`` before the handle is complete. All asynchronous calls must be in
-    the same order on every rank, across communicators.
+    **Overwrites** ``x``. Do not read or write ``x`` before the handle is complete. All asynchronous calls, including
+    calls on other communicators, must be in the same order on every rank.
 
     Args:
         x (Tensor, numpy or cupy array, or number): on ``root``, the value to send; on other ranks, memory to overwrite.
@@ -139,8 +140,8 @@ def allreduce(
 ) -> T:
     """Reduce the ``x`` of all ranks with ``op``, and give the result to every rank.
 
-    Every rank of ``comm`` must make this call. **Overwrites** ``x`` with the result, unless ``out`` is given; a number
-    is returned instead. The call returns when this rank's part is complete. Other ranks may still be working.
+    Every rank of ``comm`` must make this call. **Overwrites** ``x`` with the result, unless ``out`` is given or ``x``
+    is a number. The call returns when this rank's part is complete. Other ranks may still be working.
 
     The result is bitwise identical on all ranks. Sums of 16-bit floats accumulate in float32.
 
@@ -188,7 +189,7 @@ def allreduce_async(
 
     Asynchronous version of ``allreduce``: every rank of ``comm`` must make this call, which returns immediately.
     **Overwrites** ``x``, unless ``out`` is given. Do not read or write ``x`` or ``out`` before the handle is complete.
-    All asynchronous calls must be in the same order on every rank, across communicators.
+    All asynchronous calls, including calls on other communicators, must be in the same order on every rank.
 
     The result is bitwise identical on all ranks. Sums of 16-bit floats accumulate in float32.
 
@@ -285,8 +286,8 @@ def reduce_async(
 
     Asynchronous version of ``reduce``: every rank of ``comm`` must make this call, which returns immediately.
     **Overwrites** ``x`` on ``root``, unless ``out`` is given; on the other ranks nothing is written. Do not read or
-    write ``x`` or ``out`` before the handle is complete. All asynchronous calls must be in the same order on every
-    rank, across communicators.
+    write ``x`` or ``out`` before the handle is complete. All asynchronous calls, including calls on other
+    communicators, must be in the same order on every rank.
 
     Args:
         x (Tensor, numpy or cupy array, or number): values to reduce, of the same shape and dtype on every rank.
@@ -368,8 +369,8 @@ def allgather_async(
     """Start to concatenate the ``x`` of all ranks along dim 0, in rank order.
 
     Asynchronous version of ``allgather``: every rank of ``comm`` must make this call, which returns immediately. ``x``
-    is not changed. Do not read or write ``x`` or ``out`` before the handle is complete. All asynchronous calls must be
-    in the same order on every rank, across communicators.
+    is not changed. Do not read or write ``x`` or ``out`` before the handle is complete. All asynchronous calls,
+    including calls on other communicators, must be in the same order on every rank.
 
     Args:
         x (Tensor, numpy or cupy array, or number): this rank's rows. Dim 0 may differ between ranks and may be 0; the
@@ -454,8 +455,8 @@ def gather_async(
     """Start to concatenate the ``x`` of all ranks along dim 0, in rank order, on ``root``.
 
     Asynchronous version of ``gather``: every rank of ``comm`` must make this call, which returns immediately. ``x`` is
-    not changed. Do not read or write ``x`` or ``out`` before the handle is complete. All asynchronous calls must be in
-    the same order on every rank, across communicators.
+    not changed. Do not read or write ``x`` or ``out`` before the handle is complete. All asynchronous calls, including
+    calls on other communicators, must be in the same order on every rank.
 
     Args:
         x (Tensor, numpy or cupy array, or number): this rank's rows. Dim 0 may differ between ranks and may be 0; the
@@ -536,8 +537,8 @@ def reduce_scatter_async(
 
     Asynchronous version of ``reduce_scatter``: every rank of ``comm`` must make this call, which returns immediately.
     The result is cut into as many equal slices along dim 0 as ``comm`` has ranks. ``x`` is not changed. Do not read or
-    write ``x`` or ``out`` before the handle is complete. All asynchronous calls must be in the same order on every
-    rank, across communicators.
+    write ``x`` or ``out`` before the handle is complete. All asynchronous calls, including calls on other
+    communicators, must be in the same order on every rank.
 
     Args:
         x (Tensor, numpy or cupy array): values to reduce, of the same shape and dtype on every rank; the size of dim 0
@@ -618,8 +619,8 @@ def scatter_async(
 
     Asynchronous version of ``scatter``: every rank of ``comm`` must make this call, which returns immediately. ``x`` is
     cut into as many equal slices along dim 0 as ``comm`` has ranks, and is not changed. Do not read or write ``x`` or
-    ``out`` before the handle is complete. All asynchronous calls must be in the same order on every rank, across
-    communicators.
+    ``out`` before the handle is complete. All asynchronous calls, including calls on other communicators, must be in
+    the same order on every rank.
 
     Args:
         x (Tensor, numpy or cupy array): on ``root``, the values to distribute; on other ranks, a tensor of the same
@@ -701,7 +702,7 @@ def alltoall_async(
     Asynchronous version of ``alltoall``: every rank of ``comm`` must make this call, which returns immediately. ``x``
     is cut into as many equal slices along dim 0 as ``comm`` has ranks; slice s of the result comes from rank s.
     **Overwrites** ``x``, unless ``out`` is given. Do not read or write ``x`` or ``out`` before the handle is complete.
-    All asynchronous calls must be in the same order on every rank, across communicators.
+    All asynchronous calls, including calls on other communicators, must be in the same order on every rank.
 
     Args:
         x (Tensor, numpy or cupy array): slices to send, of the same shape and dtype on every rank; the size of dim 0 is
@@ -737,8 +738,8 @@ def sendreceive(
 ) -> T:
     """Send ``x`` to ``destination``, and overwrite ``x`` with the value that ``source`` sends.
 
-    Every rank that is a source or a destination must make this call. **Overwrites** ``x``; a number is returned
-    instead. The call returns when this rank's part is complete. Other ranks may still be working.
+    Every rank that is a source or a destination must make this call. **Overwrites** ``x``, unless ``x`` is a number.
+    The call returns when this rank's part is complete. Other ranks may still be working.
 
     Args:
         x (Tensor, numpy or cupy array, or number): value to send, of the shape and dtype of the value to receive.
@@ -892,7 +893,7 @@ def recv(x: T, source: int, *, comm: Communicator | None = None, flavour: str | 
     """Overwrite ``x`` with the value that ``source`` sends with ``send`` or ``send_async``.
 
     The receiver makes this call, and ``source`` makes the matching call of ``send`` or ``send_async``. **Overwrites**
-    ``x``; a number is returned instead. A call without a matching ``send`` waits until the timeout.
+    ``x``, unless ``x`` is a number. A call without a matching ``send`` waits until the timeout.
 
     Args:
         x (Tensor, numpy or cupy array, or number): memory to overwrite, with the dtype and shape of the message. To
@@ -1010,7 +1011,7 @@ def broadcast_object_async(
 
     Asynchronous version of ``broadcast_object``: every rank of ``comm`` must make this call, which returns immediately.
     Objects are sent as pickles, and unpickling can run arbitrary code, so use this call only among ranks that you
-    trust. All asynchronous calls must be in the same order on every rank, across communicators.
+    trust. All asynchronous calls, including calls on other communicators, must be in the same order on every rank.
 
     Args:
         obj (object): on ``root``, the object to send; ignored on other ranks.
@@ -1078,7 +1079,7 @@ def allgather_object_async(
 
     Asynchronous version of ``allgather_object``: every rank of ``comm`` must make this call, which returns immediately.
     Objects are sent as pickles, and unpickling can run arbitrary code, so use this call only among ranks that you
-    trust. All asynchronous calls must be in the same order on every rank, across communicators.
+    trust. All asynchronous calls, including calls on other communicators, must be in the same order on every rank.
 
     Args:
         obj (object): this rank's object.
