@@ -221,7 +221,7 @@ def test_a_small_run(mpi, selector, tmp_path):
         mpi.autotune(**options, path=os.path.join(os.devnull, "rows.json"))
     assert pairs(selector["allreduce", scope]) == [(math.inf, "gloo")]
     assert selector.source == "measured in this process"
-    with pytest.raises(RanksDisagree, match=r"autotune: rank 0 passes .*max_bytes=4"):
+    with pytest.raises(RanksDisagree, match=r"autotune: the ranks pass different.*'max_bytes': 4"):
         mpi.autotune(max_bytes=4 + mpi.rank())
 
 

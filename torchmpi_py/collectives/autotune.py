@@ -139,11 +139,10 @@ def _check_ranks(world: Communicator, settings: _Settings) -> None:
     """Raise the same error on every rank if the ranks pass different arguments or have no GPU to measure."""
     rows = world.direct.mpi.allgather(settings)
     if any(row != rows[0] for row in rows):
-        raise RanksDisagree("autotune: " + "; ".join(f"rank {rank} passes {row}" for rank, row in enumerate(rows)))
+        by_rank = "; ".join(f"rank {rank} passes {row._asdict()}" for rank, row in enumerate(rows))
+        raise RanksDisagree(f"autotune: the ranks pass different arguments; pass equal arguments ({by_rank})")
     if settings.device == "cuda" and gpus.table() is None:
-        raise ValueError(
-            "autotune: device='cuda': this session computes on the CPU; call mpi.start(with_cuda=True) on every rank"
-        )
+        raise ValueError("autotune: device='cuda', but the session computes on the CPU; call mpi.start(with_cuda=True)")
 
 
 def _measure(world: Communicator, settings: _Settings) -> measured_cache.Rows:

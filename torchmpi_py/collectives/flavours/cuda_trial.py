@@ -18,7 +18,8 @@ MARK = "cuda_trial:"  # This prefix marks the lines for the parent, because MPI 
 TRYING, WRONG, FAILED, RIGHT = "trying", "wrong", "failed", "right"
 LAST_SECONDS = 120  # The program ends after this time, because its parent may have been killed.
 
-# Each trial is an MPI call on x = 0, 2, 4, ... and y = 0, 5, 10, ..., with the factor k of the expected y = 0, k, 2k.
+# Each trial is an MPI call on x = 0, 2, 4, ... and y = 0, 5, 10, ..., and the factor k of the expected result
+# y = 0, k, 2k, ...
 TRIALS: dict[str, tuple[Callable[[Any, Any, Any], object], int]] = {
     "Sendrecv": (lambda mpi, x, y: mpi.COMM_SELF.Sendrecv(x, 0, 0, y, 0, 0), 2),  # a message from the rank to itself
     "Allreduce": (lambda mpi, x, y: mpi.COMM_SELF.Allreduce(x, y, mpi.SUM), 2),  # a reduction over one rank

@@ -53,7 +53,7 @@ from torchmpi_py.memory.cuda_ipc import DONE, READY, peer_events
 _LEAST_BYTES = 1 << 20
 T = TypeVar("T")
 Columns = Callable[[T, int, int], None]
-"""A function of one rank's tensor, or of the tensors of all ranks, and of the begin and end of the columns in it."""
+"""A function whose arguments are one rank's tensor or all ranks' tensors, and the begin and end of the columns."""
 
 
 class CudaIpc(Flavour):
@@ -70,7 +70,7 @@ class CudaIpc(Flavour):
 
     def refuses(self, channel: Channel) -> str:
         if channel.num_nodes > 1:
-            return f"the ranks span {channel.num_nodes} nodes; cudaipc works within one"
+            return f"the ranks span {channel.num_nodes} nodes; cudaipc works on one node"
         return "" if gpus.table() is None else gpus.why_no_ipc(channel.places)
 
     def allreduce(self, channel: Channel, source: Tensor, destination: Tensor, op: str) -> None:
@@ -169,7 +169,10 @@ def _nothing(shown: Tensor, begin: int, end: int) -> None:
 
 @dataclasses.dataclass
 class IpcExchange:
-    """The description of an exchange. The callbacks get tensors with columns begin to end, and with all rows."""
+    """The description of an exchange: what each rank exposes, and the callbacks for the steps of the exchange.
+
+    ``fill``, ``work`` and ``drain`` get tensors with all rows, and with the columns from begin to end.
+    """
 
     what: str
     x: Tensor

@@ -209,7 +209,7 @@ def judge(output: str, status: int | None, limit_seconds: float) -> Verdict:
 
 
 def read(facts: GpuFacts) -> Verdict | None:
-    """Return the saved verdict for these facts, or None if no verdict is saved or the file is not readable."""
+    """Return the saved verdict for these facts, or None if there is no such verdict or its file is not readable."""
     path = facts.path()
     try:
         content = trusted_files.read_json(path, owners={path.parent.stat().st_uid})
@@ -218,7 +218,7 @@ def read(facts: GpuFacts) -> Verdict | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning("%s is ignored: %s", path, getattr(error, "strerror", None) or error)
+        logger.warning("the trial of GPU memory is repeated, because %s is not readable: %r", path, error)
         return None
     if not isinstance(why, str):
         return None
@@ -239,7 +239,7 @@ def run(world: Channel, device: torch.device) -> None:
         return
     group = world.split([gpus.group(place) for place in world.places])
     caught = (Unavailable, CommunicatorError)
-    failed = agree.first_as(Unavailable, "a trial with the peers' GPU memory failed: ")
+    failed = agree.first_as(Unavailable, "a test of the access to other ranks' GPU memory failed: ")
     try:
         agree.run_on_all_ranks(world.mpi.allgather, lambda: _try_out(group, device), caught, str, failed)
     except Unavailable as error:

@@ -46,15 +46,16 @@ from torchmpi_py.core.communicators import Communicator
 
 CHUNK_BYTES = 512 << 10
 LEAST_CHUNK_BYTES = 64 << 10
-"""Limits of a piece on CPUs, per group and per rank of a group that carries the piece.
+"""Upper and lower limit of a piece on CPUs, to be multiplied by the number of chunks into which the piece is cut.
 
-CHUNK_BYTES is also the largest chunk of flavour ``ring``.
+There is one chunk per group and per rank of a group that carries the piece. CHUNK_BYTES is also the largest chunk of
+flavour ``ring``.
 """
 
 MOST_PIECE_BYTES = 32 << 20
 """Maximum size of a piece. Without it, the memory for the pieces under way would grow with the number of groups."""
 
-PIECES_UNDER_WAY = 3  # number of pieces that travel between groups while the next one is reduced inside
+PIECES_UNDER_WAY = 3  # number of pieces that travel between groups while another is reduced inside groups
 
 
 class Members(NamedTuple):
@@ -85,7 +86,7 @@ class Hierarchical(Flavour):
     def refuses(self, channel: Channel) -> str:
         if span_end(channel) is not None or channel.num_nodes > 1:
             return ""
-        remedy = "to define groups of your own, call set_collective_span(begin, end) with end below begin"
+        remedy = "to define groups of your own, call set_collective_span(begin, end) with level end below level begin"
         return f"all ranks are on one node; {remedy}"
 
     @of_a_part
@@ -328,7 +329,7 @@ def groups_of(channel: Channel) -> NodeGroups:
 
 
 def span_end(channel: Channel) -> Communicator | None:
-    """Return the level at which the span ends, or None if the span does not apply to ``channel``.
+    """Return the communicator of the level at which the span ends; None if the span does not apply to ``channel``.
 
     The span applies if it begins at the level of ``channel``, and if the communicator of the level at its end is
     smaller than ``channel``. If the span does not apply, the groups are the nodes.
@@ -355,9 +356,9 @@ def _colours(channel: Channel) -> list[int]:
 def _step(x: Tensor, groups: NodeGroups, num_carriers: int) -> int:
     """Return the number of elements in a piece of ``x``.
 
-    ``num_carriers`` is the number of ranks per group that carry the piece. The result is a multiple of it. Small
-    tensors have smaller pieces, so that several pieces are under way. On GPUs pieces are larger, because the ranks of a
-    group synchronize on the host once per piece.
+    ``num_carriers`` is the number of ranks per group that carry the piece. The result is a multiple of this number.
+    Small tensors have smaller pieces, so that several pieces are under way. On GPUs pieces are larger, because the
+    ranks of a group synchronize on the host once per piece.
     """
     itemsize, num_chunks = max(4, x.itemsize), num_carriers * len(groups.members)
     if x.is_cuda:

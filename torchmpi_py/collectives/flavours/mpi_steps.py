@@ -278,7 +278,7 @@ class Receipt:
         sent, expected = (_DTYPES[tag % TAGS_PER_KIND] for tag in (status.tag, self.tag))
         return RanksDisagree(
             f"rank {status.source} sent {num_bytes} bytes of {sent} where {self.num_bytes} bytes of {expected} were "
-            "expected; pass tensors of the same dtype and number of elements to sender and receiver"
+            "expected; pass tensors of the same dtype and number of elements on both ranks"
         )
 
     def Cancel(self) -> None:  # noqa: N802

@@ -25,7 +25,7 @@ from torchmpi_py.collectives.reductions import kernel
 from torchmpi_py.core import config
 from torchmpi_py.memory import symmetric
 
-_MOST_KEPT = 1024  # maximum number of tensors of one size, and of prepared operations of a node group
+_MOST_KEPT = 1024  # maximum number of in-place states of one size, and of prepared operations of a node group
 
 
 class _InPlace(NamedTuple):
@@ -82,7 +82,8 @@ class PreparedAllreduce:
             if not headers.are_adoptable:
                 self._run_by_headers(x, x, headers)
                 return
-            node.can_adopt = symmetric.adopt(node.channel, x)  # All ranks read the headers before this collective.
+            # ``adopt`` also waits until all ranks have read the headers.
+            node.can_adopt = symmetric.adopt(node.channel, x)
             for prepared in node.prepared.values():
                 prepared.drop_dead()
         self.run(x, x)

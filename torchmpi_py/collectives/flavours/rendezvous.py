@@ -35,8 +35,8 @@ INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 """The environment variable that lists the network interfaces to use, separated by commas. Gloo defines it."""
 
 REMEDY = (
-    f"Set {INTERFACE_VARIABLE} on all ranks to the network interface through which all nodes reach each other, and "
-    "check that no firewall blocks it"
+    f"If the network is the cause, set {INTERFACE_VARIABLE} on all ranks to the network interface that connects the "
+    "nodes, and check that no firewall blocks it"
 )
 _CONNECT_TIMEOUT = dt.timedelta(seconds=60)
 _MOST_AT_ONCE = 1024  # number of ranks that may connect to rank 0 at the same time
@@ -45,7 +45,7 @@ _OUTSIDE = ("192.0.2.1", 9)  # an address that is reserved for documentation; no
 _SIOCGIFADDR = 0x8915  # Linux's request for the address of an interface
 
 newest_lazy_store = list[Any]()
-"""A list with the lazy store that ``open_store`` returned last, until the process group keeps the store alive."""
+"""The lazy store that ``open_store`` returned last. The list keeps it alive until the process group does."""
 
 
 def open_store(channel: Channel, who: str, *, is_lazy: bool = False) -> Any:

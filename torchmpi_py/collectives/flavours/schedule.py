@@ -188,7 +188,7 @@ def reversed_in_time(steps: Sequence[Step]) -> list[Step]:
 
 @contextmanager
 def kept_from(under_way: object) -> Iterator[None]:
-    """Keep ``under_way`` alive for ever if an error, or GeneratorExit, ends the block.
+    """Keep ``under_way`` alive forever if an error, or GeneratorExit, ends the block.
 
     ``under_way`` refers to the buffers of pending messages, which MPI may still read or write.
     """

@@ -41,7 +41,7 @@ class Shared(Flavour):
         return symmetric.unavailable_because
 
     def refuses(self, channel: Channel) -> str:
-        return "" if channel.num_nodes == 1 else f"the ranks span {channel.num_nodes} nodes; shared works within one"
+        return "" if channel.num_nodes == 1 else f"the ranks span {channel.num_nodes} nodes; shared works on one node"
 
     def bind(self, plan: Plan) -> tuple[Callable[..., Any], Post | None]:
         work, post = super().bind(plan)

@@ -74,7 +74,7 @@ class ProcessGroupOfTorch:
                 work.wait()
         except RuntimeError as error:
             raise CommunicatorError(
-                f"flavour {self._name}: {call} failed: {error}; check that all ranks pass tensors of the same size"
+                f"flavour {self._name}: {call} failed: {error}; check that all ranks run and pass equal sizes"
             ) from error
 
     def free(self) -> None:
@@ -97,14 +97,14 @@ class TorchGroup(Flavour):
     ops: ClassVar[dict[str, str]]
     """The library's names of the ops that it supports on real numbers of 8, 32 and 64 bits."""
     remedy: ClassVar[str]
-    """Advice for the user, for the error message if ``connect`` fails."""
+    """Advice for the user in the error message if ``connect`` fails."""
 
     def connect(self, store: Any, channel: Channel) -> Any:
         """Return the ProcessGroup, or Backend, of torch.distributed for the ranks of the channel."""
         raise NotImplementedError
 
     def close(self, group: Any, comm: MPI.Comm) -> None:
-        """Prepare the process group for its end. All ranks of ``comm`` must call it. The default does nothing."""
+        """Shut down the process group. All ranks of ``comm`` must call it. The default does nothing."""
 
     def broadcast(self, channel: Channel, x: Tensor, root: int) -> None:
         if x.numel():
@@ -189,7 +189,10 @@ class TorchGroup(Flavour):
 
 
 class Gloo(TorchGroup):
-    """torch.distributed's gloo. A reduce_scatter is an alltoall and a local reduction, because old versions lack it."""
+    """torch.distributed's gloo.
+
+    A reduce_scatter is an alltoall and a local reduction, because gloo in old versions of torch has no reduce_scatter.
+    """
 
     name = "gloo"
     devices = frozenset({"cpu"})
@@ -229,7 +232,7 @@ class Nccl(TorchGroup):
     def close(self, group: Any, comm: MPI.Comm) -> None:
         """Close NCCL's connections after all GPUs have finished.
 
-        Older versions of torch abort unfinished work.
+        Without this wait, older versions of torch would abort unfinished work.
         """
         torch.cuda.synchronize()
         comm.Barrier()
@@ -273,7 +276,7 @@ def _wire_dtype(how: Kernel) -> torch.dtype:
 
 
 def _is_as_it_lies(how: Kernel) -> bool:
-    """Return whether the library can reduce the tensor in its memory, without a conversion."""
+    """Return whether the library can reduce the tensor's own memory, without a conversion."""
     return how.is_plain and how.dtype not in _WIDER
 
 
