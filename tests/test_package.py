@@ -50,7 +50,7 @@ def test_the_version_is_the_one_of_the_citation_and_of_the_newest_changes():
 
 def test_without_torch():
     done = jobs.python("import sys; sys.modules['torch'] = None; import torchmpi_py as mpi; mpi.start()")
-    assert done.stderr.splitlines()[-1].startswith("ModuleNotFoundError: torch is not installed: pip install torch")
+    assert done.stderr.splitlines()[-1].startswith("ModuleNotFoundError: torch is not installed; run pip install torch")
 
 
 @pytest.mark.parametrize(

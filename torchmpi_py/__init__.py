@@ -23,7 +23,7 @@ _HINTS = {  # hints by pattern of the name, for users of Horovod and torch.distr
     "get_world_size": "call mpi.size()",
     "all_reduce": "call mpi.allreduce(), which sums in place",
     r"(grouped_)?(allreduce|reducescatter)(_async)?_?": 'call mpi.allreduce(x, op="avg"), which works in place, or '
-    'mpi.reduce_scatter(x, op="avg"), for each tensor; without op= it sums',
+    'mpi.reduce_scatter(x, op="avg"), for each tensor; without op= both sum',
     "Average": 'write op="avg"; mpi.allreduce without op= sums',
     "synchronize": "call handle.wait(), which returns the result",
     "broadcast_parameters": "call mpi.nn.synchronize_parameters()",
@@ -40,7 +40,7 @@ def _attempt(what: str, module: str, function: str) -> None:
         import logging
 
         logging.getLogger(__name__).warning(
-            "torchmpi_py: %s: %r; check the variables that the launcher has set (env | sort)", what, error
+            "torchmpi_py: %s: %r; if the error mentions an environment variable, check its value", what, error
         )
 
 
@@ -80,7 +80,7 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(home), name)
     except ModuleNotFoundError as error:
         if error.name == "torch":
-            how = "torch is not installed: pip install torch (without a GPU, use the CPU build from pytorch.org)"
+            how = "torch is not installed; run pip install torch (without a GPU, use the CPU build from pytorch.org)"
             raise ModuleNotFoundError(how, name=error.name) from None
         raise
     globals()[name] = value

@@ -48,7 +48,7 @@ class TorchMPIError(Exception):
     rank: int | None = None
 
     def _of_call(self: _E, verb: str | None, comm: Any) -> _E:
-        """Set the attributes of the call that raised this error, unless an inner call has; return the error itself."""
+        """Set the attributes of the call that raised this error, unless an inner call has set them. Return self."""
         if self.verb is None and verb is not None:
             self.verb, self.comm = verb, comm
             self.rank = None if comm is None else comm.rank
@@ -59,7 +59,7 @@ class TorchMPIError(Exception):
         return type(self), self.args, {**self.__dict__, "comm": None}
 
 
-class NotStarted(TorchMPIError):  # noqa: N818 - the name says the state, as in the design
+class NotStarted(TorchMPIError):  # noqa: N818 - the name describes a state, as in the design
     """The package is not started in this process; call ``mpi.start()`` first."""
 
 

@@ -7,7 +7,7 @@ handle unreadable files therefore need no further code. For reading, a link is f
 root, like the links in a home directory. For writing, no link is followed. The parent folders may be links.
 
 A file system may give new files a different owner than the process. For example, NFS does this with root's files. Files
-with that owner count as the user's.
+of this other owner count as the user's.
 
 This module imports only the standard library, because `launch` uses it and must start without torch.
 """
@@ -24,7 +24,7 @@ from typing import Any
 
 Path = str | os.PathLike[str]
 
-REMEDY = "remove it, or use another file"
+REMEDY = "move it away, or use another file"
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFIFO: "a named pipe",
@@ -133,7 +133,7 @@ def _check(path: Path, status: os.stat_result, owners: Collection[int] | None, w
 
 
 def _owner_of_new_file(path: Path) -> int:
-    """Return the owner that a new file in the folder of ``path`` gets; -1 if this process cannot create one."""
+    """Return the user id that owns a new file in the folder of ``path``; -1 if this process cannot create a file."""
     try:
         with tempfile.TemporaryFile(dir=os.path.dirname(os.path.abspath(path))) as file:
             return os.fstat(file.fileno()).st_uid
