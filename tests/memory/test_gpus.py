@@ -172,6 +172,6 @@ def test_ranks_that_disagree_about_gpus(mpi, monkeypatch):
 
     one_gpu(monkeypatch)
     device = torch.device("cpu") if mpi.rank() == 1 else torch.device("cuda", 0)
-    with pytest.raises(RanksDisagree, match="start: with_cuda=False on rank 1, True on the others"):
+    with pytest.raises(RanksDisagree, match="start: with_cuda=False on rank 1, True on other ranks"):
         gpus.exchange(MPI.COMM_WORLD, Place(0, mpi.rank()), device, with_ipc=True)
     assert gpus.table() is None

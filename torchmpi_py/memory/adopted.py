@@ -1,4 +1,4 @@
-"""Memory of existing tensors that is moved into files, so that all ranks of a node can map it.
+"""Move the memory of existing tensors into files, so that all ranks of a node can map this memory.
 
 DistributedDataParallel allocates the memory of its buckets itself. ``move`` moves the whole storage of a tensor. The
 tensors that share the storage (buckets, their views, gradients) stay the same Python objects, but at another address.

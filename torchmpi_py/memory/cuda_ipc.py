@@ -110,7 +110,7 @@ def _end(segment: GpuSegment, device: torch.device, on_end: Callable[[GpuSegment
 
 
 def _offer(part_bytes: int, peers: Sequence[int], device: torch.device) -> tuple[Tensor | None, dict[int, object], str]:
-    """Allocate this rank's part. Return (memory, a handle for each peer, an error text).
+    """Allocate this rank's part. Return (memory, a handle for each peer, ""), or (None, {}, the error) after a failure.
 
     torch counts each handle as one process that maps the memory.
     """

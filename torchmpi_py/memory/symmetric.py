@@ -120,7 +120,7 @@ live = LiveSegments()
 
 
 def find(x: Tensor) -> tuple[AnySegment, int] | None:
-    """Return the segment whose part on this rank contains the flat tensor ``x``, and the offset in bytes; or None."""
+    """Return the segment whose part on this rank contains the flat tensor ``x``, and its offset in bytes; or None."""
     begins, segments = live.now
     if not begins:
         return None
@@ -137,7 +137,7 @@ def find(x: Tensor) -> tuple[AnySegment, int] | None:
 def adopt(channel: Channel, x: Tensor) -> bool:
     """Make the ordinary CPU tensor ``x``, and all tensors that share its storage, symmetric.
 
-    All ranks of ``channel`` must call it, and must be on one node. Return False on all ranks if it is not possible.
+    All ranks of ``channel`` must call it, and must be on one node. Return False on all ranks if it fails on any rank.
     When no tensor uses the storage any more, the next call of this function or of ``drop_unused`` releases the memory.
     """
     drop_unused()
