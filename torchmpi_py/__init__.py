@@ -24,7 +24,7 @@ _HINTS = {  # hints by pattern of the name, for users of Horovod and torch.distr
     "all_reduce": "call mpi.allreduce(), which sums in place",
     r"(grouped_)?(allreduce|reducescatter)(_async)?_?": 'call mpi.allreduce(x, op="avg"), which works in place, or '
     'mpi.reduce_scatter(x, op="avg"), for each tensor; without op= both sum',
-    "Average": 'write op="avg"; mpi.allreduce without op= sums',
+    "Average": 'pass op="avg" to mpi.allreduce, which sums without op=',
     "synchronize": "call handle.wait(), which returns the result",
     "broadcast_parameters": "call mpi.nn.synchronize_parameters()",
     "DistributedOptimizer": "use mpi.optim.DistributedOptimizer",

@@ -129,7 +129,8 @@ def _check(settings: _Settings) -> None:
             raise ValueError(f"autotune: {what}={names!r}: pass one or more of {', '.join(known)}")
     if not isinstance(max_bytes, int) or max_bytes < _DTYPE.itemsize or not 0 < seconds < math.inf:
         raise ValueError(
-            f"autotune: max_bytes={max_bytes}, seconds={seconds}: pass int >= {_DTYPE.itemsize} and a finite number > 0"
+            f"autotune: max_bytes={max_bytes}, seconds={seconds}: pass a whole number of bytes, at least "
+            f"{_DTYPE.itemsize}, and a finite number of seconds above 0"
         )
     if device not in DEVICES:
         raise ValueError(f"autotune: device={device!r}: pass one of {', '.join(DEVICES)}")

@@ -37,7 +37,7 @@ class GpuOffer(NamedTuple):
     reached: frozenset[str]
 
 
-_SWITCHED_OFF = "switched off by start(with_ipc_groups=False)"
+_SWITCHED_OFF = "start(with_ipc_groups=False) has disabled CUDA IPC; to use it, omit with_ipc_groups"
 
 
 @dataclasses.dataclass

@@ -1,4 +1,4 @@
-"""Reads of the memory of another process on this node. The kernel makes a single copy.
+"""Read the memory of other processes on this node. The kernel copies the data once, directly between the processes.
 
 The kernel lets a process read the memory of every process that it may debug. Both processes must belong to the same
 user and container, and no profile or security module may forbid such reads. MPI libraries use them for large messages.

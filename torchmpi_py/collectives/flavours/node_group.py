@@ -159,10 +159,9 @@ class NodeGroup:
         kinds, counts, *places = zip(*(_HEADER.unpack(text) for text in texts), strict=True)
         if len(set(kinds)) > 1 or len(set(counts)) > 1:
             # All ranks reach this allgather, because all ranks read the same headers.
-            calls = self.channel.mpi.allgather(
-                f"{what} of {x.numel() if count is None else count} elements of {x.dtype}"
-            )
-            raise RanksDisagree("; ".join(f"rank {rank} calls {call}" for rank, call in enumerate(calls)))
+            own = f"{what} of {x.numel() if count is None else count} elements of {x.dtype}"
+            calls = "; ".join(f"rank {rank} calls {call}" for rank, call in enumerate(self.channel.mpi.allgather(own)))
+            raise RanksDisagree(f"all ranks must make the same call with the same sizes, but {calls}")
         reads, writes = places[:2], places[2:]
         are_adoptable = set(reads[0]) == {_ADOPTABLE}
         return Headers(_common(*reads), _common(*writes), _addresses(*reads), _addresses(*writes), are_adoptable)

@@ -138,7 +138,7 @@ def _serve(address: str, num_ranks: int, is_lazy: bool) -> Any:
 
 
 def _tcp_store(host: str, port: int, num_ranks: int, **options: Any) -> Any:
-    """Return a TCP store, as its client or its server, without waiting for the other ranks."""
+    """Return a TCP store: its server if ``options`` contains ``is_master``, else a client. Do not wait for clients."""
     factory = getattr(distributed, "TCPStore")  # noqa: B009 - its stub does not export it
     return factory(host, port, num_ranks, timeout=_CONNECT_TIMEOUT, wait_for_workers=False, **options)
 

@@ -111,6 +111,7 @@ def allgather(rank: int, pieces: Sequence[Bounds]) -> list[Step]:
 def alltoall(rank: int, size: int, length: int, step: int) -> Iterator[list[Step]]:
     """Yield rounds of one step each, which exchange data with the ranks at distance 1, then 2, and so on.
 
+    ``length`` is the size of a slice, and ``step`` is the largest size of a chunk.
     All ranks use the same distance at the same time, so that no rank receives from two ranks.
     """
     for distance in range(1, size):
@@ -123,7 +124,8 @@ def alltoall(rank: int, size: int, length: int, step: int) -> Iterator[list[Step
 def gather(rank: int, root: int, bounds: Sequence[Bounds], step: int) -> Iterator[list[Step]]:
     """Yield rounds of one step each, in which root receives the slices of the other ranks in rank order.
 
-    On ranks other than root, the bounds are relative to the start of the rank's own slice.
+    ``bounds`` lists the slices by rank, and ``step`` is the largest size of a chunk. On ranks other than root, the
+    bounds of a ``Step`` are relative to the start of the rank's own slice.
     """
     for source, (begin, end) in enumerate(bounds):
         if source != root and rank in (source, root):

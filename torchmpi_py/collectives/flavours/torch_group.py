@@ -74,7 +74,7 @@ class ProcessGroupOfTorch:
                 work.wait()
         except RuntimeError as error:
             raise CommunicatorError(
-                f"flavour {self._name}: {call} failed: {error}; check that all ranks run and pass equal sizes"
+                f"flavour {self._name}: {call} failed: {error}; check that all ranks run and pass the same sizes"
             ) from error
 
     def free(self) -> None:
