@@ -79,7 +79,7 @@ def broadcast(x: T, root: int = 0, *, comm: Communicator | None = None, flavour:
         TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
         ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes or roots.
         CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
         CommunicatorError: MPI failed, or another thread is in a collective on the same communicator.
@@ -120,7 +120,7 @@ def broadcast_async(x: T, root: int = 0, *, comm: Communicator | None = None, fl
         TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
         ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes or roots; raised here or
             by ``wait()``.
         CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
@@ -159,7 +159,7 @@ def allreduce(
         TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
         ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes or ops.
         CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
         CommunicatorError: MPI failed, or another thread is in a collective on the same communicator.
@@ -207,7 +207,7 @@ def allreduce_async(
         TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
         ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes or ops; raised here or by
             ``wait()``.
         CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
@@ -250,7 +250,7 @@ def reduce(
         TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
         ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes, ops or roots.
         CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
         CommunicatorError: MPI failed, or another thread is in a collective on the same communicator.
@@ -306,7 +306,7 @@ def reduce_async(
         TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
         ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes, ops or roots; raised
             here or by ``wait()``.
         CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
@@ -342,7 +342,7 @@ def allgather(x: T, *, out: Array | None = None, comm: Communicator | None = Non
         TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
         ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different dtypes, or shapes that differ in more
             than dim 0.
         CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
@@ -387,7 +387,7 @@ def allgather_async(
         TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
         ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different dtypes, or shapes that differ in more
             than dim 0; raised here or by ``wait()``.
         CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
@@ -427,7 +427,7 @@ def gather(
         TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
         ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different dtypes or roots, or shapes that differ
             in more than dim 0.
         CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
@@ -475,7 +475,7 @@ def gather_async(
         TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
         ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different dtypes or roots, or shapes that differ
             in more than dim 0; raised here or by ``wait()``.
         CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
@@ -512,7 +512,7 @@ def reduce_scatter(
         TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
         ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes or ops.
         CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
         CommunicatorError: MPI failed, or another thread is in a collective on the same communicator.
@@ -556,7 +556,7 @@ def reduce_scatter_async(
         TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
         ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes or ops; raised here or by
             ``wait()``.
         CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
@@ -594,7 +594,7 @@ def scatter(
         TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
         ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes or roots.
         CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
         CommunicatorError: MPI failed, or another thread is in a collective on the same communicator.
@@ -638,7 +638,7 @@ def scatter_async(
         TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
         ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes or roots; raised here or
             by ``wait()``.
         CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
@@ -674,7 +674,7 @@ def alltoall(x: A, *, out: Array | None = None, comm: Communicator | None = None
         TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
         ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different sizes or dtypes.
         CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
         CommunicatorError: MPI failed, or another thread is in a collective on the same communicator.
@@ -718,7 +718,7 @@ def alltoall_async(
         TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
         ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different sizes or dtypes; raised here or by
             ``wait()``.
         CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
@@ -755,7 +755,7 @@ def sendreceive(
         TypeError: an argument has the wrong type or an unknown name.
         ValueError: an argument has an invalid value, such as a rank that ``comm`` does not have.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: the message has a different dtype or size than ``x``; raised on the receiver.
         CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
         CommunicatorError: MPI failed.
@@ -799,7 +799,7 @@ def sendreceive_async(
         TypeError: an argument has the wrong type or an unknown name.
         ValueError: an argument has an invalid value, such as a rank that ``comm`` does not have.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: the message has a different dtype or size than ``x``; raised on the receiver, by ``wait()``.
         CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
         CommunicatorError: MPI failed; raised here or by ``wait()``.
@@ -833,7 +833,7 @@ def send(x: T, destination: int, *, comm: Communicator | None = None, flavour: s
         TypeError: an argument has the wrong type or an unknown name.
         ValueError: an argument has an invalid value, such as a rank that ``comm`` does not have.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
         CommunicatorError: MPI failed.
 
@@ -874,7 +874,7 @@ def send_async(x: T, destination: int, *, comm: Communicator | None = None, flav
         TypeError: an argument has the wrong type or an unknown name.
         ValueError: an argument has an invalid value, such as a rank that ``comm`` does not have.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
         CommunicatorError: MPI failed; raised here or by ``wait()``.
 
@@ -909,7 +909,7 @@ def recv(x: T, source: int, *, comm: Communicator | None = None, flavour: str | 
         TypeError: an argument has the wrong type or an unknown name.
         ValueError: an argument has an invalid value, such as a rank that ``comm`` does not have.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: the message has a different dtype or size than ``x``; raised on the receiver.
         CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
         CommunicatorError: MPI failed.
@@ -952,7 +952,7 @@ def recv_async(x: T, source: int, *, comm: Communicator | None = None, flavour: 
         TypeError: an argument has the wrong type or an unknown name.
         ValueError: an argument has an invalid value, such as a rank that ``comm`` does not have.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: the message has a different dtype or size than ``x``; raised on the receiver, by ``wait()``.
         CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
         CommunicatorError: MPI failed; raised here or by ``wait()``.
@@ -990,7 +990,7 @@ def broadcast_object(
         TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
         ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different roots.
         CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
         CommunicatorError: MPI failed, or another thread is in a collective on the same communicator.
@@ -1026,7 +1026,7 @@ def broadcast_object_async(
         TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
         ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different roots; raised here or by ``wait()``.
         CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
         CommunicatorError: MPI failed; raised here or by ``wait()``.
@@ -1058,7 +1058,7 @@ def allgather_object(obj: object, *, comm: Communicator | None = None, flavour: 
         TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
         ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different flavours.
         CollectiveTimeout: the call took longer than ``Tuning.deadline_seconds``, and ``Tuning.at_deadline`` is "raise".
         CommunicatorError: MPI failed, or another thread is in a collective on the same communicator.
@@ -1093,7 +1093,7 @@ def allgather_object_async(
         TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
         ValueError: an argument has an invalid value; raised on every rank before anything is sent.
         NotStarted: ``mpi.start()`` was not called.
-        FlavourError: no flavour can carry out the call, or the flavour that ``flavour`` names cannot.
+        FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different flavours; raised here or by ``wait()``.
         CollectiveTimeout: a timeout expired; raised by ``wait()``. The operation is then still pending.
         CommunicatorError: MPI failed; raised here or by ``wait()``.
