@@ -66,7 +66,7 @@ def exchange(world: MPI.Comm, place: Place, device: torch.device, *, with_ipc: b
         return None
     if without:
         ranks = ", ".join(map(str, without))
-        raise RanksDisagree(f"start: with_cuda=False on rank {ranks}, True on other ranks; pass one value on all ranks")
+        raise RanksDisagree(f"start: with_cuda=False on rank {ranks}, True on other ranks; pass the same value on all")
     gpus = {offer.place: Gpu(offer.identity, group) for offer, group in zip(offers, ipc_groups(offers), strict=True)}
     return GpuTable(gpus, "" if with_ipc else _SWITCHED_OFF)
 

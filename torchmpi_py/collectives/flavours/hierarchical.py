@@ -46,9 +46,9 @@ from torchmpi_py.core.communicators import Communicator
 
 CHUNK_BYTES = 512 << 10
 LEAST_CHUNK_BYTES = 64 << 10
-"""Upper and lower limit of a piece on CPUs, to be multiplied by the number of chunks into which the piece is cut.
+"""Upper and lower limit of the size of a chunk on CPUs.
 
-There is one chunk per group and per rank of a group that carries the piece. CHUNK_BYTES is also the largest chunk of
+Each rank that carries a piece has one chunk of the piece for each group. CHUNK_BYTES is also the largest chunk of
 flavour ``ring``.
 """
 
