@@ -189,8 +189,7 @@ def test_training_with_two_three_and_two_ranks(tmp_path):
     job = jobs.torchmpirun(*options, jobs.write(tmp_path, TRAIN), cwd=tmp_path)
     assert job.returncode == 0, job.stderr
     changes = [("3", "3 ranks, previously 2"), ("2", "2 ranks, previously 3")]
-    end = "; letting the ranks save, then restarting"
-    said = [f"hosts are now localhost:{slots} ({ranks}){end}" for slots, ranks in changes]
+    said = [f"hosts are now localhost:{n} ({of}); letting the ranks save, then restarting" for n, of in changes]
     assert [line for line in job.stderr.splitlines() if "hosts" in line] == [f"torchmpirun: {line}" for line in said]
     rows = sorted(json.loads(line) for file in tmp_path.glob("*.used") for line in file.read_text().splitlines())
     assert {(row[0], row[3]) for row in rows} == {(0, 2), (1, 3), (2, 2)}

