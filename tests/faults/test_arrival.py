@@ -50,7 +50,7 @@ mpi.stop()
 """
 INIT = "dist.init_process_group('torchmpi', timeout=dt.timedelta(seconds=5))"
 STARTED = "import torchmpi_py as mpi; mpi.start()\nif rank =="
-ONE_MISSING = r"ranks 0, 2 of 3 wait in mpi\.start\(\), for 5 s now\. Missing: rank 1 \(process \d+\)\. Every rank"
+ONE_MISSING = r"ranks 0, 2 of 3 still wait in mpi\.start\(\) after 5 s\. Missing: rank 1 \(process \d+\)\. Every rank"
 TIMED_OUT = r"(?s)timeout of 5 s has passed, .*init_process_group\. rank 1 \(process \d+\)"
 slow = pytest.mark.slow
 
@@ -72,7 +72,7 @@ NOT_0 = range(1, 256)
     [
         ("mpi.start()", PROGRAM, "torchmpirun", ONE_MISSING),
         pytest.param(
-            INIT, PROGRAM, "mpirun", r"wait in init_process_group, for 5 s now\. Missing: rank 1\.", marks=slow
+            INIT, PROGRAM, "mpirun", r"still wait in init_process_group after 5 s\. Missing: rank 1\.", marks=slow
         ),
         pytest.param(INIT, PROGRAM.replace("if rank ==", STARTED), "torchmpirun", TIMED_OUT, marks=slow),
     ],
@@ -112,7 +112,7 @@ def test_with_report_the_wait_goes_on(judge, tmp_path):
 def test_started_by_the_master_of_futures_alone(judge, tmp_path):
     job = {"codes": [1], "options": ("-m", "mpi4py.futures"), "TORCHMPI_DEADLINE": "2"}
     errors = run(judge, tmp_path, PROGRAM, "-1", "mpi.start()", **job)
-    assert re.search(r"rank 0 of 3 waits in mpi\.start\(\).*Missing: rank 1.*, rank 2", errors), errors
+    assert re.search(r"rank 0 of 3 still waits in mpi\.start\(\).*Missing: rank 1.*, rank 2", errors), errors
 
 
 @slow
@@ -159,7 +159,7 @@ def test_another_program_does_not_silence_the_rank_and_all_have_time_to_connect(
         wait = started(monkeypatch, 0, 2, 2)
         wait._seconds = 0.01
         wait._watch(held)
-    told = "rank 0 of 2 waits in mpi.start()" if is_silenced else "for 0.5 s now. No rank is missing"
+    told = "rank 0 of 2 still waits in mpi.start()" if is_silenced else "after 0.5 s. No rank is missing"
     assert told in actions[0]
     assert actions[1:] == ["ended"]
 

@@ -70,7 +70,7 @@ mpi.start()"""
     one = jobs.python(code, env={"OMPI_COMM_WORLD_SIZE": "2", "PYTHONWARNINGS": "ignore"})
     assert (one.returncode, [name for name in one.stdout.split() if os.path.exists(name)]) == (1, [])
     assert ("sm_segment" in one.stdout) is (jobs.VENDOR != "mpich")
-    assert "TorchMPIError: the launcher started 2 ranks, but for MPI each is alone" in one.stderr
+    assert "TorchMPIError: the launcher started 2 ranks, but MPI sees each as a separate job" in one.stderr
     assert "unset OMPI_COMM_WORLD_SIZE" in one.stderr
 
 

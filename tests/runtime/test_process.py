@@ -68,7 +68,7 @@ def test_starts_and_stops_without_a_launcher():
     first, *cuda, last = done.stdout.splitlines()
     assert first == "torchmpi_py is not started in this process: call mpi.start() first"
     assert all("sees no CUDA device" in line for line in cuda)
-    assert last == "mpi.start() was called already; call mpi.stop() before starting again"
+    assert last == "this process is already started; remove this call, or call mpi.stop() first"
     (warning,) = done.stderr.splitlines()
     assert "TORCHMPI_DEADLIN (did you mean TORCHMPI_DEADLINE?)" in warning
 
@@ -243,7 +243,7 @@ def test_every_rank_knows_its_place(mpi):
     assert mpi.local_size() == mpi.size()
     assert mpi.num_nodes() == 1
     mpi.barrier()
-    with pytest.raises(TorchMPIError, match="was called already"):
+    with pytest.raises(TorchMPIError, match="is already started"):
         mpi.start()
 
 

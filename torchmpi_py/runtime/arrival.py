@@ -31,11 +31,11 @@ from torchmpi_py.watch import abort, watchdog
 
 _CONNECT_SECONDS = 60.0
 LEAST_SECONDS = 20.0
-"""The shortest timeout of ``start``, because the timeout of operations may be shorter than the import of torch."""
+"""The minimum timeout of ``start``, in seconds: importing torch may take longer than the timeout of operations."""
 
 _LOOK_SECONDS = 0.5
 _OTHERS_END_SECONDS = 5.0  # time within which the reporting rank has to end the job
-_REPORTED = "reported"  # the address of the reporting rank
+_REPORTED = "reported"  # name of the address that the reporting rank binds
 _CALLS = "mpi.start() or init_process_group()"
 
 
@@ -45,10 +45,10 @@ def limit_of(tuning: Tuning) -> float:
 
 
 class Wait:
-    """A wait for all ranks of the job, in the function ``called``, of at most ``seconds`` (0: no limit).
+    """A wait for all ranks of the job in the function ``called``, which is reported after ``seconds`` (0: never).
 
-    A limit below 60 s is raised to 60 s while all ranks of the job wait on this host, because MPI may still be
-    connecting them. With ``at_deadline="report"`` the wait continues after the report; otherwise the job ends.
+    If all ranks of the job wait on this host, the report comes after 60 s at the earliest, because MPI may still be
+    connecting the ranks. With ``at_deadline="report"`` the wait continues after the report; otherwise the job ends.
     """
 
     def __init__(self, called: str, seconds: float, at_deadline: str) -> None:
@@ -72,9 +72,9 @@ class Wait:
                 self._over.set()
 
     def _watch(self, sockets: contextlib.ExitStack) -> None:
-        """Report a wait that takes too long, and end the job.
+        """Report the wait after the timeout, and then end the job, unless the wait should continue.
 
-        This method runs in a thread. The sockets in ``sockets`` close after the wait.
+        This method runs in a thread. ``sockets`` closes the addresses of this rank after the wait.
         """
         ages, is_reported = watchdog.Ages(time.monotonic()), False
         while (age := ages.seconds.get(0, 0.0)) < self._seconds or (age < _CONNECT_SECONDS and self._all_are_here()):
@@ -90,7 +90,8 @@ class Wait:
             return
         report = self.report()
         watchdog.print_to_stderr(f"torchmpi_py: {report}")
-        if self._ends and not self._over.wait(2 * _LOOK_SECONDS):  # During this wait the other ranks find the address.
+        # During this wait the other ranks find the bound address, and do not report too.
+        if self._ends and not self._over.wait(2 * _LOOK_SECONDS):
             self._end_job(report.split(". Every rank")[0])
 
     def _all_are_here(self) -> bool:
@@ -101,10 +102,10 @@ class Wait:
     def report(self) -> str:
         """Return a text that lists the waiting and the missing ranks, as far as they are known on this host."""
         here = [rank for rank in range(self._size or 0) if _is_bound(_address(str(rank)))] or [self._rank]
-        who = f"{_ranks(here)} of {self._size or '?'} wait{'s' * (len(here) == 1)} in {self.called}"
+        who = f"{_ranks(here)} of {self._size or '?'} still wait{'s' * (len(here) == 1)} in {self.called}"
         end = "the job ends" if self._ends else "the wait continues"
         seconds = max(self._seconds, _CONNECT_SECONDS) if self._all_are_here() else self._seconds
-        return f"{who}, for {seconds:g} s now. {self._missing(here)}. Every rank has to call {_CALLS}; {end}"
+        return f"{who} after {seconds:g} s. {self._missing(here)}. Every rank has to call {_CALLS}; {end}"
 
     def _missing(self, here: list[int]) -> str:
         """Return a sentence about the missing ranks; ``here`` lists the waiting ranks of this host."""
@@ -112,7 +113,7 @@ class Wait:
         if size is None or not variables.job_name(os.environ):
             return "It is not known which ranks are missing"
         if len(here) == size:
-            return "No rank is missing, but MPI has not connected the ranks"
+            return "No rank is missing, but MPI has not connected the ranks: check MPI's transport settings"
         if on_host == size:
             running = exit_marks.ranks_running(Path(os.environ.get("TORCHMPIRUN_JOB_DIR", os.devnull)))
             missing = [rank for rank in range(size) if rank not in here]
@@ -158,7 +159,10 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _state(rank: int, running: dict[int, int]) -> str:
-    """Return the state of a missing rank, in parentheses; ``running`` has the process IDs of ranks that still run."""
+    """Return the state of a missing rank, in parentheses; ``running`` maps each rank that still runs to its process ID.
+
+    A process ID of 0 is unknown. If ``running`` is empty, nothing is known about the ranks, so return "".
+    """
     if not running:
         return ""
     if rank not in running:
@@ -178,7 +182,7 @@ def _bind(address: str, sockets: contextlib.ExitStack) -> bool:
         listener.bind(address)
     except OSError:
         return False
-    listener.listen(socket.SOMAXCONN)  # No accept is needed, because each rank of the host connects once or twice.
+    listener.listen(socket.SOMAXCONN)  # No accept is needed, because Linux connects up to this many sockets without it.
     return True
 
 

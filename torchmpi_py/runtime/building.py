@@ -2,8 +2,8 @@
 
 The watchdog is itself a part of the session, and it watches only operations. A rank may hang outside of any operation:
 before the watchdog runs, or in a user's function that ``start`` calls. So after the timeout (at least two minutes) this
-module reports where the ranks are, and the job ends as for a late operation. Until the watchdog runs, a thread of this
-module provides this rank's stacks to the reporting rank.
+module reports where the ranks are, and then ends the job, unless ``Tuning.at_deadline`` is "report". Until the watchdog
+runs, a thread of this module provides this rank's stacks to the reporting rank.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ class _Construction:
         self._has_reported = False
 
     def run(self) -> None:
-        """Report the ranks' positions if the block exceeds the timeout, and end the job."""
+        """Report where the ranks are if the block exceeds the timeout, and then end the job if ``_ends`` is True."""
         ages = watchdog.Ages(time.monotonic())
-        # A collective inside the block began later than the block, so give it time to raise its own error.
+        # A collective inside the block starts later than the block, so its own timeout also ends later. Let the
+        # collective raise its error first.
         while ages.seconds.get(0, 0.0) < self._seconds + job_reports.RAISE_SECONDS:
             if self._is_over_within(_GIVE_SECONDS):
                 return
@@ -59,7 +60,7 @@ class _Construction:
                 self._end(patience_seconds)
 
     def _report(self) -> float:
-        """Report where the ranks are; return the number of seconds to wait for reports of other ranks."""
+        """Report where the ranks are, unless another rank does; return the seconds to wait before ending the job."""
         board = status_board.current
         self._has_reported = board is None or watchdog.claim(board, CLAIMED_LATE)
         if not self._has_reported:
@@ -71,7 +72,7 @@ class _Construction:
         return watchdog.tell_late(board, report, ends=self._ends)
 
     def _end(self, patience_seconds: float) -> None:
-        """End the job after some seconds, unless the block ends first."""
+        """End the job after ``patience_seconds``. If the block ends first, withdraw this rank's report instead."""
         if not self._is_over_within(patience_seconds):
             abort.abort(abort.EXIT_CODE, self._why)
         elif self._has_reported:

@@ -11,15 +11,15 @@ from torchmpi_py.runtime import process
 
 
 def is_in_experiment() -> bool:
-    """Return whether this process is in an experiment of a sweep, where its group is the world."""
+    """Return whether this process runs an experiment of a sweep, in which its group of ranks is the whole world."""
     return communicators.stack().outer is not None
 
 
 def is_chief() -> bool:
-    """Return whether this rank is the one that writes logs, summaries and files: rank 0 of the current level.
+    """Return whether this rank is rank 0 of the current level, which should write logs, summaries and files.
 
-    In an experiment (``mpi.experiments``) this is rank 0 of the group. Outside of experiments, under ``torchmpirun
-    --groups``, only rank 0 of the first group counts. Other ranks need not make this call.
+    In an experiment (``mpi.experiments``) the result is True on rank 0 of the group. Outside of experiments, under
+    ``torchmpirun --groups``, it is True only on rank 0 of the first group. Other ranks need not make this call.
 
     Returns:
         True or False.

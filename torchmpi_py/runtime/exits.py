@@ -59,7 +59,10 @@ def wait_for_all(world: Communicator) -> None:
 
 
 def show_stage(call: str) -> None:
-    """Report to torchmpirun that this rank waits for other ranks in ``call``, without a watchdog; "" ends the wait."""
+    """Report to torchmpirun that this rank waits for other ranks in ``call``, where no watchdog runs.
+
+    Pass "" when the wait has ended.
+    """
     tuning = config.current
     exit_marks.record_stage(exit_marks.Stage(call, tuning.deadline_seconds, tuning.at_deadline != "report"))
 

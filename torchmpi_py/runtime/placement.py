@@ -1,9 +1,10 @@
 """The placement of a rank: its place on the node, its GPU, and its share of the cores.
 
 Each launcher sets the local rank in its own environment variable. Before MPI starts, this variable determines the GPU.
-Afterwards the variable counts only if the values on the ranks of the node are 0, 1, 2, and so on. The values may be
-different, because Open MPI may count in another order than the shared-memory communicator, or because the variable is
-left over from an outer job. This module does not communicate with other nodes.
+Afterwards the variable counts only if its values on the ranks of the node are 0, 1, 2, and so on, in any order. (Open
+MPI may number the ranks in another order than the shared-memory communicator.) Otherwise the variable may be left over
+from an outer job, and the rank in the shared-memory communicator counts. This module does not communicate with other
+nodes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ _ABORT_DELAYS = ("opal_abort_delay", "mpi_abort_delay")  # two names for one set
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """Rank and size on the node, the numbers of cores per rank and of the node, and the number that selects the GPU."""
+    """The place of a rank on its node.
+
+    ``cores`` is this rank's share of the ``node_cores`` cores that the ranks of the node may use. ``gpu_rank`` modulo
+    the number of GPUs is the index of this rank's GPU.
+    """
 
     rank: int
     size: int
@@ -68,10 +73,10 @@ def check_world(size: int) -> None:
             if "/sm_segment." in name:
                 os.unlink(name)
         raise TorchMPIError(
-            f"the launcher started {launched} ranks, but for MPI each is alone: mpi4py has loaded {vendor} "
-            f"{'.'.join(map(str, version))}, and the launcher belongs to another MPI. Start with torchmpirun, unset "
-            "MPI4PY_LIBMPI and MPI4PY_MPIABI, install only one MPI, or let srun choose it (--mpi); to run each rank "
-            "alone on purpose, unset "
+            f"the launcher started {launched} ranks, but MPI sees each as a separate job: mpi4py has loaded {vendor} "
+            f"{'.'.join(map(str, version))}, but the launcher may belong to another MPI. Start with torchmpirun, unset "
+            "MPI4PY_LIBMPI and MPI4PY_MPIABI, install only one MPI, or pass the right --mpi to srun; to run separate "
+            "jobs on purpose, unset "
             f"{' and '.join(name for name in variables.SIZE if name in os.environ)}"
         )
 
@@ -142,7 +147,7 @@ def _num_gpus() -> int:
 
 
 def describe(device: torch.device, size: int, num_nodes: int) -> str:
-    """Return a line about the job, which rank 0 logs."""
+    """Return the line about the job that rank 0 logs at the start."""
     vendor, version = MPI.get_vendor()
     alone = "" if size > 1 else "; to use several ranks, run torchmpirun -n 4 program.py"
     return (

@@ -38,7 +38,7 @@ def start(
     collective_communicator: Callable[[], int | None] | None = None,
     tuning: config.Tuning | None = None,
 ) -> None:
-    """Start this process as a rank of the job in which it was launched, or without a launcher as the only rank.
+    """Start this process as a rank of the job in which it was launched, or, without a launcher, as the only rank.
 
     Every rank of the job must make this call, which initializes MPI and waits for the other ranks. A process can start
     again after ``mpi.stop()``.
@@ -65,7 +65,7 @@ def start(
         TorchMPIError: this process is already started, or no MPI library can be loaded.
         ValueError: ``with_cuda`` is True and there is no GPU, or a variable TORCHMPI_* has a wrong value.
         RanksDisagree: the ranks have different tunings or different versions of this package.
-        TypeError: one of the functions for levels does not return an index.
+        TypeError: ``custom_communicator_init`` or ``collective_communicator`` does not return the index of a level.
 
     Examples:
         >>> if not mpi.is_started():
@@ -125,7 +125,7 @@ def stop() -> None:
     if not communicators.is_started():
         return
     if communicators.stack().outer is not None:
-        raise TorchMPIError("mpi.stop() was called in an experiment, whose ranks run further ones; remove the call")
+        raise TorchMPIError("mpi.stop() was called in an experiment, but its ranks have to run others; remove the call")
     survivors.close_session()
     os.environ.pop(STARTED_PID, None)
 
@@ -135,11 +135,12 @@ def session(*args: Any, **kwargs: Any) -> Iterator[None]:
     """Call ``mpi.start`` at the beginning of a ``with`` block, and ``mpi.stop`` at its end.
 
     Every rank of the job must enter the block. An error in the block passes through, and ends the job unless the
-    program catches the error. This rank cannot stop alone, because other ranks may be waiting for it.
+    program catches the error. After an error, a job of several ranks is not stopped, because the other ranks may not
+    have left the block.
 
     Args:
-        args (Any): the arguments of ``mpi.start``.
-        kwargs (Any): the arguments of ``mpi.start``.
+        args (Any): positional arguments of ``mpi.start``.
+        kwargs (Any): keyword arguments of ``mpi.start``.
 
     Returns:
         A context manager.
@@ -277,7 +278,7 @@ def device() -> torch.device:
 def host_name() -> str:
     """Return the name of this host.
 
-    Ranks with equal names may still be on different nodes.
+    Different nodes may have the same name.
 
     Returns:
         The name, as ``socket.gethostname()`` returns it.
@@ -314,7 +315,7 @@ def _load_mpi() -> None:
 
 
 def _log_from(rank: int, level: str | None) -> None:
-    """Log the package's messages from ``level`` on, to standard error unless the program has configured logging."""
+    """Log the package's messages of ``level`` and above: to the program's handlers, or else to standard error."""
     if level is None:
         return
     logger.setLevel(level)
@@ -326,7 +327,7 @@ def _log_from(rank: int, level: str | None) -> None:
 
 def _check_startable() -> None:
     if communicators.is_started():
-        raise TorchMPIError("mpi.start() was called already; call mpi.stop() before starting again")
+        raise TorchMPIError("this process is already started; remove this call, or call mpi.stop() first")
     parent = os.environ.get(STARTED_PID)
     if parent is not None and parent != str(os.getpid()):
         raise NotStarted(

@@ -131,7 +131,7 @@ class Session:
         if is_lost:
             self._stop_watchdog()
             ulfm.revoke_all()
-        # 2. Free the parts that all ranks free together. The watchdog still runs, in case a rank does not join in.
+        # 2. Free the parts that all ranks free together. The watchdog still runs, in case a rank never does so.
         if is_lost or communicators.current_stack is None:
             self._free_parts(is_lost=is_lost)
         else:
@@ -240,9 +240,7 @@ def _use_tuning(tuning: config.Tuning, *, inline: bool, logs: bool) -> None:
     if inline and config.can_raise:
         config.use(dataclasses.replace(tuning, at_deadline="abort"))
         if logs:
-            logger.warning(
-                "this MPI does not provide MPI_THREAD_MULTIPLE, so a late operation cannot raise, but ends the job"
-            )
+            logger.warning('this MPI does not provide MPI_THREAD_MULTIPLE, so at_deadline="raise" acts like "abort"')
 
 
 def _complete_variables(whole: Communicator) -> None:
@@ -276,6 +274,6 @@ def _push_levels(custom: Callable[[], int] | None, collective: Callable[[], int 
 
 def _checked_level(what: str, level: object) -> int:
     if isinstance(level, bool) or not isinstance(level, int):
-        raise TypeError(f"{what} returned {level!r}; it must return the index of the deepest level that it pushed")
+        raise TypeError(f"{what} returned {level!r}; return the index of a level, as mpi.push_communicator() does")
     communicators.stack().level(level)
     return level

@@ -36,7 +36,7 @@ _NUM_PARTS = 4  # The measured time is divided into this many parts, whose rates
 class StepCount:
     """A counter of steps that runs until the time is over or the program ends, and then writes ``rank-R.json``.
 
-    Environment variables set the folder of this file, and the time.
+    Environment variables set the folder of this file, and the measured time in seconds.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class StepCount:
             if now - self._times[self._first] >= self._seconds and len(self._times) > self._first + _NUM_PARTS:
                 self.record(is_whole=True)
             return
-        if len(self._times) > 1:  # Ignore calls before the first step, because a program may try its model.
+        if len(self._times) > 1:  # Ignore calls before the first step, because a program may first test its model.
             self._batch = max(self._batch, self._samples)  # The last batch of an epoch may be smaller.
         self._samples, self._model = 0, None
         if len(self._times) == _WATCHED_STEPS:

@@ -1,12 +1,12 @@
 """Recovery from the death of a rank: the survivors close the session, shrink the world, and build the session again.
 
-A death is not repaired. Every rank gives up communicators, staging memory and the places of tensors in symmetric
-memory, and builds the parts of ``start`` again on a communicator of the survivors. An operation that was under way when
-a rank died has failed on some ranks, so its results are invalid. An operation that completed on one rank is valid,
-because every rank had contributed.
+A death is not repaired. Every rank gives up its communicators, its staging memory and its symmetric memory, and builds
+the parts of ``start`` again on a communicator of the survivors. An operation that was under way when a rank died has
+failed on some ranks, so its results are invalid. An operation that completed on one rank is normally valid, because
+every rank had contributed (``Attempt.confirm`` covers the exception).
 
-All ranks leave a block together, even a rank that noticed no death before the end of the block. At the end, the ranks
-agree on whether all ranks are well (``ulfm.agree``).
+All ranks leave a block of ``mpi.elastic()`` together, even a rank that noticed no death before the end of the block. At
+the end, the ranks agree on whether all ranks are well (``ulfm.agree``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchmpi_py.watch import kept_boards, tracing, watchdog
 
 logger = logging.getLogger("torchmpi_py")
 
-_LOST = "a rank died, so the session was closed to be built again without that rank"
+_LOST = "a rank died, and the session is being built again without it; repeat the call after the mpi.elastic() block"
 # Limit of consecutive recoveries without a death. Open MPI can cause such recoveries between nodes.
 _MOST_VAIN_RECOVERIES = 3
 
@@ -58,7 +58,7 @@ class Attempt:
 def confirm() -> None:
     """Confirm as ``Attempt.confirm`` does; do nothing in a job that is not elastic."""
     if ulfm.is_elastic() and not _agree(True):
-        raise _Denied("a rank died; to continue with the other ranks, put the calls into `with mpi.elastic():`")
+        raise _Denied("a rank died; if this call is in a block of mpi.elastic(), the other ranks continue after it")
 
 
 def _agree(is_well: bool) -> bool:
@@ -151,7 +151,7 @@ def recover() -> tuple[int, ...]:
     sessions.remaining_world = world
     names = ulfm.names_of_dead(former, world)
     if world.rank == 0 and names:
-        logger.warning("rank %s died (numbered as at the launch); %d ranks continue", names, world.size)
+        logger.warning("dead ranks: %s (numbered as at the launch); number of remaining ranks: %d", names, world.size)
     return ulfm.missing(former, world)
 
 
