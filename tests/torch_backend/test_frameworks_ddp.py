@@ -73,7 +73,7 @@ def test_a_hook_that_does_not_suit(mpi):
     backward(torch_backend.compressed(compression.BF16(), mine), mine, mine)
     hook = torch_backend.compressed(compression.TopK(0.5))
     backward(hook)
-    with pytest.raises(RuntimeError, match="serves one module"):
+    with pytest.raises(RuntimeError, match="two modules share this hook"):
         backward(hook)
     for hook in (torch_backend.average, torch_backend.compressed(compression.BF16())):
         with pytest.raises(TypeError, match=r"sparse=False"):

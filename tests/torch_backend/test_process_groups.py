@@ -312,10 +312,10 @@ def test_what_is_wrong_is_told_on_every_rank(group):
     size, gather = group.size(), dist.all_gather_single
     for told, call, *args in (
         ("the group has", dist.all_gather, [ones(2)] * (size + 1), ones(2)),
-        ("it must have", gather, ones(5 * size + 1), ones(5)),
-        ("it must have", dist.reduce_scatter_single, ones(3), ones(2 * size + 7)),
-        ("has 2 elements", dist.reduce_scatter, ones(3), [ones(2)] * size),
-        ("has 2 elements", dist.all_to_all, [ones(2)] * size, [ones(3)] * size),
+        ("elements in the output", gather, ones(5 * size + 1), ones(5)),
+        ("elements in the input", dist.reduce_scatter_single, ones(3), ones(2 * size + 7)),
+        ("found 2", dist.reduce_scatter, ones(3), [ones(2)] * size),
+        ("found 2", dist.all_to_all, [ones(2)] * size, [ones(3)] * size),
         ("0 outputs", dist.all_to_all, [], [ones(2)] * size),
         ("0 inputs", dist.all_to_all, [ones(2)] * size, []),
         ("split sizes", dist.all_to_all_single, ones(2 * size), ones(2 * size), [5] * size),

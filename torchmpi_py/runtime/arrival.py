@@ -161,7 +161,7 @@ def _ranks(ranks: list[int]) -> str:
 def _state(rank: int, running: dict[int, int]) -> str:
     """Return the state of a missing rank, in parentheses; ``running`` maps each rank that still runs to its process ID.
 
-    A process ID of 0 is unknown. If ``running`` is empty, nothing is known about the ranks, so return "".
+    0 stands for an unknown process ID. If ``running`` is empty, nothing is known about the ranks, so return "".
     """
     if not running:
         return ""
@@ -182,7 +182,7 @@ def _bind(address: str, sockets: contextlib.ExitStack) -> bool:
         listener.bind(address)
     except OSError:
         return False
-    listener.listen(socket.SOMAXCONN)  # No accept is needed, because Linux connects up to this many sockets without it.
+    listener.listen(socket.SOMAXCONN)  # Linux completes up to this many connections although nothing accepts them.
     return True
 
 

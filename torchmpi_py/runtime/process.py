@@ -125,7 +125,7 @@ def stop() -> None:
     if not communicators.is_started():
         return
     if communicators.stack().outer is not None:
-        raise TorchMPIError("mpi.stop() was called in an experiment, but its ranks have to run others; remove the call")
+        raise TorchMPIError("mpi.stop() in an experiment would end ranks that the sweep still needs; remove the call")
     survivors.close_session()
     os.environ.pop(STARTED_PID, None)
 

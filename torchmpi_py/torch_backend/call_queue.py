@@ -172,9 +172,10 @@ class CallQueue:
             _carry_out(call, in_background=True)
 
     def submit(self, call: Call, is_launch: bool, seconds: float | None, frame: FrameType) -> QueuedCall:
-        """Queue a call for the thread of the group. Waits for the call time out after ``seconds``.
+        """Queue a call for the thread of the group, and return the queued call.
 
-        ``is_launch`` is True if the program does not wait in this call.
+        A wait for the queued call raises an error after ``seconds`` (None: never). ``is_launch`` is True if the program
+        does not wait in this call.
         """
         _record(call, DIRECT, IS_LAUNCH * is_launch, frame)
         operations, results, _ = call
@@ -187,7 +188,7 @@ class CallQueue:
                     self._thread = communication_thread.current().beside(self._name)
             tensors = itertools.chain(results, *(operation.tensors for operation in operations))
             queued.handle = devices.submit(queued, operations[0].plan.device, tensors, self._thread)
-        except BaseException:  # The call may not be queued, and the program gets no handle.
+        except BaseException:  # The program gets no handle, even if the call is in the queue.
             for operation in operations:
                 journal.break_off(operation.entry)  # type: ignore[arg-type]
             raise
@@ -243,7 +244,8 @@ class CallQueue:
         thread, self._thread = self._thread, None
         if thread is not None and communication_thread.is_installed():
             communication_thread.current().remove_companion(thread)
-            # A call that is still running may never end. So nothing waits for the thread or uses its communicator.
+            # A call that is still running may never end. The marks ensure that nothing waits for the thread, and that
+            # the communicator is not used again.
             if seconds is not None and not thread.is_stuck and not thread.is_drained_within(seconds):
                 thread.is_stuck = self._comm.is_stuck = True
             if thread.is_stuck:

@@ -80,7 +80,7 @@ class _Family:
         return self.comms[-1]
 
 
-# The keys are the level stack, of which each session has its own, and the world ranks of the members.
+# The outer key is the level stack of the session, and the inner key contains the world ranks of the members.
 _families: weakref.WeakKeyDictionary[Stack, dict[tuple[int, ...], _Family]] = weakref.WeakKeyDictionary()
 _busy: weakref.WeakSet[Communicator] = weakref.WeakSet()  # communicators that a group of this rank uses
 

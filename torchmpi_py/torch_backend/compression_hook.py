@@ -54,7 +54,7 @@ class CompressedBuckets:
         if parameters is None:
             self._module.update(members)
         elif not self._module.issuperset(members):
-            raise RuntimeError("compressed: a hook serves one module; create another hook for the second module")
+            raise RuntimeError("compressed: two modules share this hook; create a separate hook for each module")
         if compressor is None or list(map(id, parameters or [])) != list(map(id, members)):
             flat = torch.empty_like(x)  # Use separate memory: DDP may replace its buckets on some ranks.
             views = list(views_of(flat, members))  # The views have the layout of DDP's gradients.

@@ -100,7 +100,7 @@ class ExtraOperations(Carrier):
         request, nap = channel.mpi.Ibarrier(), backoff.Nap(0.001)
         while not request.Test():
             if self.comm.is_free:
-                raise CommunicatorError("barrier: the process group was destroyed during the wait")
+                raise CommunicatorError("barrier: the process group was destroyed too early; destroy it after the call")
             nap.take()
 
     def exchange(self, channel: Channel, has_empty: bool, *tensors: Tensor) -> None:
@@ -141,7 +141,7 @@ class ExtraOperations(Carrier):
         kinds = channel.mpi.allgather(f"shape {tuple(x.shape)}, {x.sparse_dim()} of its dimensions sparse")
         if len(set(kinds)) > 1:
             differences = "; ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
-            raise RanksDisagree(f"all_reduce: expected sparse tensors of one shape on all ranks; found {differences}")
+            raise RanksDisagree(f"all_reduce: pass the same shape and sparse dims on all ranks; found {differences}")
         mine = x.detach().coalesce()
         indices = gathering.allgather(channel, flat(mine.indices().t()), None)
         values = gathering.allgather(channel, flat(mine.values()), None)

@@ -68,7 +68,7 @@ class GroupReduction(NamedTuple):
         except RuntimeError as error:
             raise ValueError(
                 f"premul_sum: {x.dtype} of shape {tuple(x.shape)} cannot be multiplied by {self.factor!r}: {error}. "
-                "Pass a factor that fits, or x.float()"
+                "Pass a factor that fits the tensor, or pass x.float()"
             ) from None
 
     def operation(
@@ -196,7 +196,7 @@ def allgather_single(comm: Communicator, outputs: Tensors, inputs: Tensors) -> C
 
 
 def gather(extra: ExtraOperations, output_lists: Sequence[Tensors], x: Tensor, root: int) -> Call:
-    """Return the gather of the inputs of all ranks into a list on root. All inputs have one shape."""
+    """Return the gather of the inputs of all ranks into a list on root. All inputs must have the same size."""
     comm, outputs, whole = extra.comm, [], None
     check_rank("gather", "dst", root, comm.size)
     source = flat(check_tensor("gather", "input", x)).view(-1)
@@ -213,7 +213,7 @@ def gather(extra: ExtraOperations, output_lists: Sequence[Tensors], x: Tensor, r
 
 
 def scatter(extra: ExtraOperations, output: Tensor, input_lists: Sequence[Tensors], root: int) -> Call:
-    """Return the scatter of root's list of tensors to all ranks. All these tensors have one shape."""
+    """Return the scatter of root's list of tensors to all ranks. All tensors must have the same size."""
     comm, inputs = extra.comm, []
     check_rank("scatter", "src", root, comm.size)
     check_tensor("scatter", "output", output)
@@ -291,14 +291,21 @@ def alltoall(extra: ExtraOperations, outputs: Tensors, inputs: Tensors) -> Call:
 
 
 def _apart(sources: list[Tensor], buffers: list[Tensor]) -> list[Tensor]:
-    """Return ``sources``, with copies of the tensors that the operation for another output may overwrite earlier."""
+    """Return ``sources``, with a copy in place of each source that overlaps another source's buffer.
+
+    The operations run one after another, so an earlier operation could overwrite the source of a later one.
+    """
     if len(sources) == 1:
         return sources
     return [apart([x], buffers[:number] + buffers[number + 1 :])[0] for number, x in enumerate(sources)]
 
 
 def _gathering(comm: Communicator, x: Tensor, whole: Tensor | None, counts: list[int], *root: int) -> Operation[Any]:
-    """Return an allgather (with a root: a gather) of flat tensors whose sizes all ranks know."""
+    """Return an allgather of flat tensors, or a gather if ``root`` is passed.
+
+    ``counts`` lists the number of elements of each rank, and is the same on all ranks. The result is written to
+    ``whole``, which is None on ranks that receive nothing.
+    """
     sizes = Sizes(counts, [count * x.itemsize for count in counts], [0] * comm.size)
     verb = "gather" if root else "allgather"
     num_bytes = sum(sizes.num_bytes)

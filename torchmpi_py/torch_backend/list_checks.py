@@ -26,14 +26,14 @@ def check_list(
     for rank, part in enumerate(parts):
         if part.dtype != x.dtype or part.device != x.device:
             raise ValueError(
-                f"{verb}: expected {x.dtype} on {x.device}, to match the other tensor; "
-                f"found {part.dtype} on {part.device} in {what}[{rank}]"
+                f"{verb}: expected one dtype and device for all inputs and outputs of this rank, found {x.dtype} on "
+                f"{x.device}, and {part.dtype} on {part.device} in {what}[{rank}]; convert one of them"
             )
     for rank in of_equal_size:
         if parts[rank].numel() != x.numel():
             raise ValueError(
-                f"{verb}: expected {x.numel()} elements, to match the other tensor; "
-                f"{what}[{rank}] has {parts[rank].numel()} elements"
+                f"{verb}: expected {x.numel()} elements in {what}[{rank}], as many as in this rank's "
+                f"{'input' if what == 'outputs' else 'output'}; found {parts[rank].numel()}"
             )
 
 
@@ -48,8 +48,8 @@ def check_whole(verb: str, what: str, whole: Tensor, part_what: str, part: Tenso
         )
     if whole.numel() != size * part.numel():
         raise ValueError(
-            f"{verb}: the {what} has {whole.numel()} elements; with {size} ranks and {part.numel()} elements in the "
-            f"{part_what} it must have {size * part.numel()}"
+            f"{verb}: expected {size * part.numel()} elements in the {what} ({size} x {part.numel()} elements of the "
+            f"{part_what}); found {whole.numel()}"
         )
 
 

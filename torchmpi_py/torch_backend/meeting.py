@@ -57,7 +57,7 @@ def wait_for_all(world: Communicator, timeout: dt.timedelta | None) -> None:
             backoff.limited[entry] = entry[0], seconds
         if not backoff.complete(world.direct.mpi.Ibarrier(), backoff.Nap(0.001), seconds):
             raise CollectiveTimeout(
-                f"the timeout of {seconds:g} s has passed, and not all ranks have called init_process_group. "
+                f"the timeout of {seconds:g} s has passed, but not all ranks have called init_process_group. "
                 f"{reports.late(entry)}"
             )
     except BaseException:
@@ -76,7 +76,10 @@ def _seconds(timeout: dt.timedelta | None) -> float:
 
 
 def over_mpi(rank: int | None, is_lazy: bool, timeout: dt.timedelta | None = None, **_: object) -> Rendezvous:
-    """Yield the store, the rank (default: MPI's) and the size for torch.distributed. All ranks must call it."""
+    """Yield the store, the rank (default: MPI's) and the size for torch.distributed.
+
+    All ranks must make this call.
+    """
     ensure_started(timeout)
     world = communicators.stack().levels[0]
     wait_for_all(world, timeout)
@@ -87,7 +90,7 @@ def over_mpi(rank: int | None, is_lazy: bool, timeout: dt.timedelta | None = Non
         frame=program(),
     )
     yield store, world.rank if rank is None else rank, world.size
-    raise RuntimeError("init_process_group: a rendezvous serves one call; call init_process_group again")
+    raise RuntimeError("init_process_group: this rendezvous was already used; call init_process_group again")
 
 
 def create(options: Any) -> ProcessGroup:

@@ -239,7 +239,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def _check_open(self) -> None:
         if not self.queue.is_open:
-            raise CommunicatorError(f"process group {self.group_name!r} was destroyed; create one with dist.new_group")
+            raise CommunicatorError(f"process group {self.group_name!r} was destroyed; create a new group to continue")
         communicators.resolve(self.comm)
 
 

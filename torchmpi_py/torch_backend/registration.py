@@ -25,7 +25,10 @@ from torchmpi_py.torch_backend.backend_name import NAME
 
 
 def register() -> None:
-    """Register the backend for CPU and CUDA tensors, and replace the handler of ``env://``, unless this is done."""
+    """Register the backend for CPU and CUDA tensors, and replace the handler of ``env://``.
+
+    Do nothing if the backend is already registered, or if torch was built without torch.distributed.
+    """
     distributed = importlib.import_module("torch.distributed")
     if not distributed.is_available() or NAME in distributed.Backend.backend_list:
         return

@@ -51,7 +51,7 @@ _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__
 _INSTALLED = ("site-packages", "dist-packages")
 _UNNAMED = "undefined"
 _ON_THE_CPU = {"gloo", "mpi", "ucc"}
-_REMEDY = f'call dist.init_process_group("{NAME}") first, or pass that name to the library'
+_REMEDY = f'call dist.init_process_group("{NAME}") first, or select backend "{NAME}" in your library'
 
 _last_notice: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # model: Work
 
@@ -86,7 +86,10 @@ class _Plugins(dict[str, Any]):
 
 
 def _wrap_making() -> None:
-    """Make torch use this backend wherever it is named, and log if the default group uses another backend."""
+    """Make torch use only this backend for a group whose backend string contains its name.
+
+    Also make rank 0 log a warning if a library or torch selects a CPU backend for the default group.
+    """
     former = distributed_c10d._new_process_group_helper
 
     @functools.wraps(former)
@@ -128,7 +131,7 @@ def group_of_hook(hook: str, state: Any) -> Any:
     if group is None:
         raise RuntimeError(f"{hook}: there is no default process group; call init_process_group first")
     if not is_group(group):
-        raise TypeError(f"{hook}: {group!r} is not a process group of backend torchmpi; pass the group of the module")
+        raise TypeError(f"{hook}: {group!r} is not a process group of backend torchmpi; use one for the module")
     return group
 
 
@@ -143,14 +146,20 @@ def check_bucket(hook: str, x: Tensor) -> Tensor:
 
 
 def _names(backend: str) -> set[str]:
-    """Return the backends that torch would create for a name, for device strings, or without a name."""
+    """Return the names of the backends that torch would create for ``backend``.
+
+    ``backend`` is a name such as "gloo", a string such as "cpu:gloo,cuda:nccl", or "undefined" for torch's default.
+    """
     if backend == _UNNAMED:
         backend = str(distributed_c10d.BackendConfig(distributed.Backend(backend)))
     return {part.rpartition(":")[2] for part in backend.lower().split(",")}
 
 
 def _chosen(backend: str, names: set[str]) -> str:
-    """Return the backend to create: this backend if the string names it, else the string, or torch's default."""
+    """Return the backend string to pass to torch: this backend's name if ``names`` contains it, else ``backend``.
+
+    In an MPI job, replace "undefined" by torch's default, if that is a single backend.
+    """
     if NAME in names:
         if len(names) > 1 and _logs():
             rest = " and ".join(sorted(names - {NAME}))
@@ -216,7 +225,7 @@ def library_of(frame: FrameType) -> str:
 
 
 def keep_join_notices() -> None:
-    """Make torch keep the ``Work`` of each model's last join notice (see the module). The first group calls this."""
+    """Make torch keep the ``Work`` of each model's last join notice (see the docstring of this module)."""
     from torch.distributed.algorithms.join import Join, Joinable
 
     former = Join.notify_join_context

@@ -196,8 +196,8 @@ class PendingWork(CallWork):
 
     ``handle`` is the handle of the call.
 
-    Waits time out after ``seconds`` (None: never), but the call continues. A subclass sets the handle when it launches
-    the call, and calls ``end`` once, when the call is over. A message calls ``end`` only if it has a future.
+    A wait raises TimedOut after ``seconds`` (None: never), but the call continues. A subclass sets the handle when it
+    launches the call, and calls ``end`` once, when the call is over. A message calls ``end`` only if it has a future.
     """
 
     handle: Handle[Any]
@@ -212,10 +212,10 @@ class PendingWork(CallWork):
         self._timer: threading.Timer | None = None
 
     def before_wait(self) -> None:
-        """Do what is necessary before this thread waits for the call."""
+        """Prepare a wait of this thread for the call. A subclass may override this method."""
 
     def before_future_wait(self) -> None:
-        """Do what is necessary before this thread waits for the future."""
+        """Prepare a wait of this thread for the future. A subclass may override this method."""
 
     def expect(self) -> None:
         """Count the call as waited for from now on, because torch's waits for the future cannot be observed."""
