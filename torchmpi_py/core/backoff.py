@@ -71,8 +71,8 @@ class Nap:
 def end_sleeps_in_time() -> None:
     """Make the sleeps of this thread end when they are due; by default, Linux adds up to 50 us.
 
-    Call this in a thread for which other threads wait. A busy loop cannot replace the sleeps, even if it yields. On a
-    busy machine the scheduler runs such a thread last, but prefers a thread that wakes from a sleep.
+    Call this in a thread for which other threads wait. A busy loop cannot replace the sleeps, even if the loop yields.
+    On a busy machine the scheduler prefers a thread that wakes from a sleep, and runs a thread in a busy loop last.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)

@@ -1,8 +1,8 @@
-"""Channels: the parts of a communicator that separate threads of a process use.
+"""Channels: the parts of a communicator, each for one of the process's threads.
 
 Every communicator has two channels: ``direct`` for calls of the user's thread, ``background`` for the communication
-thread. Each channel has its own MPI communicator, so one thread never receives the other thread's messages. Each
-channel also has its own copies of the objects that flavours keep between calls (staging memory, process groups, inner
+thread. Each channel has a separate MPI communicator, so one thread never receives the other thread's messages. Each
+channel also has separate copies of the objects that flavours keep between calls (staging memory, process groups, inner
 and outer groups).
 """
 

@@ -1,8 +1,9 @@
 """The table of the package's collectives and messages, with one row for each.
 
 A new collective needs a row here, a method in ``collectives/flavour.py`` and in the flavours that support it, and a
-function in ``collectives/verbs.py``. A function without a row raises an error at import. The rows are also used to
-compare calls between ranks, for the keys of the selector, to find wait cycles, and by the flight recorder.
+function in ``collectives/verbs.py``. A function without a row raises an error at import. The rows also determine how
+calls are compared between ranks, the keys of the selector, which calls can form wait cycles, and the names in the
+flight recorder.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ class Collective(NamedTuple):
     is_compared: bool = True
     """Whether every rank of the communicator makes the same call. False for messages."""
     needs_all: bool = False
-    """Whether no rank can complete the call before every rank has made it."""
+    """Whether no rank can complete the call before every rank has made the call."""
     keeps_plans: bool = False
     """Whether a repeated call with flat tensors finds its plan without any check. On every rank, the flavour must then
     read ``x`` and write ``out`` or ``x``, and the tensor that it writes must be the first argument of
     ``Call.of_tensors``. The flavour receives one tensor if the collective writes X, otherwise two."""
     is_tuned: bool = False
-    """Whether ``autotune`` measures it by default."""
+    """Whether ``autotune`` measures the collective by default."""
     torch_name: str | None = None
     """The name in PyTorch's flight recorder; None if PyTorch has no such collective."""
 

@@ -102,7 +102,7 @@ class Communicator:
             NotStarted: this process was forked from a started process.
         """
         if self.outer is not None:
-            raise CommunicatorError(f"{self!r} is a level, which only mpi.stop() frees; remove this call of free()")
+            raise CommunicatorError(f"{self!r} is a level, which only mpi.stop() frees; remove this free() or `with`")
         if not self.is_free:
             stack()  # This raises NotStarted in a forked child.
             if self.is_broken:
@@ -427,9 +427,9 @@ def _checked(color: Any, key: Any) -> tuple[int | None, int]:
     """Return the color and key of a rank as whole numbers. Raise ValueError for a color or key that is not valid."""
     whole, place = _whole_number(color), _whole_number(key)
     if color is not None and (isinstance(color, bool) or whole is None or whole < 0):
-        raise ValueError(f"split: color must be a whole number >= 0, or None to join no group, not {color!r}")
+        raise ValueError(f"split: a rank passed color={color!r}; color must be a whole number >= 0, or None")
     if place is None:
-        raise ValueError(f"split: key must be a whole number, not {key!r}")
+        raise ValueError(f"split: a rank passed key={key!r}; key must be a whole number")
     return whole, place
 
 

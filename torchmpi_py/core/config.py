@@ -1,4 +1,4 @@
-"""Configuration: ``Tuning`` holds every size, threshold and timeout; the functions read the variables TORCHMPI_*.
+"""Configuration: ``Tuning`` contains all sizes and timeouts, and the functions read the variables TORCHMPI_*.
 
 The module also determines the directories of files that later jobs read, and writes such files (``keep``).
 """
@@ -37,7 +37,7 @@ _READERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": 
 class Tuning:
     """Sizes and timeouts, to pass as ``mpi.start(tuning=...)``.
 
-    Instead, the environment variable ``TORCHMPI_<FIELD>`` may be set, such as ``TORCHMPI_FUSE_BYTES``. All ranks must
+    Alternatively, set the environment variable ``TORCHMPI_<FIELD>``, such as ``TORCHMPI_FUSE_BYTES``. All ranks must
     use the same values, because the values determine which messages are sent. The descriptions of the fields give more
     details on each argument.
 
@@ -49,11 +49,11 @@ class Tuning:
         staging_bytes (int): largest shared memory per rank, in bytes, of flavour shared for tensors that are not
             symmetric; default 16 MiB, at least 1 MiB.
         chunk_bytes (int): largest chunk, in bytes, that flavour shared copies; default 1 MiB, at least 256.
-        cache_bytes (int): block, in bytes, on which a reduction in shared memory works; default 1.5 MiB.
+        cache_bytes (int): size, in bytes, of the blocks of a reduction in shared memory; default 1.5 MiB.
         gpu_chunk_bytes (int): largest chunk, in bytes, that flavour staged copies; default 4 MiB, at least 1 MiB.
         gpu_scratch_bytes (int): largest GPU memory per rank, in bytes, of flavour cudaipc for tensors that are not
             symmetric; default 128 MiB.
-        gpu_cache_bytes (int): block, in bytes, on which a reduction on a GPU works; default 24 MiB.
+        gpu_cache_bytes (int): size, in bytes, of the blocks of a reduction on a GPU; default 24 MiB.
         fuse_bytes (int): largest buffer, in bytes, for several small gradients; default 16 MiB.
         alone_bytes (int): smallest gradient, in bytes, that is sent alone; default 1 MiB.
         deadline_seconds (float): timeout of every operation, in seconds; default 600. 0 means no timeout.
@@ -92,8 +92,8 @@ class Tuning:
     that is faster: see decision 028."""
 
     cache_bytes: int = 1536 << 10
-    """Size, in bytes over all ranks' tensors, of the block on which a reduction in shared memory works. The block fits
-    in a core's own cache, but is large enough to hide the overhead of Python. With a quarter of this size, 2 ranks
+    """Size, in bytes, of the blocks in which shared memory is reduced, summed over the tensors of all ranks. A block
+    fits in a core's own cache, but is large enough to hide the overhead of Python. With a quarter of this size, 2 ranks
     take 1.1 to 1.4 times as long for 4 to 64 MiB."""
 
     gpu_chunk_bytes: int = 4 << 20
@@ -106,8 +106,8 @@ class Tuning:
     piece of this size."""
 
     gpu_cache_bytes: int = 24 << 20
-    """Size, in bytes over all ranks' tensors, of the block on which a reduction on a GPU works: half of a large GPU's
-    L2 cache."""
+    """Size, in bytes, of the blocks in which a GPU reduces, summed over the tensors of all ranks. The default is half
+    of a large GPU's L2 cache."""
 
     fuse_bytes: int = 16 << 20
     """Largest flat buffer, in bytes, in which several small gradients or parameters are sent together."""
@@ -138,7 +138,7 @@ class Tuning:
             may_be_zero = field.name == "native_async_bytes"
             if not isinstance(value, int) or value < 0 or (value == 0 and not may_be_zero):
                 unit = field.name.rpartition("_")[2]
-                raise ValueError(f"Tuning.{field.name} = {value!r}: expected a positive whole number of {unit}")
+                raise ValueError(f"Tuning.{field.name} = {value!r}: use a whole number of {unit} >= {1 - may_be_zero}")
         if self.at_deadline not in AT_DEADLINE:
             raise ValueError(f"Tuning.at_deadline = {self.at_deadline!r}: expected one of {', '.join(AT_DEADLINE)}")
         if self.staging_bytes < 1 << 20 or self.chunk_bytes < 256:

@@ -165,9 +165,9 @@ class Handle(ABC, Generic[R]):
         return self._complete(0)
 
     def who_is_late(self) -> str:
-        """Return a sentence that lists the ranks that are late, or a question if they are not known."""
+        """Return a sentence that lists the late ranks, or advice if the late ranks are not known."""
         work = self._work
-        return (work.late_ranks() if work is not None else "") or "Has every rank launched it?"
+        return (work.late_ranks() if work is not None else "") or "Check that every rank launches this operation."
 
     def expect(self, limit_seconds: float | None = None) -> None:
         """Register a wait for the operation, until the operation is complete or ``give_up`` is called.
@@ -393,7 +393,8 @@ class RequestHandle(Handle[R]):
     def _advance_until(self, timeout_seconds: float | None) -> bool:
         """Advance the transfer, one thread at a time; return whether it is complete within ``timeout_seconds``."""
         deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
-        # Only the main thread may block in MPI. Any other thread could still be in MPI when the main thread ends it.
+        # Only the main thread may block in MPI. Any other thread could still be in MPI when the main thread finalizes
+        # MPI.
         blocks = timeout_seconds is None and threading.current_thread() is threading.main_thread()
         if not self._lock.acquire(timeout=lock_timeout(timeout_seconds)):
             return False  # Another thread is advancing the transfer.
@@ -421,7 +422,7 @@ class RequestHandle(Handle[R]):
                 elif not self._requests[-1].Test():
                     return
             # After an error from MPI, the loop still waits for the other requests, because MPI may write into their
-            # buffers. An exception from a signal handler is not caught here, so this request stays under way too.
+            # buffers. An exception from a signal handler is not caught here, so the request stays in the list.
             except (MPI.Exception, TorchMPIError) as error:
                 self._failure = self._failure or work.explain(error)
             self._requests.pop()

@@ -335,11 +335,11 @@ def _open(board: Board) -> set[int]:
 
 
 def _save_open(board: Board) -> None:
-    """Copy the records of open operations before they are overwritten, except those that a later operation has passed.
+    """Copy the records of open operations before they are overwritten.
 
-    Operations without a sequence number, such as messages, are not copied: if an exception left such an operation
-    without an end, no later call would show that it is over. So a hang in a message is invisible after its record was
-    overwritten.
+    Skip operations that a later operation of the same sequence has passed. Also skip operations without a sequence
+    number, such as messages: if an exception left such an operation without an end, no later call would show that the
+    operation is over. So a hang in a message is invisible after the message's record was overwritten.
     """
     records = [*filter(None, map(board.record, _open(board))), *evicted_open.values()]
     evicted_open.clear()

@@ -124,7 +124,7 @@ def refused(name: str, comm: object) -> CommunicatorError:
 def _warn_of_missing_slots() -> None:
     """Warn, once per process, that calls on further communicators are not compared."""
     logger.warning(
-        "more than %d communicators are in use, so calls on new ones are not compared; free() those you do not need",
+        "more than %d communicators are in use, so calls on new ones are not compared; call free() on unused ones",
         status_board.NUM_SLOTS // 2,
     )
 
@@ -170,7 +170,7 @@ def last_place(board: Board, index: int, slot: int) -> int:
 
 
 def last_places(board: Board, slots: Iterable[int]) -> dict[tuple[int, str], int]:
-    """Return the ``last_place`` of each slot of this rank, by (generation, ranks) of the slot's communicator."""
+    """Return the ``last_place`` of each of this rank's ``slots``, by (generation, ranks) of the slot's communicator."""
     groups = {slot: board.group(board.index, slot) for slot in slots}
     return {(group.generation, group.ranks): last_place(board, board.index, slot) for slot, group in groups.items()}
 

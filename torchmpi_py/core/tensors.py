@@ -85,7 +85,7 @@ def check_count(what: str, value: int, least: int, unit: str = "") -> int:
 def check_tensor(verb: str, name: str, x: object) -> Tensor:
     """Return ``x``; raise a TypeError with the remedy unless it is a dense tensor in memory."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{verb}: {name} must be a torch.Tensor, not {type(x).__name__}; use torch.as_tensor({name})")
+        raise TypeError(f"{verb}: {name} must be a torch.Tensor, not {type(x).__name__}; pass torch.as_tensor(...)")
     if x.layout is not _STRIDED or x.is_quantized or x.is_nested or (type(x) is not Tensor and not _is_in_memory(x)):
         raise TypeError(f"{verb}: {name} is {_kind_and_remedy(x)}")
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
