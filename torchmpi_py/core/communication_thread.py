@@ -128,7 +128,7 @@ class CommunicationThread:
             _wait_audibly(self._submit_end_mark())
 
     def close(self) -> None:
-        """Drain the queue and end the thread."""
+        """Drain the queue and end the thread. Do not wait for a thread that is stuck."""
         self.drain()
         while self._companions:
             self._companions.pop().close()

@@ -1,4 +1,4 @@
-"""ULFM (user-level failure mitigation): the functions of MPI with which the survivors continue after a rank has died.
+"""ULFM (user-level failure mitigation): MPI functions that let the surviving ranks continue after a rank has died.
 
 Open MPI 5 has ULFM (``torchmpirun --elastic``, ``mpirun --with-ft ulfm``). Calls that need a dead rank raise an error.
 *Revoking* a communicator makes all calls on it raise, on all ranks, so that no rank waits for a rank that has given up.
@@ -25,7 +25,7 @@ _KNOWN_WITHIN_SECONDS = 1.0
 _KNOWN_WITHIN_SECONDS_OF_MPI = 10.0  # time within which a death must be known after an error from MPI
 
 num_acknowledged = 0
-"""The number of dead ranks without which the session already continues. An error means a new death only if more ranks
+"""The number of dead ranks that the current session already excludes. An error means a new death only if more ranks
 have died. Only a session assigns this number."""
 
 _owners: weakref.WeakSet[CommunicatorOwner] = weakref.WeakSet()

@@ -47,7 +47,7 @@ def limit_of(tuning: Tuning) -> float:
 class Wait:
     """A wait for all ranks of the job in the function ``called``, which is reported after ``seconds`` (0: never).
 
-    If all ranks of the job wait on this host, the report comes after 60 s at the earliest, because MPI may still be
+    If all ranks of the job wait on this host, this rank reports after 60 s at the earliest, because MPI may still be
     connecting the ranks. With ``at_deadline="report"`` the wait continues after the report; otherwise the job ends.
     """
 

@@ -116,6 +116,6 @@ def _aborting(former: Callable[..., Any]) -> Callable[..., None]:
                     sys.__stderr__.write(sys.stderr.getvalue())
             abort.abort(1)
 
-    hook.aborts = True  # type: ignore[attr-defined]  # launch/wrap.py has its own abort, after the user's hook.
+    hook.aborts = True  # type: ignore[attr-defined]  # launch/wrap.py skips this hook, because it ends the job itself.
     hook.former = former  # type: ignore[attr-defined]
     return hook

@@ -104,8 +104,8 @@ def limit_threads(local: Local) -> None:
 def cuda_device() -> torch.device:
     """Pin this process to a GPU, round robin by local rank, and return the device.
 
-    This call must come before any use of CUDA, including the start of MPI. If no launcher has set the local rank, the
-    device has no index, and the process is not pinned until MPI supplies the local rank (``corrected_device``).
+    Make this call before any use of CUDA, including the start of MPI. If no launcher has set the local rank, the device
+    has no index, and the process is not pinned until MPI supplies the local rank (``corrected_device``).
     CUDA_VISIBLE_DEVICES limits and numbers the GPUs.
     """
     count = _num_gpus()

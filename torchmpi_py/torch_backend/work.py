@@ -188,7 +188,8 @@ class Done(Several):
 
 
 OVER = work_of(Done([]).get_future())
-"""The ``Work`` of every blocking call. Programs never see it; creating one per call would take a third of the time."""
+"""The ``Work`` of blocking calls that the calling thread has carried out. Programs never see this object; creating an
+object for each call would take a third of the call's time."""
 
 
 class PendingWork(CallWork):
