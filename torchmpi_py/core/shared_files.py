@@ -65,7 +65,11 @@ def _share(comm: MPI.Comm, creator: int, make: Callable[[], Offer], take: Take[T
 
 
 def offer(create: Create, num_bytes: int, until_mapped: contextlib.ExitStack) -> Offer:
-    """Create a file that exists until ``until_mapped`` is closed. Raise Unavailable if the file cannot be created."""
+    """Create a file by calling ``create``, and return the file's path, a random number, and its device and inode.
+
+    ``create`` may register the removal of the file with ``until_mapped``. Raise Unavailable if the file cannot be
+    created.
+    """
     try:
         path = create(num_bytes, until_mapped)
         status = os.stat(path)

@@ -158,8 +158,8 @@ def recover() -> tuple[int, ...]:
 def _build(session: sessions.Session, world: MPI.Comm) -> bool:
     """Build the session on the remaining world; return whether it is built on all ranks.
 
-    All ranks of ``world`` must make this call. If another rank dies during the call, all ranks fail, or agree to start
-    again with a smaller world.
+    All ranks of ``world`` must make this call. If another rank dies during the call, the survivors agree on the result
+    False, and the caller starts again with a smaller world.
     """
     try:
         session.build(world)

@@ -51,7 +51,8 @@ class ExtraOperations(Carrier):
     ) -> Operation[Any]:  # fmt: skip
         """Return an operation that ``method`` carries out (default: the method ``name``).
 
-        Pass each tensor as a separate argument, not in a list. ``keep`` is called with the method's result.
+        Pass each tensor as a separate argument, not in a list. The values in ``compared`` must be equal on all ranks.
+        ``keep`` is called with the method's result.
         """
         resolve(self.comm)
         tensors = [x for x in arguments if isinstance(x, Tensor)]

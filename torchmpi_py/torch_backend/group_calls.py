@@ -74,7 +74,10 @@ class GroupReduction(NamedTuple):
     def operation(
         self, build: Callable[..., Operation[Any]], extra: ExtraOperations, x: Tensor, *root: int, out: Tensor | None
     ) -> Operation[Any]:
-        """Return the operation that reduces ``x``. Unlike the collectives, it computes means of integers too."""
+        """Return the operation that reduces ``x``. Unlike the collectives, it can also compute a mean of integers.
+
+        ``build`` creates the operation of a collective. If the collective has a root, pass ``root``.
+        """
         is_mean_of_whole = self.op == "avg" and x.dtype in WHOLE_NUMBERS
         op = "sum" if is_mean_of_whole else self.op
         operation = build(x, *root, out=out, op=op, comm=extra.comm)

@@ -17,7 +17,8 @@ def check_list(
 ) -> None:
     """Raise ValueError unless ``parts`` has a tensor for each of ``size`` ranks, with the dtype and device of ``x``.
 
-    ``of_equal_size`` lists the indices of the tensors that must have as many elements as ``x``.
+    ``of_equal_size`` lists the indices of the tensors that must have as many elements as ``x``. ``what`` is the name of
+    the list in error messages.
     """
     if len(parts) != size:
         raise ValueError(f"{verb}: found {len(parts)} {what}, but the group has {size} ranks; pass one tensor per rank")
@@ -38,7 +39,10 @@ def check_list(
 
 
 def check_whole(verb: str, what: str, whole: Tensor, part_what: str, part: Tensor, size: int) -> None:
-    """Raise ValueError unless ``whole`` has the dtype and device of ``part``, and ``size`` times as many elements."""
+    """Raise ValueError unless ``whole`` has the dtype and device of ``part``, and ``size`` times as many elements.
+
+    ``what`` and ``part_what`` are the names of the two tensors in error messages.
+    """
     check_tensor(verb, part_what, part)
     check_tensor(verb, what, whole)
     if whole.dtype != part.dtype or whole.device != part.device:
@@ -54,7 +58,11 @@ def check_whole(verb: str, what: str, whole: Tensor, part_what: str, part: Tenso
 
 
 def rows(what: str, x: Tensor, splits: list[int], size: int) -> list[Tensor]:
-    """Return the parts of ``x`` along dim 0. Without ``splits``, the parts are equal."""
+    """Return one part of ``x`` for each of ``size`` ranks, split along dim 0. Raise ValueError if that is not possible.
+
+    ``splits`` lists the number of rows of each part. If the list is empty, all parts are equal. ``what`` is the name of
+    ``x`` in the error message.
+    """
     num_rows = x.shape[0] if x.dim() else 1
     splits = splits or [num_rows // size] * size
     if len(splits) != size or sum(splits) != num_rows:

@@ -78,7 +78,7 @@ def _seconds(timeout: dt.timedelta | None) -> float:
 def over_mpi(rank: int | None, is_lazy: bool, timeout: dt.timedelta | None = None, **_: object) -> Rendezvous:
     """Yield the store, the rank (default: MPI's) and the size for torch.distributed.
 
-    All ranks must make this call.
+    All ranks must make this call. With ``is_lazy``, the ranks of a large job connect to the store at its first use.
     """
     ensure_started(timeout)
     world = communicators.stack().levels[0]
