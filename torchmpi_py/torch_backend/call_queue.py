@@ -244,8 +244,8 @@ class CallQueue:
         thread, self._thread = self._thread, None
         if thread is not None and communication_thread.is_installed():
             communication_thread.current().remove_companion(thread)
-            # A call that is still running may never end. The marks ensure that nothing waits for the thread, and that
-            # the communicator is not used again.
+            # A call that is still running may never end. ``is_stuck`` ensures that nothing waits for the thread, and
+            # that no later group uses the communicator.
             if seconds is not None and not thread.is_stuck and not thread.is_drained_within(seconds):
                 thread.is_stuck = self._comm.is_stuck = True
             if thread.is_stuck:
