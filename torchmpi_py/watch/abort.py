@@ -11,16 +11,17 @@ from torchmpi_py.launch import exit_marks
 from torchmpi_py.launch.notices import printable
 from torchmpi_py.watch import stacks, tracing
 
-# Time to collect exceptions: more than the 0.5 s between two looks of a watchdog. exit_marks.py lists other delays.
+# Time to collect exceptions: longer than the 0.5 s between two checks of a watchdog. An abort also has the delays that
+# are defined in launch/exit_marks.py.
 _HANDLED_SECONDS = 0.6
 EXIT_CODE = 1
 """The exit code of a job that hang detection ends."""
 
 
 def abort(code: int, report: str = "") -> None:
-    """End the whole job with ``code`` if the job has other ranks; else do nothing.
+    """End the whole job with the exit code ``code``. Do nothing if MPI is not running or the job has only this rank.
 
-    ``report`` describes the fault in a few words, if this rank ends the job because of a fault of another rank.
+    If this rank ends the job because of another rank's fault, ``report`` describes that fault in a few words.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or mpi_api.is_forked() or not mpi.Is_initialized() or mpi.Is_finalized():
@@ -39,10 +40,11 @@ def abort(code: int, report: str = "") -> None:
 
 
 def announce() -> None:
-    """Show on the board that this rank has printed its reason and is about to end the job; print pending exceptions.
+    """Show on the board that this rank is about to end the job, and print the exceptions that its node's ranks handle.
 
-    A rank that waits for a collective within a ``finally`` block would print its exception only after the wait. The end
-    of the job interrupts the wait, so this rank prints the exceptions that the ranks of its node are handling.
+    Call this function after printing the reason for the end. A rank that waits for a collective within a ``finally``
+    block would print its exception only after the wait. The end of the job interrupts the wait, so this rank prints the
+    exception instead.
     """
     if (board := status_board.current) is not None:
         board.put(status_board.HAS_LEFT, status_board.ENDING)

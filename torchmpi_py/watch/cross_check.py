@@ -10,10 +10,10 @@ An alternative is to exchange the fingerprints over MPI before every collective.
 would then need one more exchange between nodes. Moreover, calls that need no other rank, such as a broadcast at its
 root, would have to wait for other ranks.
 
-A board holds a rank's last 1024 operations. Up to about a thousand operations per second, every operation is therefore
-compared. At a higher rate, only the last thousand operations of each second are compared. A mismatch in an
-operation in which ranks wait is still found, because the records of that operation stay on the boards. A hub remembers
-the 4096 most recently used communicators, and forgets the calls on all other communicators.
+A status board contains the last 1024 operations of each rank. Up to about a thousand operations per second, every
+operation is therefore compared. At a higher rate, only the last thousand operations of each second are compared. A
+mismatch in an operation in which ranks wait is still found, because the records of that operation stay on the boards. A
+hub remembers the 4096 most recently used communicators, and forgets the calls on all other communicators.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torchmpi_py.core.sequences import is_cut, ranks_from_text
 from torchmpi_py.core.status_board import CHECKSUM_BITS, HAS_LEFT, LAUNCHED, NAMES, STOPPING, WORLD_RANK, Board
 
 _WAITS_NS = 1_000_000_000  # A call that takes longer counts as a wait for other ranks.
-_PLACES_KEPT = 2048  # This is a power of two. No board is this many operations ahead of another.
+_PLACES_KEPT = 2048  # more than the 1024 operations of a board; a power of two, so generations do not affect the index
 _COMMUNICATORS_KEPT = 4096  # A rank has at most 256 communicators at a time.
 
 
@@ -53,7 +53,7 @@ class Position(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The calls of a communicator's delegate since its last row. ``waits`` states whether it waits in the last call."""
+    """The calls of a communicator's delegate since the previous row. ``waits``: whether the last call takes long."""
 
     generation: int
     ranks: str
@@ -63,16 +63,16 @@ class Row(NamedTuple):
 
 
 class Rows:
-    """A reader of a node's rows, which reads the board again at each call of ``read``."""
+    """A reader of a node's board. Each call of ``read`` returns the calls since the previous one, as rows."""
 
     def __init__(self, board: Board) -> None:
         self._board = board
         self._here = {board.get(WORLD_RANK, index) for index in board.indices}
-        self._last = dict.fromkeys(board.indices, 0)  # index -> first record of the next reading
+        self._last = dict.fromkeys(board.indices, 0)  # index -> number of the first record to read next
         self._known: dict[tuple[int, int], tuple[int, str, bool]] = {}  # (index, slot) -> result of ``_communicator``
 
     def read(self) -> tuple[list[Row], list[int]]:
-        """Return the rows since the last call of ``read``, and the ranks that are in ``mpi.stop()``.
+        """Return the rows since the last call of ``read``, and the world ranks that are in ``mpi.stop()``.
 
         An operation that was under way at the last call of ``read`` is read again.
         """
@@ -102,7 +102,7 @@ class Rows:
                 fingerprints = seen[1][mine][order].tolist()
                 rows.append(Row(generation, ranks, board.get(WORLD_RANK, index), _waits(last), fingerprints))
         # 3. Begin the next reading at the oldest operation that is under way (else at the newest one), because only a
-        #    later reading shows whether the rank waits in it.
+        #    later reading shows whether the rank waits in that operation.
         if whole.any():
             self._last[index] = self._next_first(seen[:, whole])
         return rows
@@ -146,7 +146,7 @@ class Mismatch(NamedTuple):
 
 
 class Desertion(NamedTuple):
-    """A delegate that waits in an operation, and another delegate that skipped it and called ``mpi.stop()``."""
+    """Two delegates (world ranks): one waits in an operation that the other skipped before it called ``mpi.stop()``."""
 
     position: Position
     waiting: int
@@ -162,7 +162,7 @@ class _History:
         self.last: dict[int, Row] = {}  # the last row of each node
 
     def add(self, node: int, row: Row) -> tuple[int, int] | None:
-        """Add a row. Return (place, other node) of the first fingerprint that differs, or None if all agree."""
+        """Add a row. Return (place, node with the other fingerprint) of the first difference, or None if all agree."""
         self.last[node] = row
         new = np.array(row.fingerprints, np.uint64)
         places, at = new >> CHECKSUM_BITS, (new >> CHECKSUM_BITS).astype(np.int64) % _PLACES_KEPT
@@ -184,7 +184,7 @@ class Comparison:
         self._stopping: set[int] = set()
 
     def add(self, node: int, rows: list[Row], stopping: list[int]) -> Mismatch | Desertion | None:
-        """Add the rows of a node. Return the first fault that these rows show, or None."""
+        """Add the rows of a node, and its ranks in ``mpi.stop()``. Return the first fault that they show, or None."""
         self._stopping.update(stopping)
         found: Mismatch | Desertion | None = None
         for row in rows:
@@ -212,7 +212,7 @@ class Comparison:
     def _desertion(self, row: Row, history: _History) -> Desertion | None:
         place = row.fingerprints[-1] >> CHECKSUM_BITS
         # A delegate that is itself in stop() may wait there, because other ranks may have work to complete before they
-        # call stop() too. Usually no rank is in stop().
+        # call stop() too.
         waits = row.waits and self._stopping and row.delegate not in self._stopping
         for other in history.last.values() if waits else ():
             if other.delegate in self._stopping and other.fingerprints[-1] >> CHECKSUM_BITS < place:

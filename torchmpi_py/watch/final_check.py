@@ -2,12 +2,12 @@
 
 Hang detection compares the nodes once a second (``cross_check.py``). A job that ends within that second could exit
 with code 0 although its values are wrong. So all ranks compare once more in ``mpi.stop()``, with the records that are
-still on the boards: the last 1024 operations of each delegate.
+still on the boards: the last 1024 operations of each delegate (the rank that represents its node in a communicator).
 
 The ranks also compare how many operations each of them has called on each communicator that is not freed. Some
-operations need no other rank, for example a broadcast at its root. If one rank calls such an operation once more than
-the other ranks, no rank waits for the extra call, or another call matches the extra call. Then only the count shows the
-difference.
+operations need no other rank, for example a broadcast at its root. If one rank makes one such call too many, the job
+may still complete: no rank waits for the extra call, or a later call of another rank matches it. Then only the count
+shows the difference.
 
 The count skips communicators that were freed, and communicators on which a call has failed: after a failed experiment,
 for example, the ranks have legitimately made different numbers of calls.
@@ -29,7 +29,8 @@ _Calls = tuple[list[Row], list[int], _Places]  # rows and ranks in stop() from a
 def run(channel: Channel) -> None:
     """Compare the last calls of all nodes. All ranks must call this function, after their last operation.
 
-    Raise RanksDisagree on all ranks if ranks of different nodes have called different operations.
+    ``channel`` connects all ranks. Raise RanksDisagree on all ranks if nodes have called different operations, or if
+    ranks have made different numbers of calls on a communicator.
     """
     nodes, board = node_links.current, status_board.current
     if nodes is None or board is None:
@@ -42,7 +43,7 @@ def run(channel: Channel) -> None:
         return
     views = channel.mpi.gather(reports.views(board, position) if leads else []) or []
     sides = reports.sides_of_nodes([view for each in views for view in each])
-    sides = channel.mpi.bcast(sides) or "the records of the differing calls have been overwritten"
+    sides = channel.mpi.bcast(sides) or "the records of these calls have been overwritten"
     raise RanksDisagree(f"{position} is not the same on all ranks: {sides}")
 
 
@@ -65,6 +66,7 @@ def _first_difference(calls: list[_Calls]) -> Position | None:
             ends.setdefault(which, set()).add(place)
     for (generation, ranks), found in ends.items():
         if len(found) > 1:
-            before_first = (generation & NUM_GENERATIONS - 1) << SEQUENCE_NUMBER_BITS  # Place 0 means no call.
+            # A place of 0 means that the rank has made no call, so the missing operation is the first one.
+            before_first = (generation & NUM_GENERATIONS - 1) << SEQUENCE_NUMBER_BITS
             return Position(generation, ranks, max(min(found), before_first) + 1)
     return None

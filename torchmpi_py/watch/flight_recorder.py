@@ -7,8 +7,9 @@ A dump is a folder with one pickle per rank: ``flight_recorder_0`` and so on. Tw
 
 PyTorch's analyzer compares ``entries``: the operations that all ranks of a communicator call. Entries have PyTorch's
 names, and the name of a backend that the analyzer knows. Sizes are in bytes because the board holds no shapes. A size
-is 0 if it may differ between ranks. Ranks are world ranks. ``other_entries`` holds the operations that the analyzer
-does not know. Each entry also has ``what`` and ``site``: the call and its place in the program, as reports show them.
+is 0 if it may differ between ranks. Ranks are world ranks. ``other_entries`` contains the operations that the analyzer
+cannot compare, such as messages. Each entry also has ``what`` and ``site``: the call and its place in the program, as
+reports show them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _BACKEND = "gloo:"
 def dump(board: Board) -> str:
     """Write the dumps of this board's ranks to a new folder, and return a line with the folder's path or the error.
 
-    Only the user that runs the job can enter the folder, because a dump contains paths and lines of the program.
+    Only the user who runs the job can read the folder, because a dump contains paths and function names of the program.
     """
     try:
         parent = config.dump_directory()
@@ -51,24 +52,24 @@ def dump(board: Board) -> str:
             path.write_bytes(pickle.dumps(of_rank(board, index)))
         return f"the last operations of each rank: {folder}"
     except Exception as error:
-        return f"cannot write the last operations of each rank: {error}"
+        return f"cannot write the last operations of each rank ({error}); set {config.DUMP_DIR} to another folder"
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """An unpickler that accepts only numbers, texts, lists and dicts, because a dump may come from another machine."""
+    """An unpickler that accepts only numbers, texts, lists and dicts, because other objects could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"expected a dump of plain values, found {module}.{name}; the file is not a dump")
+        raise pickle.UnpicklingError(f"a dump contains only plain values, but this file contains {module}.{name}")
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
-    """Return the ``whole`` dump from a rank's file. Raise an error if the file cannot be read or is not a dump."""
+    """Return the dump in a rank's file, as `whole` does. Raise an error if the file is unreadable or not a dump."""
     content = trusted_files.read(path, _MOST_BYTES, owners=None)
     return whole(_PlainUnpickler(io.BytesIO(content)).load())
 
 
 def whole(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a rank's dump with all of its operations in ``entries``, the oldest first."""
+    """Return a rank's dump with all of its operations in ``entries``, the oldest first. Changes ``content``."""
     entries = content["entries"] + content.pop("other_entries", [])
     return {**content, "entries": sorted(entries, key=lambda entry: entry["op_id"])}
 
@@ -134,7 +135,7 @@ def _entry(board: ReadableBoard, index: int, record: Record, groups: dict[str, d
 
 
 def _group(board: ReadableBoard, index: int, record: Record) -> tuple[str, str, list[int]]:
-    """Return (name, description, ranks) of an operation's communicator. The name is the same on all of its ranks."""
+    """Return (name, description, ranks) of an operation's communicator. The name is the same on all ranks."""
     if record.slot < 0:
         return "0", "unknown communicator", [board.get(status_board.WORLD_RANK, index)]
     group, generation = board.group(index, record.slot), record.fingerprint >> status_board.GENERATION_SHIFT
