@@ -40,11 +40,11 @@ def abort(code: int, report: str = "") -> None:
 
 
 def announce() -> None:
-    """Show on the board that this rank is about to end the job, and print the exceptions that its node's ranks handle.
+    """Show on the board that this rank is about to end the job, and print the pending exceptions of this node.
 
     Call this function after printing the reason for the end. A rank that waits for a collective within a ``finally``
-    block would print its exception only after the wait. The end of the job interrupts the wait, so this rank prints the
-    exception instead.
+    block would print its pending exception only after the wait. The end of the job interrupts the wait, so this rank
+    prints the pending exceptions of all ranks of the node.
     """
     if (board := status_board.current) is not None:
         board.put(status_board.HAS_LEFT, status_board.ENDING)

@@ -29,7 +29,9 @@ from torchmpi_py.core.sequences import is_cut, ranks_from_text
 from torchmpi_py.core.status_board import CHECKSUM_BITS, HAS_LEFT, LAUNCHED, NAMES, STOPPING, WORLD_RANK, Board
 
 _WAITS_NS = 1_000_000_000  # A call that takes longer counts as a wait for other ranks.
-_PLACES_KEPT = 2048  # more than the 1024 operations of a board; a power of two, so generations do not affect the index
+# This is more than the 1024 operations of a board. It is a power of two, so that only the sequence number of a place
+# determines its index.
+_PLACES_KEPT = 2048
 _COMMUNICATORS_KEPT = 4096  # A rank has at most 256 communicators at a time.
 
 
@@ -53,7 +55,10 @@ class Position(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The calls of a communicator's delegate since the previous row. ``waits``: whether the last call takes long."""
+    """The calls of a communicator's delegate since the previous row.
+
+    ``waits`` states whether the delegate is waiting for other ranks in the last of these calls.
+    """
 
     generation: int
     ranks: str
@@ -63,7 +68,7 @@ class Row(NamedTuple):
 
 
 class Rows:
-    """A reader of a node's board. Each call of ``read`` returns the calls since the previous one, as rows."""
+    """A reader of a node's board. Each call of ``read`` returns the operations that are new on the board, as rows."""
 
     def __init__(self, board: Board) -> None:
         self._board = board
@@ -184,7 +189,10 @@ class Comparison:
         self._stopping: set[int] = set()
 
     def add(self, node: int, rows: list[Row], stopping: list[int]) -> Mismatch | Desertion | None:
-        """Add the rows of a node, and its ranks in ``mpi.stop()``. Return the first fault that they show, or None."""
+        """Add the rows of a node. Return the first fault that these rows show, or None.
+
+        ``stopping`` lists the ranks of the node that are in ``mpi.stop()``.
+        """
         self._stopping.update(stopping)
         found: Mismatch | Desertion | None = None
         for row in rows:

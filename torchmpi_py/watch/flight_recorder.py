@@ -63,7 +63,10 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
-    """Return the dump in a rank's file, as `whole` does. Raise an error if the file is unreadable or not a dump."""
+    """Return the dump in a rank's file, with all operations in ``entries``.
+
+    Raise an error if the file cannot be read or is not a dump.
+    """
     content = trusted_files.read(path, _MOST_BYTES, owners=None)
     return whole(_PlainUnpickler(io.BytesIO(content)).load())
 

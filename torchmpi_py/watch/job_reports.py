@@ -2,8 +2,9 @@
 
 A rank that has found a fault *claims* the report from a hub, and sends the part of its node with the claim. The hub
 requests the parts of the other nodes, waits at most two seconds, prints the report, and answers "printed". If another
-claim arrives before this answer or shortly afterwards, the hub answers "held". After the answer, the rank that claims
-ends the job or lets the job continue. A hub that finds a fault itself starts a report without a claim.
+claim arrives before this answer or shortly afterwards, the hub answers that claim with "held". After the answer, the
+rank that made the claim ends the job or lets the job continue. A hub that finds a fault itself starts a report without
+a claim.
 
 If no hub answers a claim, the rank prints the report of its own node.
 """
@@ -26,9 +27,9 @@ from torchmpi_py.watch.reports import Line, NodeReport
 CLAIM_HOLDS_SECONDS = 30.0
 CLAIM_HOLDS_SECONDS_WHEN_ASKED = 1.0
 PARTS_SECONDS = 2.0  # A node waits 1.5 s for its ranks' stacks.
-OTHERS_REPORT_SECONDS = 1.0  # A rank reports a fault that it finds itself within this time.
+OTHERS_REPORT_SECONDS = 1.0  # Within this time, other ranks report a fault that they have found themselves.
 OTHERS_END_SECONDS = 5.0  # A rank ends the job within this time after its announcement.
-RAISE_SECONDS = 5.0  # An operation raises CollectiveTimeout within this time.
+RAISE_SECONDS = 5.0  # An operation raises CollectiveTimeout within this time after its timeout.
 SILENT_SECONDS = 2.5  # A leader answers at shorter intervals.
 _VIEWS_SECONDS = 1.0
 _CLAIM_SECONDS = 6.0
@@ -48,9 +49,9 @@ def hold_seconds(reason: int) -> float:
 def claim(board: Board, reason: int, report: NodeReport, number: int | None = None, *, ends: bool) -> Message | None:
     """Claim a report on the job from a hub, and return the hub's answer, or None if no hub answers.
 
-    ``report`` becomes this node's part. ``number`` is the number of the late operation. ``ends`` states whether the job
-    ends after the report. The answer has ``claimed`` ("printed" or "held") and ``position`` (the late operation that
-    was reported last).
+    ``reason`` is a field of the board (``CLAIMED_...``). ``report`` becomes this node's part. ``number`` is the number
+    of the late operation, if any. ``ends`` states whether the job ends after the report. The answer has ``claimed``
+    ("printed" or "held") and ``position`` (the late operation that was reported last).
     """
     if node_links.current is None:
         return None
@@ -77,7 +78,10 @@ def withdraw() -> None:
 
 @dataclasses.dataclass
 class _Question:
-    """A question to all nodes. It ends when all nodes in ``waiting`` have answered, or at the time ``until``."""
+    """A question to all nodes, which ends when all nodes in ``waiting`` have answered, or at the time ``until``.
+
+    ``then`` is called with the answers when the question ends.
+    """
 
     waiting: set[int]
     answers: Answers
@@ -87,7 +91,7 @@ class _Question:
 
 @dataclasses.dataclass
 class _Report:
-    """A report that waits for the parts of the nodes."""
+    """A report that waits for the parts of the nodes. ``then`` is called when the report is printed."""
 
     reason: int
     heading: str
@@ -98,7 +102,7 @@ class _Report:
 
 
 class ReportDesk:
-    """The reports of one hub. Only the thread that serves the links calls the methods.
+    """The reports of one hub. Only the thread that serves the links may call the methods.
 
     ``links`` maps each other node to the link to its leader. ``answer`` computes this node's own answer to a question.
     ``absence`` returns the reason why a node has not sent its part. ``say`` prints a report.
@@ -126,7 +130,10 @@ class ReportDesk:
         return self._report is None and not self._is_ending
 
     def ask_all(self, question: Message, seconds: float, then: Callable[[Answers], None], skip: int = -1) -> None:
-        """Send a question to the leaders of all nodes except ``skip``. Call ``then`` with the answers that arrive."""
+        """Send a question to the leaders of all nodes except ``skip``.
+
+        Call ``then`` with the answers when all have arrived, or after ``seconds`` with the answers until then.
+        """
         number = next(self._numbers)
         peers: set[int] = set()
         now = time.monotonic()
@@ -140,7 +147,7 @@ class ReportDesk:
         self._questions[number] = _Question(peers, {} if own is None else {self._nodes.mine: own}, now + seconds, then)
 
     def ask_views(self, position: Any, then: Callable[[list[Any]], None]) -> None:
-        """Request each ``reports.View`` of a position from all nodes, and call ``then`` with the list."""
+        """Request the views (``reports.View``) of a position from all nodes, and call ``then`` with a list of them."""
         question = {"what": "views", "position": position}
         self.ask_all(
             question, _VIEWS_SECONDS, lambda answers: then([view for node in sorted(answers) for view in answers[node]])
@@ -163,7 +170,7 @@ class ReportDesk:
             question.then(question.answers)
 
     def handle(self, link: Link, message: Message, lost: str) -> None:
-        """Answer a rank that claims a report or requests information. ``lost`` is a text about the lost nodes."""
+        """Answer a rank's claim, withdrawal or request. ``lost`` is a text about the lost nodes."""
         if "claim" in message:
             self._handle_claim(link, message)
         elif "views" in message:
@@ -204,7 +211,10 @@ class ReportDesk:
         ends: bool = True,
         parts: dict[int, Part] | None = None,
     ) -> None:
-        """Request the parts of all nodes, print the report when the parts arrive, and then call ``then``."""
+        """Request the parts of all nodes, print the report when the parts arrive, and then call ``then``.
+
+        ``called`` is the text of the late call at ``position``. ``parts`` contains the part that a claim already sent.
+        """
         parts = parts or {}
         self._report = _Report(reason, heading, position, ends, parts, then)
         skip = next(iter(parts), -1)
@@ -223,7 +233,10 @@ class ReportDesk:
             report.then()
 
     def _lines(self, parts: dict[int, Part]) -> list[str]:
-        """Return the lines of a report: by node, or for many nodes merged rows, with the row of most ranks first."""
+        """Return the lines of a report, with a section for each node.
+
+        With many nodes, merged rows of all ranks precede the sections. The row with the most ranks is the first.
+        """
         lines, nodes = list[str](), sorted(self._nodes.ranks)
         if len(nodes) > _MOST_NODES_APART:
             rows = reports.folded(row for here, _ in parts.values() for row in here)

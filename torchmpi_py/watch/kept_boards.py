@@ -34,7 +34,7 @@ _TIMES = ("time_created_ns", "time_discovered_started_ns", "time_discovered_comp
 
 
 def replaced(rank: int) -> str:
-    """Return the file for the board of the node whose lowest rank is ``rank``, or "" if boards are not kept.
+    """Return the path of the board of the node whose lowest rank is ``rank``, or "" if boards are not kept.
 
     Remove the JSON file that an earlier session has written for this board.
     """
@@ -50,7 +50,7 @@ def describe(world: Communicator, start_ns: int = 0) -> int:
     """Compare the hosts' clocks, write the JSON files of the boards, and return rank 0's time at the start.
 
     All ranks must call this function when a session begins, and again before the session ends. In the second call pass
-    the result of the first call as ``start_ns``.
+    the result of the first call as ``start_ns``. Return 0 if boards are not kept.
     """
     if not (folder := config.timeline_directory()):
         return 0
@@ -75,7 +75,7 @@ def versions() -> str:
 
 
 class KeptRank(NamedTuple):
-    """The record of one rank: its whole flight recorder dump, with times by the clock of rank 0's host."""
+    """The record of one rank: its whole flight recorder dump, with times on the clock of rank 0's host."""
 
     dump: dict[str, Any]
     host: str

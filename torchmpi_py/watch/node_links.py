@@ -40,7 +40,7 @@ logger = logging.getLogger("torchmpi_py")
 
 Message = dict[str, Any]
 NUM_HUBS = 2
-CONNECT_SECONDS = 2.0  # This includes the hub's answer, because a stopped hub accepts but never answers.
+CONNECT_SECONDS = 2.0  # This includes the hub's answer, because the system accepts links for a hub that is stopped.
 _ACCEPTED_PER_SECOND = 100  # A hub accepts at least this many links per second.
 _QUIET_SECONDS = 1.0  # A ping follows this time after the last sign of life.
 _MOST_UNANSWERED = 1000  # More unanswered pings would fill the connection's buffers.
@@ -155,7 +155,7 @@ class Link:
         return self._failure is not None and self._failure.errno in _UNREACHABLE
 
     def send(self, message: Message) -> None:
-        """Send as much of a message as the system accepts now; ``flush`` sends the rest.
+        """Send a message. ``flush`` must send the bytes that the system does not accept immediately.
 
         Raise OSError if the link is lost.
         """
@@ -228,7 +228,7 @@ class Link:
         return not message.keys() & {"ping", "pong", "leaving", "ending"}
 
     def _prove(self, message: Message) -> None:
-        """Do one step of the proof. The steps are the hub's number, the other end's signature, the hub's signature."""
+        """Carry out a step of the proof: the hub sends a number, the other end its signature, the hub its signature."""
         if not self._accepts and "nonce" in message:
             self._theirs = str(message["nonce"])
             signed = self._sign("connect", self._theirs + self._nonce)
@@ -248,7 +248,7 @@ class Link:
         return hmac.new(self._token, f"{role} {nonces}".encode(), _DIGEST).hexdigest()
 
     def tend(self, now: float) -> None:
-        """Check for a sign of life. Send a ping after a second without a message."""
+        """Record a sign of life if the other host has acknowledged all bytes. Send a ping after a second of silence."""
         if not self._is_unacknowledged():
             self._last_sign = now
             is_due = now - max(self.last_heard, self._last_asked) >= _QUIET_SECONDS
@@ -284,10 +284,10 @@ def _parse(text: bytearray) -> Message:
 
 
 def connect(nodes: Nodes, hub: int, node: int | None = None, *, is_again: bool = False) -> Link:
-    """Connect to a hub, and return the link after both ends have proved themselves.
+    """Connect to a hub, and return the link after both ends have proved that they know the token of the job.
 
     Raise OSError within some seconds if the connection or the proof fails. ``node`` is the node of a leader that keeps
-    the link, or None for a short link. ``is_again`` means that this rank had a link before. A first link gets more
+    the link, or None for a short link. ``is_again`` means that this rank has tried before. The first attempt has more
     time, because all nodes may connect at the same time: at the start, or when a rank on each node is late.
     """
     seconds = CONNECT_SECONDS + (0 if is_again else len(nodes.hosts) / _ACCEPTED_PER_SECOND)
@@ -313,9 +313,10 @@ def _wait_readable(link: Link, until: float) -> None:
 
 
 def ask(question: Message, seconds: float) -> Message | None:
-    """Return the answer of the first hub that answers, or None on one node, or if no hub answers in time.
+    """Send a question to the hubs one after the other until one answers within ``seconds``, and return the answer.
 
-    Any thread of any rank may call this function while the hubs run hang detection.
+    Return None if no hub answers, or if all ranks are on one node. Any thread of any rank may call this function while
+    the hubs run hang detection.
     """
     if (nodes := current) is None:
         return None
