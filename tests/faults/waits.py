@@ -115,7 +115,7 @@ WAITS = {
     "what is chained to a future": _of_group(f"{FUTURE}.then(lambda future: future.value()).wait()", "allreduce"),
     "futures in C++": _of_group(f"torch.futures.wait_all([{FUTURE} for _ in range(3)])", "allreduce"),
     "a future behind what nobody waits for": _of_group(
-        f"dist.broadcast(x, 0, async_op=True); {FUTURE}.wait()", "allreduce .* it is queued behind broadcast"
+        f"dist.broadcast(x, 0, async_op=True); {FUTURE}.wait()", "allreduce .* operation is queued behind broadcast"
     ),
     "new_group": _of_group("dist.new_group()", "a new process group"),
     "init_process_group": Wait(

@@ -1,16 +1,16 @@
 """Detect hangs between nodes: a thread of each node's leader serves the links to the other nodes.
 
 Once a second the first reachable hub requests the rows of all nodes from their leaders, and compares the rows
-(``cross_check.py``).
-Calls that differ end the job with a report of both sides. The hub waits a second before it reports, because MPI may
-also detect the difference, and then a rank raises an error with both sides. The reports of all nodes go through a hub
-(``job_reports.py``).
+(``cross_check.py``). Calls that differ end the job with a report of both sides. The hub waits a second before it
+reports, because MPI may also detect the difference, and then a rank raises an error with both sides. The reports of all
+nodes go through a hub (``job_reports.py``).
 
 If the other end closes a link without a "leaving" message and does not connect again, the leader's process has ended
 without ``mpi.stop()``. The other ranks of the node have some seconds to report this first. If a link carries no
 acknowledgement for ``Tuning.unreachable_seconds``, the host is unreachable, even if the system closes the connection
-earlier. Both cases end the job. An elastic job survives dead ranks, even all ranks of a node. It does not survive the
-loss of a host, because Open MPI's mpirun does not.
+earlier. Both cases end the job, but if ``Tuning.at_deadline`` is "report", an unreachable host is only reported. An
+elastic job survives dead ranks, even all ranks of a node. It does not survive the loss of a host, because Open MPI's
+mpirun does not.
 """
 
 from __future__ import annotations
@@ -38,18 +38,21 @@ _TURN_SECONDS = 0.25
 _ROWS_SECONDS = 1.0  # The rows are compared at this interval.
 _CONNECT_AGAIN_SECONDS = 2.0
 _WARN_SECONDS = 30.0  # A warning follows if a hub cannot be reached for this time.
-_COME_AGAIN_SECONDS = 1.5  # A leader may connect again within this time. OTHERS_REPORT_SECONDS is added.
+_COME_AGAIN_SECONDS = 1.5  # A leader whose link ended may connect again within this time plus OTHERS_REPORT_SECONDS.
 _COME_BACK_SECONDS = 4.0  # This replaces _COME_AGAIN_SECONDS if the host was silent.
 _STALL_SECONDS = 1.0  # A slower turn means that this thread stalled, not that the peers are silent.
 _PROOF_SECONDS = 5.0
 _SLOW_SECONDS = 0.5  # time for a proof while other connections wait
 _ACCEPT_SOON_SECONDS, _ACCEPT_AGAIN_SECONDS = 0.01, 1.0
-_MOST_UNPROVED = 64  # limit of connections without a proof, because each needs a descriptor
+_MOST_UNPROVED = 64  # Connections without a proof are limited, because each of them needs a descriptor.
 _ACCEPTED_PER_TURN = 16
 
 
 class NodeWatch:
-    """The thread that serves the links of a node's leader. It runs from construction to ``stop``."""
+    """The thread that serves the links of a node's leader. It runs from construction to ``stop``.
+
+    ``listener`` is None if this rank is not a hub, or cannot listen. ``say`` prints a report.
+    """
 
     def __init__(self, board: Board, nodes: Nodes, listener: socket.socket | None, tuning: Tuning, say: Any) -> None:
         self._board, self._nodes, self._listener, self._tuning = board, nodes, listener, tuning
@@ -66,7 +69,7 @@ class NodeWatch:
         self._trouble: tuple[Mismatch | Desertion, float] | None = None
         if listener is not None:
             listener.setblocking(False)
-        self._begun = self._last_rows = self._now = time.monotonic()  # ``_now`` is the last look at the links.
+        self._begun = self._last_rows = self._now = time.monotonic()  # ``_now`` is when links were last checked.
         self._last_connect = self._accept_after = 0.0
         self._heard_rows: dict[int, float] = {}  # the time at which the rows of each node last arrived
         self._has_warned = self._has_announced = False
@@ -76,7 +79,7 @@ class NodeWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, and inform the other nodes that this node leaves in order."""
+        """End the thread, and inform the other nodes that this node leaves normally."""
         self._ending.set()
         os.write(self._wake[1], b"x")
         if threading.current_thread() is not self._thread:
@@ -90,7 +93,7 @@ class NodeWatch:
                 self._turn()
             except Exception:
                 with contextlib.suppress(Exception):
-                    logger.exception("hang detection between nodes failed; it continues")
+                    logger.exception("hang detection between nodes raised an error, but continues")
                 self._ending.wait(_TURN_SECONDS)
         for link in (*self._links.values(), *self._others):
             with contextlib.suppress(OSError):
@@ -100,7 +103,7 @@ class NodeWatch:
             self._listener.close()
 
     def _turn(self) -> None:
-        """Connect to hubs, and handle messages and questions. If in charge, also compare rows and find lost nodes."""
+        """Connect to hubs, and handle messages. If this node is in charge, also compare rows and find lost nodes."""
         if time.monotonic() - self._last_connect > _CONNECT_AGAIN_SECONDS:
             self._connect_to_hubs()
             self._last_connect = time.monotonic()
@@ -141,7 +144,7 @@ class NodeWatch:
                     self._has_warned = True
                     where = ", port ".join(map(str, self._nodes.hubs[hub]))
                     logger.warning(
-                        "hang detection of %s cannot connect to %s (%s), so calls on different nodes are not compared. "
+                        "hang detection of %s cannot connect to %s (%s), so calls may not be compared between nodes. "
                         "Set GLOO_SOCKET_IFNAME to the network interface through which the nodes reach each other",
                         self._nodes.name(self._nodes.mine),
                         where,
@@ -189,7 +192,7 @@ class NodeWatch:
             messages = link.receive()  # Receive first, because messages that arrived count even if sending fails.
             with contextlib.suppress(OSError):  # The next turn detects the end of the link.
                 link.flush()
-        except (OSError, ValueError):  # The link has ended, or the other end is not a part of the job.
+        except (OSError, ValueError):  # The link has ended, or the other end does not belong to the job.
             self._drop(link)
             return
         if link in self._others and link.node is not None:  # The other end has proved that it is a leader.
@@ -215,7 +218,7 @@ class NodeWatch:
         link.close()
 
     def _lose(self, node: int) -> None:
-        """Record that a leader's link has ended, and the reason."""
+        """Close the link to a node, and record whether the node has left, is unreachable, or may be dead."""
         link, now = self._links.pop(node), time.monotonic()
         with contextlib.suppress(OSError, ValueError):
             link.receive()  # The last message may be "leaving".
@@ -252,7 +255,7 @@ class NodeWatch:
         try:
             return self._find_answer(question)
         except Exception:
-            logger.exception("hang detection between nodes cannot answer the question %r", question.get("what"))
+            logger.exception("hang detection between nodes cannot answer the request for %r", question.get("what"))
             return None
 
     def _find_answer(self, question: Message) -> Any:
@@ -277,7 +280,7 @@ class NodeWatch:
                     link.send({"ending": 1})
 
     def _is_in_charge(self, now: float) -> bool:
-        """Return whether this node has to compare the calls, because it cannot reach a hub of lower rank."""
+        """Return whether this node has to compare the calls: no hub of lower rank exists, or none can be reached."""
         before = [hub for hub in self._nodes.hubs if hub < self._nodes.mine]
         return not any(hub in self._links and not self._is_cut(hub, now) for hub in before)
 
@@ -311,7 +314,7 @@ class NodeWatch:
             self._trouble = trouble, time.monotonic()
 
     def _check_trouble(self, now: float) -> None:
-        """Report calls that differ, unless another rank reports them first or may still raise an error."""
+        """Report a fault that the comparison found, unless another rank reports it first or may still raise an error."""
         if self._trouble is None or not self._desk.is_idle:
             return
         trouble, since = self._trouble
@@ -342,7 +345,7 @@ class NodeWatch:
         """End the job with a report of both sides; ``views`` holds the calls of all nodes' ranks at the position."""
         first, second = (self._nodes.name(node) for node in mismatch.nodes)
         sides = reports.sides_of_nodes([view for view in map(reports.View._make, views) if not view.is_missing])
-        sides = sides or f"{first} and {second} differ, and the records of the differing calls have been overwritten"
+        sides = sides or f"the calls of {first} and {second} differ, but their records have been overwritten"
         self._end_job(CLAIMED_DIFFERENCE, f"RanksDisagree: {mismatch.position} is not the same on all ranks: {sides}")
 
     def _lost(self, now: float) -> list[int]:

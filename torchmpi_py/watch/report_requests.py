@@ -1,4 +1,4 @@
-"""Serve requests for a report: a user sends SIGUSR1 to a rank, even if the rank's main thread hangs.
+"""Serve requests for a report: a user can send SIGUSR1 to a rank even while the rank's main thread hangs.
 
 The idea: Python runs signal handlers in the main thread, which is the thread that hangs. The handler of
 ``faulthandler`` is written in C, so it runs immediately, and writes the stack of a thread to a file. Here the file is a
@@ -7,7 +7,7 @@ pipe, and a byte in the pipe means that the signal has arrived.
 An alternative is to block SIGUSR1 in all threads, and to wait for the signal in a thread of this package. We do not do
 so, because programs that the rank starts would inherit the blocked signal. They do not inherit the handler.
 
-Handler and pipe remain when the package is stopped, so that a later signal does no harm. The handler must not be
+The handler and the pipe remain when the package stops, so that a later signal does no harm. The handler must not be
 removed, because the program may have registered another handler with ``faulthandler`` since then, and the two handlers
 cannot be distinguished.
 """
@@ -34,9 +34,9 @@ class ReportRequests:
         self._is_registered = False
 
     def listen(self) -> int:
-        """Let SIGUSR1 write to the pipe, and return the end of the pipe for reading.
+        """Let SIGUSR1 write to the pipe, and return the descriptor from which the pipe can be read.
 
-        If the program or its launcher already uses SIGUSR1, leave the signal alone; ``wake`` still writes to the pipe.
+        If the program or its launcher already uses SIGUSR1, install no handler. ``wake`` still writes to the pipe.
         """
         if self._pipe is None:
             self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -58,7 +58,7 @@ class ReportRequests:
         self._empty()
 
     def disown(self) -> None:
-        """Restore the default meaning of SIGUSR1 in a forked child, and close the parent's pipe."""
+        """Restore the default action of SIGUSR1 in a forked child, and close the child's copy of the pipe."""
         if self._is_registered and signal.getsignal(_SIGNAL) in (signal.SIG_DFL, None):
             faulthandler.unregister(_SIGNAL)
         for end in self._pipe or ():

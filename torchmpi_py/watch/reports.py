@@ -1,6 +1,7 @@
 """Describe the operations of a node's ranks from the board, for reports and for errors about late or dead ranks.
 
-In all functions ``index`` is a local rank on the node, and ``number`` is the number of a record of this rank.
+In all functions ``index`` is the local rank of any rank of the node. ``number`` is the number of a record of the rank
+that calls the function.
 """
 
 from __future__ import annotations
@@ -129,12 +130,15 @@ def of_node(
     if waiting is not None and late is not None:
         heading += f"\n{own} waits in {waiting.what}, called at {waiting.site}"
         if late.number != waiting.number:
-            heading += f"; it is queued behind {late.what}, called at {late.site}"
+            heading += f"; this operation is queued behind {late.what}, called at {late.site}"
     return NodeReport(heading, *_of_ranks(board, late, silent, has_text))
 
 
 def waited_for(board: Board, number: int | None) -> Record | None:
-    """Return operation ``number``, or the operation that blocks it in the queue, or None if there is no record."""
+    """Return the operation that blocks operation ``number`` in the queue, or else operation ``number`` itself.
+
+    Return None if ``number`` is None or the operation has no record.
+    """
     waiting = None if number is None else journal.find_record(board, number)
     return None if waiting is None else _blocking(board, waiting) or waiting
 
@@ -185,7 +189,7 @@ def _activity(board: Board, index: int, late: Record | None) -> _Activity:
     if theirs is not None:
         state = "has completed it" if theirs.ended > 0 else "has failed in it" if theirs.ended else "is in it too"
         is_same = theirs.what == late.what
-        call = "" if is_same else f", but calls {theirs.what} instead"
+        call = "" if is_same else f", but with a different call: {theirs.what}"
         return _Activity(f"{state}{call}, called at {theirs.site}", is_there=is_same and theirs.ended >= 0)
     if index in board.slots_of.get(late.slot, {}):
         return _Activity(f"has not called it; {_last(board, index)}", is_missing=True)
@@ -230,10 +234,10 @@ def death(board: Board, index: int) -> str:
 
 
 def deaths(within_seconds: float) -> str:
-    """Return the dead ranks of this node or the losses of other nodes, or "" if none appear ``within_seconds``.
+    """Return a text about the dead ranks of this node or about lost nodes, or "" if none are found in time.
 
-    The wait is needed because the system closes the connections of a dying process before the process ends. Other ranks
-    notice the closed connections first.
+    Wait for them up to ``within_seconds``, because the system closes the connections of a dying process before the
+    process ends. Other ranks notice the closed connections first.
     """
     board, until = status_board.current, time.monotonic() + within_seconds
     while board is not None:
@@ -293,7 +297,10 @@ def position_of(board: Board, record: Record | None) -> Position | None:
 
 
 def views(board: Board, position: Position) -> list[View]:
-    """Return the views of this node's ranks at a position, as far as still on the board, for a few ranks per call."""
+    """Return the views of this node's ranks at a position, for at most four ranks with the same call.
+
+    Skip ranks that are not in the communicator, and ranks whose record has been overwritten.
+    """
     by_call: dict[int, list[View]] = {}
     for index in _by_rank(board):
         rank, slot = board.get(WORLD_RANK, index), board.find_slot(index, position.generation, position.ranks)
@@ -347,7 +354,7 @@ def brief(board: Board, index: int) -> str:
 
 
 class Sides(NamedTuple):
-    """The calls of ranks at the place of an operation. ``differ`` states whether a call differs from this rank's."""
+    """The calls of ranks at the place of an operation. ``differ`` states whether any call differs from this rank's."""
 
     text: str
     differ: bool
@@ -373,7 +380,7 @@ def sides(entry: Entry) -> Sides:
 
 
 def disagreement(board: Board, number: int) -> str:
-    """Return the ranks of this node with another call at the place of an operation, or "" if none is known."""
+    """Return a text about the ranks of this node whose call differs from operation ``number``, or "" if none does."""
     mine = journal.find_record(board, number)
     return "" if mine is None else sequences.difference(board, mine)
 

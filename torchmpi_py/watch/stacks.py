@@ -23,7 +23,10 @@ _giving = threading.Lock()  # The watchdog and the thread of runtime/building.py
 
 
 def gather(board: Board, is_over: Callable[[], bool], seconds: float = _GIVEN_WITHIN_SECONDS) -> list[int]:
-    """Request the stacks of all ranks of the node. Return the ranks that have not written them after ``seconds``."""
+    """Request the stacks of all ranks of the node. Return the local ranks that have not written theirs in ``seconds``.
+
+    Return earlier if ``is_over()`` is true, or if only ranks that cannot continue have not written their stacks.
+    """
     request_ns = time.monotonic_ns()
     for index in board.indices:
         board.put(TEXT_WANTED, request_ns, index)

@@ -4,9 +4,9 @@ With TORCHMPI_PROFILE=DIR, which ``torchmpirun --profile DIR`` sets, ``start`` b
 DIR/rank-R.json. A trace has the events of torch.profiler: operators of the thread that called ``start`` and of backward
 passes, and CUDA kernels. Separate rows show our operations.
 
-torch.profiler alone cannot show our operations. It sees neither the communication thread nor operations that MPI
+torch.profiler alone cannot show our operations. It records neither the communication thread nor operations that MPI
 carries out without a thread, and it does not run if the program has started a profiler. Both kinds of events share one
-time axis, because torch counts time.time_ns from ``baseTimeNanoseconds``.
+time axis, because torch's times are time.time_ns minus ``baseTimeNanoseconds``.
 
 Each operation belongs to a *lane*. If the operations of a lane do not overlap, the lane is one row of the trace:
 
@@ -55,7 +55,7 @@ logger = logging.getLogger("torchmpi_py")
 CATEGORY = "torchmpi"  # the category of our events, and the key of the facts about the rank
 LANES = ("direct", "background", "posted")
 POSTED = 2  # index of LANES; the first two lanes are thread roles of channels
-_FIRST_ROW = 2_000_000_000  # larger than the number of any thread
+_FIRST_ROW = 2_000_000_000  # larger than any thread ID
 _ROWS_PER_LANE = 16  # If more operations overlap, they overlap in the last row.
 _NUM_ROWS = len(LANES) * _ROWS_PER_LANE
 _NUM_ROUNDS = 50
@@ -201,7 +201,7 @@ class Trace:
             trusted_files.write(part, json.dumps(data))
             part.rename(self.path)
         except (OSError, ValueError) as error:
-            logger.error("cannot write the trace %s: %s", self.path, error)
+            logger.error("cannot write the trace %s (%s); pass another folder to --profile", self.path, error)
             if is_ours:
                 part.unlink()
 
@@ -215,7 +215,7 @@ class Trace:
                 atexit.register(self._profiler.stop)  # A process crashes if it exits while the profiler runs.
                 raise RuntimeError("only the main thread, which started the profiler, can stop it")
             if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-                raise RuntimeError("the program ran a profiler too, and stopping that profiler stopped both")
+                raise RuntimeError("the program also ran a profiler, which stopped both; use only one of them")
             self._profiler.stop()
             self._profiler.export_chrome_trace(str(part))
             data: dict[str, Any] = {"baseTimeNanoseconds": 0} | json.loads(part.read_text(errors="replace"))
@@ -256,7 +256,7 @@ def start(world: Communicator) -> Trace | None:
     if (rank := agree.first_different(is_wanted)) is not None:
         wanted, without = (rank, 0) if is_wanted[rank] else (0, rank)
         raise RanksDisagree(
-            f"start: {config.PREFIX}PROFILE is set on rank {wanted} and not on rank {without}; set it on all hosts, "
+            f"start: {config.PREFIX}PROFILE is set on rank {wanted} and not on rank {without}; set it for all ranks, "
             "or use torchmpirun --profile"
         )
     assert directory is not None, "every rank wants a trace"
@@ -274,7 +274,7 @@ def stop() -> None:
 
 
 def save() -> None:
-    """Write only this rank's trace, because this rank has failed and ends the job.
+    """Write this rank's trace without comparing the clocks, because this rank has failed and ends the job.
 
     ``launch/wrap.py`` also calls this function.
     """

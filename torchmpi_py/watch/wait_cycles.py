@@ -36,11 +36,14 @@ _SURE_SECONDS = 1.0
 _NEED_ALL = frozenset({"barrier", *(row.name for row in COLLECTIVES.values() if row.needs_all)})
 _OTHER_SIDE = {"send": "recv", "recv": "send"}
 Circle = frozenset[tuple[int, int]]
-"""The members of a cycle: pairs of a local rank and the number of the record in which this rank waits."""
+"""The members of a cycle: pairs of a local rank and the record number of the operation in which that rank waits."""
 
 
 def publish(board: Board, ages: Mapping[int, float]) -> None:
-    """Write to the board in which operation this rank waits, and whether it has no other thread to make a call."""
+    """Write to the board in which operation this rank waits, and whether another thread might make a call.
+
+    ``ages`` maps the record numbers of the operations under way to their ages in seconds.
+    """
     limited = {number for number, _ in tuple(backoff.limited.values())}
     # A wait that is a handle belongs to a future. Ignore this wait, because perhaps no thread waits for the future.
     waits = {number for wait, number in tuple(backoff.active.items()) if type(wait) is object} | journal.called(board)
@@ -51,7 +54,7 @@ def publish(board: Board, ages: Mapping[int, float]) -> None:
 
 
 def find(board: Board) -> Circle:
-    """Return the cycle in which this rank waits, or an empty cycle if none is certain."""
+    """Return the cycle in which this rank waits, or an empty set if there is none."""
     mine = _waited_for(board, board.index)
     # Search depth-first from this rank to the ranks that it needs, and so on, until a path returns to this rank.
     paths: list[tuple[tuple[int, Record], ...]] = [] if mine is None else [((board.index, mine),)]

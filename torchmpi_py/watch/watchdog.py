@@ -41,11 +41,11 @@ _LOOK_SECONDS = 0.5
 _MOST_A_LOOK_SECONDS = 1.0
 _NUM_WATCHED = 2  # neighbours of each rank
 _CLAIM_SECONDS = 0.02  # time for the claims of other ranks to become visible
-_SHORT_SECONDS = 60  # Ages up to this one are reported with one decimal.
+_SHORT_SECONDS = 60  # Shorter ages are reported with one decimal.
 
 
 class Ages:
-    """The ages of the operations under way: ``seconds`` maps the number of an operation's record to its age."""
+    """The ages of the operations under way: ``seconds`` maps the record number of an operation to its age."""
 
     def __init__(self, now: float) -> None:
         self.seconds: dict[int, float] = {}
@@ -128,7 +128,7 @@ class Neighbours:
             self._poll.register(file, select.POLLIN)
 
     def sleep(self, seconds: float) -> bool:
-        """Sleep until the time is over, a neighbour ends, or ``wake`` is readable. Return whether ``wake`` is."""
+        """Sleep for ``seconds``, or until a neighbour ends or ``wake`` is readable. Return whether ``wake`` is readable."""
         events = dict(self._poll.poll(seconds * 1000))
         for file in self._alive.keys() & events.keys():
             self._suspects.append(self._alive.pop(file))
@@ -202,7 +202,7 @@ class Watchdog:
                 self._look()
             except Exception:
                 with contextlib.suppress(Exception):
-                    logger.exception("the watchdog failed; it continues")
+                    logger.exception("the watchdog raised an error, but continues")
                 self._ending.wait(_LOOK_SECONDS)
 
     def _look(self) -> None:
@@ -228,7 +228,7 @@ class Watchdog:
         self._check_deadline()
 
     def _check_agreement(self) -> None:
-        """End the job if ranks of the node call different operations at a place, or if a rank is already in ``stop``.
+        """End the job if ranks of the node call different operations, or if a rank that must call is in ``stop``.
 
         Each rank compares its call with one neighbour when it starts an operation. A rank that calls before its
         neighbour sees no difference then, so the watchdog compares again, with all ranks of the node.
@@ -242,9 +242,10 @@ class Watchdog:
                 end_job(self._board, CLAIMED_DIFFERENCE, f"RanksDisagree: {difference}")
 
     def _check_circles(self) -> None:
-        """End the job if ranks of the node wait for each other in a cycle. Only report if another thread may help.
+        """End the job if ranks of the node wait for each other in a cycle.
 
-        A cycle counts only if the previous look has found the same cycle.
+        Only report the cycle if another thread may make a missing call, or if operations raise CollectiveTimeout. A
+        cycle counts only if the previous look has found the same cycle.
         """
         if ulfm.is_elastic():
             return  # A death may end the waits.
@@ -257,7 +258,7 @@ class Watchdog:
             text = f"RanksDisagree: the ranks wait for each other: {wait_cycles.describe(self._board, self._circle)}"
             if self._at_deadline != "raise" and all(self._board.get(WAITS_ALONE, index) for index, _ in self._circle):
                 end_job(self._board, CLAIMED_DIFFERENCE, text)
-            text += "; the job continues, because another thread of a rank may make the missing call"
+            text += "; the job continues, because another thread may make a missing call, or a call may time out"
             print_to_stderr(reports.of_node(self._board, text, has_text=False).text)
 
     def _check_deadline(self) -> None:
@@ -275,7 +276,7 @@ class Watchdog:
             self._ages.seconds.clear()
         is_end = self._at_deadline != "report"
         oldest = self._ages.oldest(at_least, raising if is_end else self._reported)
-        # An operation that has completed since the look is not late.
+        # An operation that has completed since the ages were updated is not late.
         if oldest is None or oldest not in journal.under_way(board):
             return
         # Other ranks look this number up, to find out whether the report covers their own late operation.
@@ -324,7 +325,7 @@ def tell_late(board: Board, report: reports.NodeReport, number: int | None = Non
 
 
 def withdraw() -> None:
-    """Report that the late operation has completed."""
+    """Report that the late operation has completed, and inform a hub that the job continues."""
     print_to_stderr("torchmpi_py: the late operation has completed; the job continues")
     job_reports.withdraw()
 
@@ -345,7 +346,7 @@ def end_job(board: Board, reason: int, why: str) -> None:
 
 
 def print_to_stderr(text: str) -> None:
-    """Print to the process's original standard error, because ``sys.stderr`` may be closed or redirected to memory."""
+    """Print to the process's original standard error, because ``sys.stderr`` may be closed or replaced."""
     line = f"{printable(text)}\n"
     try:
         assert sys.__stderr__ is not None
