@@ -314,7 +314,7 @@ class NodeWatch:
             self._trouble = trouble, time.monotonic()
 
     def _check_trouble(self, now: float) -> None:
-        """Report a fault that the comparison found, unless another rank reports it first or may still raise an error."""
+        """Report a fault that the comparison found, unless another rank reports it first or may still raise."""
         if self._trouble is None or not self._desk.is_idle:
             return
         trouble, since = self._trouble

@@ -215,7 +215,7 @@ class Trace:
                 atexit.register(self._profiler.stop)  # A process crashes if it exits while the profiler runs.
                 raise RuntimeError("only the main thread, which started the profiler, can stop it")
             if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-                raise RuntimeError("the program also ran a profiler, which stopped both; use only one of them")
+                raise RuntimeError("the program ran a profiler too, which stopped both; use only one of them")
             self._profiler.stop()
             self._profiler.export_chrome_trace(str(part))
             data: dict[str, Any] = {"baseTimeNanoseconds": 0} | json.loads(part.read_text(errors="replace"))

@@ -128,7 +128,10 @@ class Neighbours:
             self._poll.register(file, select.POLLIN)
 
     def sleep(self, seconds: float) -> bool:
-        """Sleep for ``seconds``, or until a neighbour ends or ``wake`` is readable. Return whether ``wake`` is readable."""
+        """Sleep for ``seconds``, or until a neighbour ends or ``wake`` is readable.
+
+        Return whether ``wake`` is readable.
+        """
         events = dict(self._poll.poll(seconds * 1000))
         for file in self._alive.keys() & events.keys():
             self._suspects.append(self._alive.pop(file))
