@@ -178,7 +178,7 @@ def test_the_page_and_the_traces_of_a_job(tmp_path, num_ranks):
     for words in (f"{num_ranks} on", "exit code 0", "--env TOKEN=... --env=KEY=... --profile p a.py"):
         assert words in page.words
     assert "confided" not in page.text
-    assert "Why it ended" not in page.words
+    assert "Why the job ended" not in page.words
 
 
 @pytest.mark.slow

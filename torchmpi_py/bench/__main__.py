@@ -48,7 +48,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     """Return the options, with the name of the command as ``command``. Raise UsageError if an option is not valid."""
     parser = command_line.Parser(
         prog="torchmpi_py.bench",
-        description="Measure collectives and training steps. Run it under torchmpirun -n N -m torchmpi_py.bench ...",
+        description="Measure collectives and training steps. Start with torchmpirun -n N -m torchmpi_py.bench ...",
     )
     commands: Any = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(COMMANDS))
     for name, command in COMMANDS.items():

@@ -51,7 +51,7 @@ NextBuffers = Callable[[], TaskBuffers]
 class Candidate:
     """One implementation of the task.
 
-    ``bind`` takes a function that returns buffers, and returns the call to time.
+    ``bind`` takes a function that returns buffers, and returns the call that is timed.
     """
 
     name: str

@@ -6,9 +6,9 @@ algorithm bandwidth times a factor, which depends on the collective and the numb
 bandwidth of the hardware.
 
 The *pattern* of a rank is a tensor of PERIOD whole numbers, which is repeated over a buffer of any size. So a buffer is
-checked at the speed of memory, which an element-by-element formula would not reach. The numbers depend on element and
-rank. The period is a prime, because the sizes of pieces, slices and blocks are mostly powers of two. So a misplaced
-block does not match the pattern. The numbers are small enough that sums are exact in the dtype.
+checked at the speed of memory, which an element-by-element formula would not reach. The numbers depend on the element
+and the rank. The period is a prime, because the sizes of pieces, slices and blocks are mostly powers of two. So a
+misplaced block does not match the pattern. The numbers are small enough that sums are exact in the dtype.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def positive(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise ValueError(f"{text!r} is not a number above 0")
+        raise ValueError(f"expected a finite number above 0, found {text!r}")
     return value
 
 
@@ -121,5 +121,5 @@ def positive(text: str) -> float:
 def count(text: str) -> int:
     """Return ``text`` as a whole number above 0. Raise ArgumentTypeError for other texts."""
     if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{text!r} is not a whole number above 0")
+        raise ValueError(f"expected a whole number above 0, found {text!r}")
     return int(text)

@@ -66,12 +66,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, default="float32", metavar="DTYPE", help=dtypes)
     add("--async", dest="asynchronous", action="store_true", help="measure the asynchronous version (compare: both)")
     add("--op", choices=OPS, default="sum", metavar="OP", help=f"one of {', '.join(OPS)}; default: sum")
-    add("--buffers", choices=("warm", "cold", "both"), default="both", help="in or outside the cache; default: both")
+    add("--buffers", choices=("warm", "cold", "both"), default="both", help="in cache (warm) or not (cold); default: both")
     seconds = "approximate time for each size and each kind of buffers; default: 1"
     add("--seconds", type=command_line.positive, default=1.0, help=seconds)
     in_a_row = "time N calls without a barrier between them, and report their mean; default: 1"
     add("--in-a-row", type=command_line.count, default=1, metavar="N", help=in_a_row)
-    memory = "memory for buffers per rank; default: as free memory permits, at most 1G (cuda: 8G)"
+    memory = "memory for buffers per rank; default: depends on free memory, at most 1G (cuda: 8G)"
     add("--max-memory", type=command_line.with_message(parse_size), metavar="BYTES", help=memory)
     patience = "skip a candidate from the first size at which one call would take longer; default: never"
     add("--patience", type=command_line.positive, default=math.inf, metavar="SECONDS", help=patience)
@@ -135,7 +135,7 @@ def ours(task: Task, names: Sequence[str] | None, groups: TorchGroups, forms: Se
         if name not in statuses:
             raise UsageError(f"flavour {name!r} is unknown; known flavours: {', '.join(statuses)}")
         if statuses[name] != _AVAILABLE:
-            raise UsageError(f"flavour {name!r} cannot do {task.verb.name} here: {statuses[name]}")
+            raise UsageError(f"flavour {name!r} cannot do {task.verb.name} here: {statuses[name]}; use another flavour")
     return [
         torch_distributed(task, TORCH_TORCHMPI, groups.torchmpi, asynchronous=form)
         if name == TORCHMPI
@@ -193,7 +193,7 @@ def _measured(
     # A candidate that fails at the smallest size is omitted at all sizes.
     notes += [*without_pool, *measurement.drop_unable(sizes[0])]
     if not any(candidate.is_ours for candidate in measurement.candidates):
-        raise UsageError(f"no flavour is left to measure: {'; '.join(notes)}")
+        raise UsageError(f"no flavour can do this measurement; change the options ({'; '.join(notes)})")
     if "cold" in kinds:
         notes += _notes_on_cold(plan, task, sizes)
     rows: list[ResultRow] = []
@@ -218,6 +218,6 @@ def _notes_on_cold(plan: BufferPlan, task: Task, sizes: list[int]) -> list[str]:
     if not small:
         return []
     return [
-        f"the cold buffers of {', '.join(small)} bytes may be warm, because {format_size(plan.plain_bytes)} per rank "
-        f"fit into the last-level cache ({format_size(plan.cache_bytes)}); pass a larger --max-memory"
+        f"the cold buffers of {', '.join(small)} bytes may be warm, because all buffers of a rank "
+        f"({format_size(plan.plain_bytes)}) fit into the cache ({format_size(plan.cache_bytes)}); pass a larger --max-memory"
     ]

@@ -61,7 +61,7 @@ def first_failure(comm: MPI.Comm, failure: str) -> str:
 
 
 def free_bytes(meminfo: Path = _MEMORY, cgroup: Path = _CGROUP) -> int:
-    """Return the free memory of this machine in bytes, or of the container that limits this process if that is less."""
+    """Return the bytes of free memory of this machine, or of this process's container if less is free there."""
     limits = []
     match = re.search(r"MemAvailable:\s+(\d+) kB", _read(meminfo))
     if match:
@@ -84,7 +84,7 @@ def agreed_cache_bytes(comm: MPI.Comm, device: torch.device) -> int:
 
 
 def agreed_max_bytes(comm: MPI.Comm, given: int | None, device: torch.device) -> int:
-    """Return the number of bytes for buffers per rank: ``given``, or a share of a quarter of the free memory.
+    """Return the number of bytes for buffers per rank: ``given``, or this rank's share of a quarter of the free memory.
 
     The ranks of a node, or of a GPU, have equal shares. All ranks use the smallest share of any rank, but at most 1 GiB
     of host memory, or 8 GiB of GPU memory. All ranks of ``comm`` must call this function.
@@ -100,12 +100,12 @@ def agreed_max_bytes(comm: MPI.Comm, given: int | None, device: torch.device) ->
 
 
 def num_cores() -> int:
-    """Return the number of logical CPUs of this machine, including those that this rank is not allowed to use."""
+    """Return the number of logical CPUs of this machine, including CPUs that this rank is not allowed to use."""
     return os.cpu_count() or 1
 
 
 def limit_threads() -> None:
-    """Limit torch to one thread if the ranks of this machine use all of its cores."""
+    """Limit torch to one thread if this machine has at least as many ranks as logical CPUs."""
     if mpi.local_size() >= num_cores():
         torch.set_num_threads(1)
 

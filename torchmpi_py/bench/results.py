@@ -114,7 +114,7 @@ def unwritable(path: Path | None) -> str:
     """Return the reason why this process cannot write to ``path``, or "" if it can."""
     if path is None or os.access(path.parent, os.W_OK):
         return ""
-    return f"cannot write {path}: {path.parent} is not a writable folder; choose another file"
+    return f"cannot write {path}: {path.parent} is not a writable folder; pass another file to --json"
 
 
 def publish(rank: int, text: str, format_name: str, report: Any, path: Path | None) -> None:
@@ -138,7 +138,7 @@ def load(path: Path) -> Report:
             raise ValueError(f"its format is not {COLLECTIVE!r}")
         return Report(**stored | {"rows": [ResultRow(**row) for row in stored["rows"]]})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path} is not a report that run or compare wrote with --json: {error}") from error
+        raise UsageError(f"cannot read {path} as a report that run or compare wrote with --json: {error}") from error
 
 
 def summary(report: Report) -> str:
@@ -161,7 +161,7 @@ def summary(report: Report) -> str:
 
 
 def _winner(report: Report, rows: Sequence[ResultRow]) -> str:
-    """Describe the fastest row of a size. If it is a peer's row, also describe this package's fastest row."""
+    """Describe the fastest row of a size. If a peer is the fastest, also describe this package's fastest row."""
     ours = next((row for row in rows if row.what not in PEERS), rows[0])
     shown = [rows[0]] if ours is rows[0] else [rows[0], ours]
     return f"{format_size(rows[0].num_bytes)} " + ", our fastest: ".join(_in_short(report, row) for row in shown)

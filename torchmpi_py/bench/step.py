@@ -95,8 +95,8 @@ class StepReport:
 def main(comm: MPI.Comm, options: argparse.Namespace) -> None:
     """Measure on ``mpi.device()``, print the report on rank 0, and store it.
 
-    ``comm`` contains all ranks, and all must call this function. Raise RanksDisagree if a trainer leaves different
-    parameters on different ranks. Raise WrongValue if trainers with ``is_exact`` have different parameters.
+    ``comm`` contains all ranks, and all ranks must call this function. Raise RanksDisagree if a trainer leaves
+    different parameters on different ranks. Raise WrongValue if trainers with ``is_exact`` have different parameters.
     """
     if options.layers is not None and options.network != "perceptron":
         raise UsageError("--layers applies only to the perceptron; omit --layers, or use --network perceptron")
@@ -168,7 +168,8 @@ def _measured(
     for trainer in made:
         trainer.train(samples, lambda: None)  # These steps are not timed: DDP builds its buckets.
     _check_alike(made)
-    # The trainers alternate in short runs, in a changing order, so that other load slows all trainers equally.
+    # The trainers alternate in short runs, in a changing order, so that load from other programs slows all trainers
+    # equally.
     times: dict[str, list[float]] = {trainer.name: [] for trainer in made}
     rounds = range(-(-options.steps // STEPS_PER_RUN))
     for turn in progress_bar.shown(rounds, lambda turn: "steps", rank=comm.rank, always=options.progress):
@@ -176,7 +177,7 @@ def _measured(
             comm.Barrier()
             times[made[index].name] += _run(made[index], samples)
     for trainer in made:
-        # The trainers in this tuple leave different parameters on each rank.
+        # The ranks of the trainers in this tuple have different parameters, or different shards of the parameters.
         if trainer.name not in (trainers.NONE, trainers.DDP_ALONE, trainers.FSDP, trainers.FSDP_TORCHMPI):
             mpinn.check_with_allreduce(trainer.network)
     return {name: np.max(comm.allgather(of_trainer), axis=0).tolist() for name, of_trainer in times.items()}
@@ -201,7 +202,7 @@ def _check_alike(made: Sequence[trainers.Trainer]) -> None:
     for other in others:
         for (name, x), y in zip(first.network.named_parameters(), other.network.parameters(), strict=True):
             if not torch.allclose(_whole(x), _whole(y), rtol=1e-3, atol=1e-5):
-                raise WrongValue(f"parameter {name} of {other.name!r} differs from {first.name!r} after the same steps")
+                raise WrongValue(f"parameter {name} of {first.name!r} and {other.name!r} differs after the same steps")
 
 
 def _whole(x: Any) -> torch.Tensor:

@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``timeline``."""
     parser.add_argument("directory", type=Path, metavar="DIR", help="folder with the dumps of a job that hung")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="page to write; default: DIR/timeline.html")
-    parser.add_argument("--about", type=Path, help=argparse.SUPPRESS)  # Only torchmpirun passes it.
+    parser.add_argument("--about", type=Path, help=argparse.SUPPRESS)  # Only torchmpirun passes this option.
 
 
 def main(options: argparse.Namespace) -> None:
@@ -41,7 +41,7 @@ def main(options: argparse.Namespace) -> None:
 
 
 def page(job: JobCalls, about: Mapping[str, Any]) -> str:
-    """Return the page as HTML, which loads nothing from other files or the network."""
+    """Return the HTML page. The page loads nothing from other files or the network."""
     text = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     parts = timeline_tables.parts(job, about) | {"DATA": _as_script(data(job))}
     return re.sub("@([A-Z]+)@", lambda place: parts[place[1]], text)

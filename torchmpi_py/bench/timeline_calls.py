@@ -30,7 +30,7 @@ UNKNOWN, MISSING = -1.0, -2.0
 
 @dataclasses.dataclass
 class RecordedCall:
-    """An operation of one rank. Times are in ns, by the clock of rank 0's host."""
+    """An operation of one rank. Times are in ns, on the clock of rank 0's host."""
 
     text: str  # collective, flavour, dtype, arguments
     site: str
@@ -144,7 +144,7 @@ def _call(entry: Mapping[str, Any], now: int) -> RecordedCall:
 
 
 def meet(job: JobCalls) -> None:
-    """Compute waits, transfers and last ranks from the operations with equal keys."""
+    """Compute the waits, the transfers and the last ranks of operations with equal keys, and store them in ``job``."""
     found: dict[tuple[str, int], dict[int, RecordedCall]] = {}
     for rank in job.ranks:
         for call in rank.calls:
@@ -173,7 +173,7 @@ def meet(job: JobCalls) -> None:
 def _is_behind(rank: RankCalls | None, name: str, number: int) -> bool:
     """Return whether ``rank``, which has no record of an operation, has not called this operation yet.
 
-    If the rank has called the operation, its record was overwritten, or is on another host.
+    If the rank has called the operation, the record was overwritten, or the rank's board is on another host.
     """
     if rank is None:
         return False

@@ -57,7 +57,7 @@ def _facts(job: JobCalls, about: Mapping[str, Any]) -> dict[str, str]:
         "command": about.get("command", ""),
         "end": f"{end}, exit code {about['exit_code']}" if about else end,
         "ranks": f"{job.num_ranks} on {where}",
-        "no record": f"{_ranks(lost)}, whose host does not share the page's folder" if lost else "",
+        "no record": f"{_ranks(lost)}, whose host may not share the page's folder" if lost else "",
         "versions": job.versions,
         "records": _whose_records(job, about),
     }
@@ -80,7 +80,7 @@ def _end(about: Mapping[str, Any]) -> str:
     """Return an HTML section with the reason why the job failed, or "" if the job did not fail."""
     if not about.get("reason") or not about["exit_code"]:
         return ""
-    return f"<section><h2>Why it ended</h2><p><strong>{escape(about['reason'])}</strong></p></section>"
+    return f"<section><h2>Why the job ended</h2><p><strong>{escape(about['reason'])}</strong></p></section>"
 
 
 _RANK_COLUMNS = ("rank", "called last", "kept others waiting", "waited", "operations", "ended", "host", "last call")
@@ -115,7 +115,7 @@ def _operations(job: JobCalls) -> str:
             found.setdefault((call.text, num_bytes), []).append((rank.rank, call))
     rows = sorted((_operation_row(*what, calls) for what, calls in found.items()), key=lambda row: -row[0])
     left = len(rows) - _MOST_ROWS
-    note = f"<p>Not shown: {left} more, which take less time.</p>" if left > 0 else ""
+    note = f"<p>Number of further operations, which take less time: {left}.</p>" if left > 0 else ""
     return _table(_OPERATION_COLUMNS, (row[1] for row in rows[:_MOST_ROWS])) + note
 
 

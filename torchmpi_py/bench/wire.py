@@ -22,7 +22,7 @@ def parse_link(text: str) -> float:
     """Return the rate of ``--link`` (such as "1gbit" or "200mbit") in bytes per second."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]bit)", text.lower())
     if match is None or float(match[1]) == 0:
-        raise ValueError(f"{text!r}: pass the rate of a link in one direction, such as 200mbit (iperf3 measures it)")
+        raise ValueError(f"{text!r}: pass the rate of a link in one direction, such as 200mbit (iperf3 can measure it)")
     return float(match[1]) * _UNITS[match[2]] / 8
 
 
@@ -76,7 +76,7 @@ def open_link(bytes_per_second: float) -> Wire:
     """
     sizes = [len(ranks) for ranks in _nodes()]
     if len(sizes) == 1:
-        raise UsageError(f"--link: all {sizes[0]} ranks are on one node and do not use a link; omit --link")
+        raise UsageError("--link: all ranks are on one node, so they do not use a link; omit --link")
     return Wire(bytes_per_second, sizes)
 
 
