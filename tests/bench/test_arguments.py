@@ -25,7 +25,7 @@ def test_options():
         ("run --op foo", "'foo'.*sum.*lor"),
         ("run --dtype foo", "'foo'.*float32.*bool"),
         ("run --sizes 4Q", "'4Q'.*64K"),
-        ("run --seconds 0", "'0' is not"),
+        ("run --seconds 0", "expected a finite number above 0, found '0'"),
         ("step --layers 4", "'4'.*two widths"),
         ("step --ways average,shared", "'shared' is not a group of trainers; choose from average, sharded, compressed"),
         ("step --steps -1", "'-1'"),

@@ -66,7 +66,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, default="float32", metavar="DTYPE", help=dtypes)
     add("--async", dest="asynchronous", action="store_true", help="measure the asynchronous version (compare: both)")
     add("--op", choices=OPS, default="sum", metavar="OP", help=f"one of {', '.join(OPS)}; default: sum")
-    add("--buffers", choices=("warm", "cold", "both"), default="both", help="in cache (warm) or not (cold); default: both")
+    add("--buffers", choices=("warm", "cold", "both"), default="both", help="in the cache or outside it; default: both")
     seconds = "approximate time for each size and each kind of buffers; default: 1"
     add("--seconds", type=command_line.positive, default=1.0, help=seconds)
     in_a_row = "time N calls without a barrier between them, and report their mean; default: 1"
@@ -218,6 +218,6 @@ def _notes_on_cold(plan: BufferPlan, task: Task, sizes: list[int]) -> list[str]:
     if not small:
         return []
     return [
-        f"the cold buffers of {', '.join(small)} bytes may be warm, because all buffers of a rank "
-        f"({format_size(plan.plain_bytes)}) fit into the cache ({format_size(plan.cache_bytes)}); pass a larger --max-memory"
+        f"the cold buffers of {', '.join(small)} bytes may be warm, because {format_size(plan.plain_bytes)} of buffers "
+        f"per rank fit into the last-level cache ({format_size(plan.cache_bytes)}); pass a larger --max-memory"
     ]
