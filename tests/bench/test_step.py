@@ -32,7 +32,7 @@ def test_every_way_is_timed_and_trains_alike(mpi, capsys, tmp_path):
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("is_compared", "error", "words"),
-    [(True, WrongValue, "'synchronize_gradients' differs from 'DDP on gloo'"), (False, RanksDisagree, None)],
+    [(True, WrongValue, "'DDP on gloo' and 'synchronize_gradients' differs"), (False, RanksDisagree, None)],
 )
 def test_a_way_that_does_not_average_is_found(mpi, monkeypatch, is_compared, error, words):
     """By its values, or else because the parameters drift apart."""

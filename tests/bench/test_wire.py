@@ -69,7 +69,7 @@ def test_the_floor_is_a_row_and_every_other_row_has_its_ratio(mpi, each_rank_is_
 def test_on_one_node_there_is_no_link(mpi):
     if mpi.num_nodes() > 1:
         pytest.skip("several nodes")
-    with pytest.raises(UsageError, match=rf"all {mpi.size()} ranks are on one node"):
+    with pytest.raises(UsageError, match="all ranks are on one node"):
         compare.report(MPI.COMM_WORLD, parse(["compare", "--link", "1gbit"]))
 
 

@@ -43,7 +43,7 @@ def run(channel: Channel) -> None:
         return
     views = channel.mpi.gather(reports.views(board, position) if leads else []) or []
     sides = reports.sides_of_nodes([view for each in views for view in each])
-    sides = channel.mpi.bcast(sides) or "the records of these calls have been overwritten"
+    sides = channel.mpi.bcast(sides) or "the calls are unknown, because their records have been overwritten"
     raise RanksDisagree(f"{position} is not the same on all ranks: {sides}")
 
 

@@ -257,7 +257,7 @@ class Link:
                 self.send({"ping": 1})
 
     def forgive(self, seconds: float, now: float) -> None:
-        """Subtract the time in which this process itself stalled from the silence of the other host."""
+        """Do not count ``seconds``, for which this process itself stalled, as silence of the other host."""
         self._last_sign = min(max(self._last_sign, self.last_heard) + seconds, now)
 
     def seconds_unheard(self, now: float) -> float:

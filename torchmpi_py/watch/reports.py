@@ -236,7 +236,7 @@ def death(board: Board, index: int) -> str:
 def deaths(within_seconds: float) -> str:
     """Return a text about the dead ranks of this node or about lost nodes, or "" if none are found in time.
 
-    Wait for them up to ``within_seconds``, because the system closes the connections of a dying process before the
+    Search for ``within_seconds``, because the system closes the connections of a dying process before the
     process ends. Other ranks notice the closed connections first.
     """
     board, until = status_board.current, time.monotonic() + within_seconds
@@ -354,7 +354,7 @@ def brief(board: Board, index: int) -> str:
 
 
 class Sides(NamedTuple):
-    """The calls of ranks at the place of an operation. ``differ`` states whether any call differs from this rank's."""
+    """The calls of ranks at the place of an operation. ``differ`` states whether any call differs."""
 
     text: str
     differ: bool

@@ -23,9 +23,10 @@ _giving = threading.Lock()  # The watchdog and the thread of runtime/building.py
 
 
 def gather(board: Board, is_over: Callable[[], bool], seconds: float = _GIVEN_WITHIN_SECONDS) -> list[int]:
-    """Request the stacks of all ranks of the node. Return the local ranks that have not written theirs in ``seconds``.
+    """Request the stacks of all ranks of the node, and return the local ranks that have not written their stacks.
 
-    Return earlier if ``is_over()`` is true, or if only ranks that cannot continue have not written their stacks.
+    Wait up to ``seconds`` for the stacks. Return earlier if ``is_over()`` is true, or if every rank without a stack has
+    ended or cannot continue.
     """
     request_ns = time.monotonic_ns()
     for index in board.indices:

@@ -73,7 +73,8 @@ class Reading(NamedTuple):
 def read_clock(comm: MPI.Comm, nodes: Sequence[int], clock: Callable[[], int] = time.time_ns) -> Reading:
     """Compare this rank's clock with rank 0's clock. All ranks of ``comm`` must call this function.
 
-    No other operation may use ``comm`` at the same time. ``nodes`` holds for each rank the lowest rank on its node.
+    No other operation may use ``comm`` at the same time. ``nodes`` lists the lowest rank on the node of each rank.
+    ``clock`` returns a time in ns.
     """
     mine = Reading(clock(), 0, 0)
     for asker in sorted(set(nodes) - {nodes[0]}):

@@ -172,7 +172,7 @@ class Watchdog:
     ) -> None:
         self._board = board
         self._deadline_seconds, self._at_deadline = tuning.deadline_seconds, tuning.at_deadline
-        self.least_seconds = 0.0  # the shortest timeout that applies while the session is built
+        self.least_seconds = 0.0  # lower limit of the timeout while the session is being built
         self._ages = Ages(time.monotonic())
         self._reported: set[int] = set()
         self._circle = self._reported_circle = wait_cycles.Circle()
