@@ -16,7 +16,7 @@ from torchmpi_py.watch import reports
 _GIVEN_WITHIN_SECONDS = 1.5
 _FRAMES = 8
 _MOST_OF_AN_ERROR = 500  # characters
-_HANDLES = "handles "  # start of an exception's line in a rank's text
+_HANDLES = "is handling "  # start of an exception's line in a rank's text
 _OWN_THREADS = ("torchmpi_py-watchdog", "torchmpi_py-nodes", "torchmpi_py-building")
 _LAUNCHER = re.compile(r'\s*File "(.*/launch/wrap\.py|<frozen runpy>|.*/runpy\.py)"')  # frames outside the program
 _giving = threading.Lock()  # The watchdog and the thread of runtime/building.py may both write.
