@@ -136,6 +136,7 @@ def test_of_other_hosts_nothing_is_claimed_and_other_users_do_not_count(monkeypa
         assert "the ranks on other hosts are not known here" in report
         with started(monkeypatch, 3, 4, 2).watched():
             assert "No rank is missing on host" in started(monkeypatch, 2, 4, 2).report()
+            assert all(arrival._is_bound(arrival._address("3")) for _ in range(10_000))  # also with a full queue
     with started(monkeypatch, 0, 2, 2).watched():
         address = arrival._address("0")
         assert arrival._is_bound(address)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import socket
 import struct
@@ -190,7 +191,7 @@ def _is_bound(address: str) -> bool:
     """Return whether a process of this user has bound the address; another user's process does not count."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
-        if probe.connect_ex(address) != 0:
-            return False
+        if (code := probe.connect_ex(address)) != 0:
+            return code == errno.EAGAIN  # Earlier probes, which nothing accepts, fill the listener's queue.
         process_user_and_group = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         return bool(struct.unpack("3i", process_user_and_group)[1] == os.getuid())
