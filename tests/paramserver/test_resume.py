@@ -115,10 +115,10 @@ def test_what_does_not_fit(mpi):
     update.update(0)
     state = update.state_dict()
     assert (state["server"] is None) == (mpi.rank() > 0)
-    with pytest.raises(ParameterServerError, match="update was already called"):
+    with pytest.raises(ParameterServerError, match="training has already started"):
         update.load_state_dict(state)
     update.free()
-    with pytest.raises(ValueError, match="the state has a different kind, init_delay"):
+    with pytest.raises(ValueError, match="pass a state with the same kind, init_delay"):
         ps.DownpourUpdate(network(0), local_update=len).load_state_dict(state)
     update = ps.EASGDUpdate(network(0), init_delay=0)
     broken = {**state, "server": {**state["server"], "shapes": []} if mpi.rank() == 0 else None}

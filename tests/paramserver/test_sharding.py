@@ -53,14 +53,14 @@ def test_values_that_take_the_place_of_others_do_so_whatever_these_are():
 @pytest.mark.parametrize(
     ("name", "options", "dtype", "words"),
     [
-        ("none", {}, torch.float32, "'none' is unknown; known rules: zero, copy, add, scaled_add, average, elastic"),
+        ("none", {}, torch.float32, "'none' is unknown; use one of zero, copy, add, scaled_add, average, elastic"),
         ("scaled_add", {}, torch.float32, "missing .*'scale'"),
-        ("add", {"scale": 2}, torch.float32, "'add' does not accept the options .*scale"),
-        ("elastic", {"weight": "a"}, torch.float32, "weight is not a number"),
+        ("add", {"scale": 2}, torch.float32, "not valid for rule 'add': .*scale"),
+        ("elastic", {"weight": "a"}, torch.float32, "weight='a': expected a number"),
         ("elastic", {"weight": 0.5}, torch.int32, r"needs floating-point numbers.* torch\.int32"),
         ("average", {}, torch.bfloat16, "of at least 32 bits"),  # with 8 bits a mean of a thousand values stands still
         ("scaled_add", {"scale": 0.5}, torch.int64, r"scale is a float, but the elements are torch\.int64"),
-        ("sgd", {"lr": -0.1}, torch.float32, "lr=-0.1: torch accepts no negative number"),
+        ("sgd", {"lr": -0.1}, torch.float32, "lr=-0.1: torch expects a number of at least 0"),
         ("sgd", {"nesterov": True}, torch.float32, "nesterov=True needs a momentum"),
         ("adam", {"betas": [0.9, 1.5]}, torch.float32, "betas=.*: torch expects two numbers"),
     ],

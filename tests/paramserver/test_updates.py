@@ -38,7 +38,7 @@ def test_lists(mpi, size, me):
     ps.integrate_tensors(lists, lambda fetched, x: x.copy_(fetched))
     added = 3 * size * (size + 1) // 2
     assert all(torch.equal(x, y + added) for x, y in zip(mine, tensors(0), strict=True))
-    with pytest.raises(ValueError, match="expected 5 updates, one per tensor; got 1"):
+    with pytest.raises(ValueError, match="expected 5 updates, found 1; pass one update per tensor"):
         ps.send_tensors(lists, updates[:1])
 
 

@@ -1,4 +1,6 @@
-"""Parameter servers: tensors in shards over the ranks. Every rank can send updates and fetch values at any time.
+"""Parameter servers: tensors whose shards are distributed over the ranks.
+
+Every rank can send updates and fetch values at any time.
 
 The design follows TorchMPI's parameter server (reference section 5).
 """

@@ -67,7 +67,7 @@ class DifferenceUpdate(Update):
         super().__init__(network, **options)
         if shares_memory and self.group is None:
             raise ValueError(
-                "shares_memory=True needs dataparallel_communicator; pass the level whose groups share parameters"
+                "DifferenceUpdate: shares_memory=True needs a dataparallel_communicator; pass the level of the groups"
             )
         self.check_alike(shares_memory=shares_memory)
         self.scale = 1 / self.num_workers if scale is None else scale

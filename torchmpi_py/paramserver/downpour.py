@@ -25,7 +25,7 @@ class DownpourUpdate(Update):
     """Train with Downpour SGD: send sums of gradients, and fetch the parameters every ``update_frequency`` steps.
 
     Every ``send_frequency`` steps, a worker sends the sum of its gradients since the last send. The server adds the
-    result of ``local_update``, or takes a step of its own optimizer. All ranks of the sharding level must call the
+    result of ``local_update``, or takes a step of the server's optimizer. All ranks of the sharding level must call the
     constructor. A sum that is not finite is not sent, and ``update`` raises ParameterServerError. If a GradScaler skips
     a step, do not call ``update`` for this step, and do not count it.
 
@@ -77,13 +77,13 @@ class DownpourUpdate(Update):
         if not callable(local_update) and (local_update is not None or optimizer is None):
             raise TypeError(
                 f"DownpourUpdate: expected a function, found local_update={local_update!r}; pass a function such as "
-                'lambda g: g.mul_(-lr), or choose an optimizer for the server, such as optimizer="adagrad"'
+                'lambda g: g.mul_(-lr), or omit local_update and choose an optimizer, such as optimizer="adagrad"'
             )
         if optimizer is not None:
             trained = [p for p in network.parameters() if p.requires_grad]
             rules.check_optimizer(optimizer, self.optimizer_options, trained)
         elif self.optimizer_options:
-            raise TypeError(f"optimizer_options={self.optimizer_options} need an optimizer; pass optimizer= too")
+            raise TypeError(f"DownpourUpdate: optimizer_options={optimizer_options} need an optimizer; pass one")
         super().__init__(network, **options)
         self.local_update = local_update
         self.server_optimizer = optimizer
@@ -102,7 +102,7 @@ class DownpourUpdate(Update):
         # Check only the first step, because a rank without samples in a later step has no gradients in that step.
         if step == self.timetable.init_delay + 1 and self.parameters and all(p.grad is None for p in self.parameters):
             raise ParameterServerError(
-                f"update({step}): no parameter has a gradient; call update before optimizer.zero_grad"
+                f"update({step}): no parameter has a gradient; call update after backward and before zero_grad"
             )
         for total, p in zip(self._sums, self.parameters, strict=True):
             if p.grad is not None and p.requires_grad:  # A frozen parameter may still have an old gradient.
@@ -129,7 +129,7 @@ class DownpourUpdate(Update):
         if has_overflow:
             raise ParameterServerError(
                 f"DownpourUpdate: the sum of the gradients since the last send (number of steps: {num_steps}) is not "
-                "finite, and was dropped. If a GradScaler skips a step, do not call update for it, and do not count it"
+                "finite, and was dropped. If a GradScaler skips a step, do not call update, and do not count the step"
             )
 
     def send_rest(self, served: tensor_lists.ServedTensors) -> None:

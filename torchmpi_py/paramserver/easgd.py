@@ -62,7 +62,7 @@ class EASGDUpdate(Update):
     def __init__(self, network: torch.nn.Module, *, beta: float = 0.9, **options: Any) -> None:
         refuse_options(type(self).__name__, options, ["send_frequency"], "every exchange sends")
         if not 0 < beta < 1:
-            raise ValueError(f"{type(self).__name__}: expected 0 < beta < 1, found beta={beta}")
+            raise ValueError(f"{type(self).__name__}: expected 0 < beta < 1, found beta={beta}; pass 0.9, for example")
         super().__init__(network, **options)
         self.beta = beta
 
@@ -79,7 +79,7 @@ class EASGDUpdate(Update):
         tensor_lists.send_tensors(served, [differences[p] for p in served.tensors], "add")
 
     def position(self, p: Tensor) -> Tensor:
-        """Return the position that the centre attracts.
+        """Return the values of a parameter that the centre attracts.
 
         Args:
             p (Tensor): parameter of the network.
@@ -94,7 +94,7 @@ class EAMSGDUpdate(EASGDUpdate):
     """Train with elastic averaging SGD and Nesterov's momentum.
 
     An exchange with the centre uses the parameters without the look-ahead of the momentum. Each worker keeps its own
-    momentum, and the learning rate may change from step to step. All ranks of the sharding level must call the
+    momentum, and learning rates may change between steps. All ranks of the sharding level must call the
     constructor. Call ``update(step)`` after each optimizer step, as described for ``Update``.
 
     Args:
@@ -145,14 +145,13 @@ def _check_optimizer(optimizer: object, network: torch.nn.Module) -> None:
 
     The error is a TypeError for another class, and a ValueError otherwise.
     """
-    remedy = "pass torch.optim.SGD(network.parameters(), lr=..., momentum=..., nesterov=True)"
+    remedy = "pass torch.optim.SGD(network.parameters(), lr=..., momentum=..., nesterov=True), or use EASGDUpdate"
     if not isinstance(optimizer, torch.optim.SGD):
-        raise TypeError(f"EAMSGDUpdate: expected a torch.optim.SGD, found optimizer={optimizer!r}; {remedy}")
+        raise TypeError(f"EAMSGDUpdate: expected a torch.optim.SGD, found {type(optimizer).__name__}; {remedy}")
     for group in optimizer.param_groups:
         if not group["nesterov"]:
             raise ValueError(
-                f"EAMSGDUpdate: the optimizer has momentum={group['momentum']} and nesterov=False; {remedy}. With "
-                "any other optimizer, use EASGDUpdate"
+                f"EAMSGDUpdate: the optimizer has momentum={group['momentum']} and nesterov=False; {remedy}"
             )
     optimized = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     trained = {p: name for name, p in network.named_parameters() if p.requires_grad}
@@ -162,6 +161,6 @@ def _check_optimizer(optimizer: object, network: torch.nn.Module) -> None:
         )
     if others := len(optimized - set(trained)):
         raise ValueError(
-            f"EAMSGDUpdate: the optimizer trains {others} parameters outside the network, which the server would not "
-            f"contain; {remedy}"
+            f"EAMSGDUpdate: the server would not contain all parameters of the optimizer (number of parameters "
+            f"outside the network: {others}); {remedy}"
         )

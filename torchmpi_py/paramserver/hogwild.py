@@ -7,9 +7,9 @@ not matter if gradients are sparse or steps are small. Gradients, buffers and op
 rank. The alternative, a lock around each step, would let only one rank step at a time.
 
 Hogwild moves whole storages, not single tensors. So tied or overlapping parameters still share memory, and strides do
-not change. The views keep the memory mapped, so they remain valid even after ``mpi.stop()``. If a parameter leaves the
-shared memory (``network.to(dtype)``), only its own rank would train it. To detect this case, a hook checks the
-addresses of the parameters before every step of an optimizer.
+not change. The views keep the memory mapped, so they remain valid even after ``mpi.stop()``. If a rank moves a
+parameter out of the shared memory (``network.to(dtype)``), only this rank trains the parameter. To detect this case, a
+hook checks the addresses of the parameters before every step of an optimizer.
 
 Source: Niu, Recht, Re, Wright: Hogwild: a lock-free approach to parallelizing stochastic gradient descent (2011).
 """
@@ -121,7 +121,7 @@ class _Watch:
     """
 
     def __init__(self, network: torch.nn.Module, places: list[Tensor]) -> None:
-        self._places = places  # in ascending order of their addresses, all in one segment
+        self._places = places  # tensors of bytes in the shared memory, in ascending order of address
         self._begin = places[0].data_ptr() if places else 0
         self._end = places[-1].data_ptr() + places[-1].nbytes if places else 0
         self._network = weakref.ref(network)
@@ -153,9 +153,9 @@ _watches: list[_Watch] = []
 
 
 def _is_shared(p: Tensor) -> bool:
-    """Return whether a parameter is in the shared memory of any Hogwild.
+    """Return whether a parameter is empty, or is in the shared memory of any Hogwild.
 
-    Every Hogwild counts, because a later one may share the same network.
+    The memory of every Hogwild counts, because a later Hogwild may share the same network.
     """
     if p.layout is not torch.strided:
         return False
@@ -165,9 +165,9 @@ def _is_shared(p: Tensor) -> bool:
 
 def _why(name: str) -> str:
     return (
-        f"parameter {name} is not in the memory that the ranks share, so only this rank would train it. It was added, "
-        "replaced, or moved to other memory (.to(), .data) after the Hogwild was created. Call free() before such a "
-        "change, and create a new Hogwild after the change"
+        f"parameter {name} is not in the memory that the ranks share, so only this rank would train the parameter. "
+        "It was added, replaced, or moved to other memory (.to(), .data) after the Hogwild was created. Before such a "
+        "change, call free(). After the change, create a new Hogwild"
     )
 
 
@@ -185,8 +185,8 @@ def _check(parameters: list[torch.nn.Parameter], comm: Communicator) -> None:
     """
     if comm.num_nodes > 1:
         raise Unavailable(
-            f"Hogwild: the ranks of {comm!r} are on different nodes and cannot share memory; share within each node "
-            "with comm=mpi.communicator(1), and exchange between nodes with paramserver.DifferenceUpdate"
+            f"Hogwild: the ranks of {comm!r} are on different nodes and cannot share memory; pass "
+            "comm=mpi.communicator(1) to share within each node, and use paramserver.DifferenceUpdate between nodes"
         )
     storages = {s.data_ptr(): (index, s.nbytes()) for index, s in enumerate(_storages(parameters))}
     mine = [
@@ -208,7 +208,7 @@ def _check(parameters: list[torch.nn.Parameter], comm: Communicator) -> None:
 
 
 def _storages(parameters: list[torch.nn.Parameter]) -> list[torch.UntypedStorage]:
-    """Return the distinct storages of the parameters that are not empty."""
+    """Return the distinct storages of the parameters, without empty storages."""
     storages = {_address(p): p.untyped_storage() for p in parameters}
     return [storage for storage in storages.values() if storage.nbytes() > 0]
 
@@ -222,7 +222,10 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _places(channel: Channel, storages: list[torch.UntypedStorage]) -> list[Tensor]:
-    """Allocate memory for each storage in rank 0's part of a new segment. All ranks of the channel must call it."""
+    """Allocate memory for each storage in rank 0's part of a new segment, and return one tensor of bytes per storage.
+
+    All ranks of the channel must call it.
+    """
     offsets = [0, *itertools.accumulate(-(-s.nbytes() // _ALIGNMENT) * _ALIGNMENT for s in storages)]
     memory = symmetric.shared_bytes(channel, offsets[-1])[0].numpy()
     return [

@@ -2,9 +2,9 @@
 
 A *request* concerns one shard. Its message contains the action and, if the payload is small, the bytes of the payload.
 A large payload follows in pieces, in separate messages. The *reply* contains the error, if any, or small values. Large
-values follow in pieces. A message consists of plain numbers and bytes. The name and the options of a rule are bytes of
-a pickle, so the service can report to the sender if it cannot unpickle them. Requests and replies have separate
-communicators, because a rank may be a client of one service while it runs another service.
+values follow in pieces. A message consists of plain numbers and bytes. The name and the options of a rule are
+pickled separately, so that the service can report to the sender if they cannot be unpickled. Requests and replies have
+separate communicators, because a rank may be a client of one service while it runs another service.
 
 MPI keeps the order of messages between two ranks, and a service carries out the requests of a rank in order. So a rank
 can send further requests without waiting for replies. The next reply of a service belongs to the oldest pending request
@@ -92,7 +92,7 @@ def to_bytes(x: Tensor) -> bytearray:
 
 
 def unpacked(data: bytes) -> Exception:
-    """Return the exception of a reply, or a ParameterServerError if this process cannot import its class."""
+    """Return the exception of a reply, or a ParameterServerError if the exception cannot be unpickled."""
     try:
         error: Exception = pickle.loads(data)
         return error
@@ -122,7 +122,10 @@ class PendingReply:
             self._transfers.append(requests.Isend(piece, service, BYTES_TAG))
 
     def arrive(self, replies: MPI.Comm, service: int, error: bytes | None, values: bytearray | None) -> None:
-        """Store the content of the reply, and start to receive the pieces of large values."""
+        """Store the content of the reply, and start to receive the pieces of large values.
+
+        ``error`` is a pickled exception, or None. ``values`` contains small values, or is None.
+        """
         # A reply with an error has no values. Small values are part of the reply, and large values follow in pieces.
         if error is not None:
             self.error = unpacked(error)

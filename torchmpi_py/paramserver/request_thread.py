@@ -7,7 +7,7 @@ handles of a rank complete in the same order. The alternative, completing each r
 add a round trip to every request.
 
 A request to another server starts only when all earlier requests are complete, because a program may use one server to
-announce that it has sent to another server. The clocks of bounded staleness do this. A request also waits for all
+announce that it has sent to another server. Bounded staleness does this with its clocks. A request also waits for all
 earlier requests if it uses a tensor that a pending request writes, or writes a tensor that a pending request reads.
 """
 
@@ -142,7 +142,10 @@ class _Pipeline(CommunicationThread):
             self._wait()
 
     def _next(self) -> ThreadHandle[Any] | None:
-        """Return the next request, or None if the thread must end. Process replies while the queue is empty."""
+        """Return the next request, or None if the thread must end.
+
+        While the queue is empty or too many requests are pending, process replies.
+        """
         # Block on the queue only if no request is pending. Otherwise, the thread must check for replies.
         while self._under_way and (self._queue.empty() or len(self._under_way) >= _MOST_UNDER_WAY):
             self._wait()
@@ -223,7 +226,8 @@ class RequestThread:
     ) -> Handle[R]:
         """Queue a request, and return its handle.
 
-        When all replies that ``begin`` expects have arrived, ``end`` returns the result of the handle. Pass
+        The thread calls ``begin``, which sends messages and registers the expected replies in its argument. When all
+        expected replies have arrived, the thread calls ``end``, which returns the result of the handle. Pass
         ``is_recorded=False`` for a request that a longer operation repeats many times. The records of such requests
         would displace all other records in the flight recorder, and the longer operation has its own record.
         """

@@ -32,7 +32,8 @@ _IN_ONE_TENSOR: dict[str, Any] = {"foreach": False, "maximize": False}  # argume
 class Memory(NamedTuple):
     """The state of a rule for one shard. All values start at 0.
 
-    ``slots`` are tensors of the shard's size and dtype, and ``times`` is a float64 tensor with one number.
+    ``slots`` are tensors of the shard's size and dtype. ``times`` is a float64 tensor with one number, in which the
+    rule counts its applications.
     """
 
     slots: list[Tensor]
@@ -178,10 +179,10 @@ def register_rule(name: str, fn: Callable[..., object], num_slots: int = 0) -> N
     ``payload``. It runs without autograd in another thread, which may belong to another process, so the options of a
     send must be picklable.
 
-    With ``num_slots`` > 0, the rule is an optimizer for servers from ``init(tensor, optimizer=name)``. Its function is
-    ``fn(shard, payload, memory, **options)``, where ``memory.slots`` is a list of ``num_slots`` tensors with the size
-    and dtype of the shard, and ``memory.times`` is a tensor with one number. All of these values start at 0, and the
-    server keeps them between sends.
+    With ``num_slots`` > 0, the rule is an optimizer for servers from ``init(tensor, optimizer=name)``. The server then
+    calls ``fn(shard, payload, memory, **options)``, where ``memory.slots`` is a list of ``num_slots`` tensors with the
+    size and dtype of the shard, and ``memory.times`` is a tensor with one number. All of these values start at 0, and
+    the server keeps them between sends.
 
     Args:
         name (str): name of the rule. A later call with the same name replaces the function.
@@ -201,10 +202,10 @@ def register_rule(name: str, fn: Callable[..., object], num_slots: int = 0) -> N
         >>> server.free()
     """
     if not isinstance(name, str) or not name:
-        raise TypeError(f"register_rule: expected a name that is not empty, found name={name!r}; pass a string")
+        raise TypeError(f"register_rule: expected a name, found name={name!r}; pass a string that is not empty")
     if not callable(fn):
         raise TypeError(
-            f"register_rule: found fn={fn!r}; pass a function of (shard, payload) that changes the shard in place"
+            f"register_rule: expected a function, found fn={fn!r}; pass a function that changes a shard in place"
         )
     check_count("register_rule: num_slots", num_slots, 0)
     if name in _BUILT_IN:
@@ -215,7 +216,7 @@ def register_rule(name: str, fn: Callable[..., object], num_slots: int = 0) -> N
 def named(call: str, name: str) -> Rule:
     """Return the rule called ``name``. If the name is unknown, raise a ValueError that lists all rules."""
     if name not in _rules:
-        raise ValueError(f"{call}: rule {name!r} is unknown; known rules: {', '.join(_rules)}")
+        raise ValueError(f"{call}: rule {name!r} is unknown; use one of {', '.join(_rules)}")
     return _rules[name]
 
 
@@ -230,7 +231,7 @@ def optimizer(name: str) -> Rule:
     """Return the optimizer called ``name``. If the name is unknown, raise a ValueError that lists all optimizers."""
     known = [known for known, rule in _rules.items() if rule.memory == "optimizer"]
     if name not in known:
-        raise ValueError(f"paramserver.init: optimizer={name!r} is unknown; known optimizers: {', '.join(known)}")
+        raise ValueError(f"parameter server: optimizer={name!r} is unknown; use one of {', '.join(known)}")
     return _rules[name]
 
 
@@ -251,11 +252,11 @@ def checked(name: str, options: Mapping[str, Any], dtype: torch.dtype, of_server
         bits = 8 * dtype.itemsize if dtype.is_floating_point else 4 * dtype.itemsize if dtype.is_complex else 0
         if bits < rule.needs_bits:
             at_least = f" of at least {rule.needs_bits} bits" if rule.needs_bits > 1 else ""
-            raise ValueError(f"send: rule {name!r} needs floating-point numbers{at_least}; this server holds {dtype}")
+            raise ValueError(f"rule {name!r} needs floating-point numbers{at_least}, not {dtype}; use torch.float32")
     if reason := _wrong_names(rule, tuple(options)):
-        raise TypeError(f"send: rule {name!r} does not accept the options {dict(options)}: {reason}")
+        raise TypeError(f"send: the options {dict(options)} are not valid for rule {name!r}: {reason}")
     if options and name in _BUILT_IN and (reason := _wrong_values(options, dtype)):
-        raise ValueError(f"send: rule {name!r} does not accept the options {dict(options)}: {reason}")
+        raise ValueError(f"send: the options {dict(options)} are not valid for rule {name!r}: {reason}")
     return rule
 
 
@@ -266,11 +267,11 @@ def _wrong_values(options: Mapping[str, Any], dtype: torch.dtype) -> str:
             if not (isinstance(value, (tuple, list)) and len(value) == 2 and all(0 <= beta < 1 for beta in value)):
                 return f"betas={value!r}: torch expects two numbers of at least 0 and less than 1"
         elif not isinstance(value, (Number, np.generic, np.ndarray, Tensor)):
-            return f"{option} is not a number"
+            return f"{option}={value!r}: expected a number"
         elif option == "scale" and isinstance(value, float) and not (dtype.is_floating_point or dtype.is_complex):
-            return f"scale is a float, but the elements are {dtype}"
+            return f"scale is a float, but the elements are {dtype}; pass an int"
         elif option in _NOT_NEGATIVE and not value >= 0:  # type: ignore[operator]
-            return f"{option}={value!r}: torch accepts no negative number"
+            return f"{option}={value!r}: torch expects a number of at least 0"
     if options.get("nesterov") and (not options.get("momentum", 0) or options.get("dampening", 0)):
         return "nesterov=True needs a momentum above 0, and dampening=0"
     return ""

@@ -71,8 +71,8 @@ def init(tensor: Tensor, *, comm: Communicator | None = None, optimizer: str | N
     source, num_slots = journal.run_together("paramserver.init", comm, lambda: _agreed(tensor, optimizer, comm))
     if comm.num_nodes > 1 and communication_thread.current().inline:
         raise Unavailable(
-            f"paramserver.init: {comm!r} has several nodes, but this MPI does not provide MPI_THREAD_MULTIPLE, which "
-            "servers over several nodes need; pass a communicator within a node, such as mpi.communicator(1)"
+            f"paramserver.init: {comm!r} has ranks on several nodes, so the server needs MPI_THREAD_MULTIPLE, which "
+            "this MPI does not provide; pass a communicator within a node, such as comm=mpi.communicator(1)"
         )
     server = ParameterServer(comm, source, optimizer, num_slots)
     _servers[:] = [*(other for other in _servers if not other._router.is_free), server]
@@ -108,7 +108,7 @@ def _agreed(tensor: Tensor, optimizer: str | None, comm: Communicator) -> tuple[
     kinds = allgather(kind)
     if agree.first_different(kinds) is not None:
         by_rank = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
-        raise RanksDisagree(f"paramserver.init: the arguments differ between ranks ({by_rank}); pass equal arguments")
+        raise RanksDisagree(f"paramserver.init: arguments differ ({by_rank}); pass one shape, dtype and optimizer")
     return source, num_slots
 
 
@@ -265,7 +265,7 @@ class ParameterServer:
         is_match = (source._channel, source.bounds, source.dtype) == (self._channel, self.bounds, self.dtype)
         if source is self or not is_match:
             raise ValueError(
-                "take_in: source must be another server with the same number of elements, dtype and communicator"
+                "take_in: wrong source; pass another server with the same number of elements, dtype and communicator"
             )
         label = f"step of this rank's shard, rule {rule}"
         return self._requests.submit(
@@ -351,10 +351,10 @@ class ParameterServer:
         self._check_alive(call)
         x = _on_known_device(call, tensor)
         if x.dtype != self.dtype or x.shape != self.shape:
-            view = f"; pass a view of shape {tuple(self.shape)}" if x.numel() == self.shape.numel() else ""
+            kind = "view" if x.numel() == self.shape.numel() and x.dtype == self.dtype else "tensor"
             raise ValueError(
-                f"{call}: the tensor has shape {tuple(x.shape)} and {x.dtype}, but the parameter server has "
-                f"{tuple(self.shape)} and {self.dtype}{view if x.dtype == self.dtype else ''}"
+                f"{call}: the tensor has shape {tuple(x.shape)} and {x.dtype}, but must match the parameter server; "
+                f"pass a {kind} of shape {tuple(self.shape)} and {self.dtype}"
             )
         return x
 

@@ -1,11 +1,11 @@
 """The service of a node: a thread that works on the node's shards for the ranks of other nodes.
 
 The thread runs in the first rank of the node while there are servers over several nodes. ``remote.py`` defines the
-messages. MPI cannot wake a thread, so the service polls for messages, and sleeps between two polls. Within 0.2 ms after
-a request, the sleep grows to 50 us. Later, the sleep is half a percent of the time since the last request, up to 2 ms.
-So a request is delayed by at most 50 us or half a percent of the idle time before it, whichever is longer. An idle
-service uses about a hundredth of a core. The alternative, one-sided MPI operations without a service, cannot run a rule
-on the target.
+messages. MPI cannot wake a thread, so the service polls for messages, and sleeps between two polls. During the first
+0.2 ms after a request, the sleep grows to 50 us. Later, the sleep is half a percent of the time since the last request,
+up to 2 ms. So a request is delayed by at most 50 us or half a percent of the idle time before the request, whichever is
+longer. An idle service uses about a hundredth of a core. The alternative, one-sided MPI operations without a service,
+cannot run a rule on the target.
 
 The requests of a rank are carried out in order, but no rank waits for the payload of another rank. The service receives
 the next payload of a rank while it applies a rule to the previous payload, so the network does not wait for the rule.
@@ -46,7 +46,7 @@ _MOST_OF_A_CLIENT = 2  # One payload of a client can arrive while a rule is appl
 
 
 def packed(error: BaseException) -> bytes:
-    """Return a pickled exception.
+    """Pickle an exception, and return the bytes.
 
     If ``error`` is not an Exception or cannot be pickled, pickle a ParameterServerError with the text of ``error``.
     """
@@ -81,7 +81,7 @@ class _Jobs:
 
     def __init__(self) -> None:
         self.waiting: deque[_Job] = deque()
-        self._announced: deque[_Job] = deque()  # requests whose payloads are not being received
+        self._announced: deque[_Job] = deque()  # requests whose large payloads are not yet being received
         self.num_payloads = 0  # number of payloads in memory, complete or in transfer
 
     def append(self, job: _Job) -> None:
@@ -112,7 +112,7 @@ class Service:
         self._links = links
         self._stores: dict[int, Store] = {}
         self._jobs: dict[int, _Jobs] = {}  # by client
-        # An MPI request keeps the memory of its message alive.
+        # An MPI request keeps the memory of its message alive until the send is complete.
         self._values: list[list[MPI.Request]] = []  # sends of the pieces of each reply with large values
         self._replies: list[MPI.Request] = []
         self._thread: threading.Thread | None = None
@@ -160,7 +160,7 @@ class Service:
             abort.abort(1)
 
     def _turn(self) -> bool:
-        """Process all messages and requests that are ready, and return whether any request was processed."""
+        """Process all messages and requests that are ready, and return whether there were any."""
         # Drop the MPI requests of complete sends, to release the memory of their messages.
         self._replies = [reply for reply in self._replies if not reply.Test()]
         self._values = [values for values in self._values if not MPI.Request.Testall(values)]

@@ -101,14 +101,14 @@ def parted(
     """
     keys = {"values", "optimizer", "slots", "num_averaged", "num_steps"}
     if not keys <= set(state) or not isinstance(state["values"], Tensor):
-        raise ValueError(f"load_state_dict: pass the state_dict() of a parameter server, with the keys {sorted(keys)}")
+        raise ValueError(f"load_state_dict: invalid state; pass a server's state_dict() with the keys {sorted(keys)}")
     values: Tensor = state["values"]
     num_saved = len(state["slots"]) if values.numel() else num_slots
     saved = (tuple(values.shape), values.dtype, state["optimizer"], num_saved)
     if saved != (tuple(shape), dtype, optimizer, num_slots):
         raise ValueError(
-            f"load_state_dict: the state has shape {saved[0]}, {saved[1]}, optimizer {saved[2]!r} and {saved[3]} slots"
-            f", but the server has shape {tuple(shape)}, {dtype}, optimizer {optimizer!r} and {num_slots} slots"
+            f"load_state_dict: expected shape {tuple(shape)}, {dtype}, optimizer {optimizer!r}, num_slots={num_slots}, "
+            f"found {saved[0]}, {saved[1]}, {saved[2]!r}, {saved[3]}; pass the state of a server with equal settings"
         )
     nonempty = [(begin, end) for begin, end in bounds if begin < end]
     averaged, steps = (_counts(state[key], len(nonempty)) for key in ("num_averaged", "num_steps"))

@@ -75,7 +75,7 @@ class ShardRouter:
         )
 
     def restore(self, saved: list[Shard], answers: Answers) -> None:
-        """Overwrite the shards that are not empty with the saved shards, which are in rank order."""
+        """Overwrite all shards. ``saved`` contains one shard, in rank order, for each shard that is not empty."""
         of = dict(zip(self._ranks(), saved, strict=True))
         self._on_all(
             answers,
@@ -123,7 +123,7 @@ class ShardRouter:
         request = self._channel.mpi.Iallreduce(MPI.IN_PLACE, numbers.numpy(), MPI.MAX)
         backoff.complete(request, backoff.Nap(_LONGEST_NAP_SECONDS))
         if numbers.sum() != 0:
-            raise RanksDisagree("the ranks free different parameter servers; free them in the same order on all ranks")
+            raise RanksDisagree("ranks free different parameter servers; free servers in the same order on all ranks")
 
     def _part(self, whole: Tensor, rank: int) -> Tensor:
         """Return the part of a flat tensor that belongs to the shard of a rank."""
@@ -135,7 +135,7 @@ class ShardRouter:
         return [rank for rank, (begin, end) in enumerate(self.bounds) if begin < end]
 
     def _on_all(self, answers: Answers, ask: Callable[[int], object], here: OnShard) -> None:
-        """Send messages for the shards of other nodes, then work on the shards of this node."""
+        """Call ``ask`` with the rank of each shard on another node, and then ``here`` with each shard of this node."""
         # Start with this rank's own shard, so that ranks do not queue for the lock of the same shard.
         first, size = self._channel.rank, self._channel.size
         ranks = sorted(self._ranks(), key=lambda rank: (rank - first) % size)

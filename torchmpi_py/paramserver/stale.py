@@ -96,7 +96,7 @@ class StaleSynchronousUpdate(Update):
         """Replace the parameters by the server's values. All ranks of the sharding level must call it."""
         self.adopt(served)
         self._before = [p.detach().clone() for p in self.parameters]
-        # The constructor also synchronizes the ranks, so that no worker sends before all workers have fetched.
+        # The constructor of Clocks synchronizes the ranks, so that no worker sends before all workers have fetched.
         self._completed = Clocks(self.sharding, self.is_root)
         if self.staleness == 0:
             self._fetched = Clocks(self.sharding, self.is_root)
@@ -104,7 +104,7 @@ class StaleSynchronousUpdate(Update):
     def exchange(self, served: tensor_lists.ServedTensors, step: int, due: Due) -> None:
         """Send the change of the parameters in this step, and return when the next step may start."""
         if self._is_finished:
-            raise ParameterServerError(f"update({step}): this worker has called finish; call finish after all steps")
+            raise ParameterServerError(f"update({step}): this worker has called finish; call it after the last step")
         if due.shard:
             return
         assert self._completed is not None, "begin creates the clocks"
@@ -168,7 +168,7 @@ class StaleSynchronousUpdate(Update):
 
     @torch.no_grad()
     def _scaled_changes(self) -> list[Tensor]:
-        """Scale the changes that the optimizer made to the parameters, and return the scaled changes."""
+        """Scale the changes that the optimizer made. Update the parameters, and return the scaled changes."""
         changes = []
         for p, before in zip(self.parameters, self._before, strict=True):
             changes.append((p - before).mul_(self.scale))
@@ -218,9 +218,7 @@ class Clocks:
             if nap.seconds > warn_at:
                 warn_at += max(WARN_AFTER_SECONDS, nap.seconds)
                 here, last = int(clocks[self._rank]), int(clocks.argmin())
-                text = (
-                    "bounded staleness: rank %d, at step %d, has waited %.0f s for step %d of rank %d (now at step %d)"
-                )
+                text = "bounded staleness: rank %d (at step %d) has waited %.0f s for step %d of rank %d (at step %d)"
                 logger.warning(text, self._rank, here, nap.seconds, least, last, slowest)
             nap.take()
             self._server.peek(clocks)

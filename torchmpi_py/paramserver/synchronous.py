@@ -29,13 +29,13 @@ class SynchronousUpdate:
 
     All ranks of ``comm`` must call the constructor, ``update`` and ``free``. The constructor **overwrites** the
     parameters with rank 0's values. If a parameter has no gradient on a rank, this rank sends zeros. A sparse gradient
-    is sent as a dense one. Buffers, such as the statistics of BatchNorm, stay separate on each rank.
+    is sent as a dense tensor. Buffers, such as the statistics of BatchNorm, stay separate on each rank.
 
     Args:
         network (torch.nn.Module): network to train, with the same parameters on every rank.
         optimizer (str): optimizer of the server: "sgd" (default), "adagrad", "adam", or a name that ``register_rule``
             registered with ``num_slots``.
-        comm (Communicator): ranks that train together. Default None, the current level.
+        comm (Communicator): communicator whose ranks train together. Default None, the current level.
         **options: options of the optimizer, such as ``lr=0.1``. To change an option between steps, set the same value
             in the attribute ``options`` on all ranks.
 

@@ -35,7 +35,8 @@ class _Pack:
         self.server: ParameterServer = init(self.fetched, comm=comm, optimizer=optimizer)
         self.sending: Handle[Tensor] | None = None
         self.sent_by: tuple[str, dict[str, Any]] = "", {}  # the rule and options of the last send
-        self.failed: tuple[Handle[Tensor], str, dict[str, Any]] | None = None  # first send whose error was not raised
+        # The first send whose error was not raised, with its rule and options.
+        self.failed: tuple[Handle[Tensor], str, dict[str, Any]] | None = None
 
     def wait_for_sent_buffer(self) -> None:
         """Wait until ``sent`` may be filled again. The handle or ``check_sends`` raises the error of a failed send."""
@@ -75,7 +76,7 @@ class ServedTensors:
         self._indices = list(by_kind.values())
         self.packs = [_Pack([self.tensors[index] for index in indices], comm, optimizer) for indices in self._indices]
         self.fetching: list[Handle[Tensor]] = []
-        self.names = [f"tensor {index}" for index in range(len(self.tensors))]  # for errors
+        self.names = [f"tensor {index}" for index in range(len(self.tensors))]
 
     def in_packs(self, updates: Sequence[Tensor]) -> list[list[Tensor]]:
         """Return the updates grouped by pack.
@@ -87,7 +88,9 @@ class ServedTensors:
             ValueError: the number of updates is wrong, or an update has a wrong shape or dtype.
         """
         if len(updates) != len(self.tensors):
-            raise ValueError(f"send_tensors: expected {len(self.tensors)} updates, one per tensor; got {len(updates)}")
+            raise ValueError(
+                f"send_tensors: expected {len(self.tensors)} updates, found {len(updates)}; pass one update per tensor"
+            )
         check_parts("send_tensors", "updates", updates)
         for index, (update, x) in enumerate(zip(updates, self.tensors, strict=True)):
             if update.shape != x.shape or update.dtype != x.dtype:
@@ -129,8 +132,8 @@ class ServedTensors:
             error, more = handle._error, f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ParameterServerError(
                 f"a send of {', '.join(names[:3])}{more} to the parameter server (rule {rule!r}, options {options}) "
-                f"has failed: {type(error).__name__}: {error}. Only shards on which the rule did not fail have applied "
-                "the send; correct the rule or its options"
+                f"has failed: {type(error).__name__}: {error}. Shards on which the rule did not fail have applied "
+                "the send. If the rule raised the error, correct the rule or its options"
             ) from error
 
     @property
@@ -170,7 +173,8 @@ class ServedTensors:
         """
         if state["shapes"] != self._shapes():
             raise ValueError(
-                f"load_state_dict: the state was saved for tensors of shapes {state['shapes']}, not {self._shapes()}"
+                f"load_state_dict: the state was saved for tensors of shapes {state['shapes']}; pass a state that was "
+                f"saved for tensors of shapes {self._shapes()}"
             )
         pairs = list(zip(self.packs, state["servers"], strict=True))
         for pack, saved in pairs:

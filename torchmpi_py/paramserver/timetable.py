@@ -9,10 +9,11 @@ from torchmpi_py.core.tensors import check_count
 
 
 class Due(NamedTuple):
-    """The actions that are due in a step, in the order of execution. If F = U, the fetch is the last action.
+    """The actions that are due in a step, in the order of execution.
 
     ``shard`` creates the server, ``send`` sends an update, ``prefetch`` starts a fetch, and ``integrate`` changes the
-    parameters according to the fetched values.
+    parameters according to the fetched values. If ``prefetch`` equals ``update_frequency`` in the timetable, a fetch
+    starts after the integration.
     """
 
     shard: bool

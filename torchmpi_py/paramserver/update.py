@@ -3,8 +3,8 @@
 A *worker* is a rank, or a group of ranks that train one copy of the network together (data-parallel: another part of
 the program averages their gradients). Only the root of a group exchanges values with the server. After an integration,
 the root broadcasts its parameters to the other ranks of the group. The alternative is TorchMPI's ``Update`` (reference
-5.8), in which every rank of a group sends the same gradient. In that class, values also arrive F steps too late, and
-one skipped step ends the exchange for the rest of the training.
+5.8), in which every rank of a group sends the same gradient. In that class, values also arrive ``prefetch`` steps too
+late, and one skipped step ends the exchange for the rest of the training.
 """
 
 from __future__ import annotations
@@ -104,14 +104,14 @@ class Update(ABC):
 
         Raises:
             ParameterServerError: the step does not increase, the step ``init_delay`` was skipped, this object was
-                freed, or the parameters of the network were replaced or frozen. The call also raises it at the end if a
-                send of this worker has failed. In a group, all ranks raise this error in a step that integrates.
+                freed, or the parameters of the network were replaced or frozen. The call also raises this error if a
+                send of this worker has failed. In a group, all ranks raise the error in a step that integrates.
         """
         self._check_usable(f"update({step})")
         if step <= self._last_step:
             raise ParameterServerError(
-                f"update({step}): expected a step after {self._last_step}, the step of the last call; count the steps "
-                "of the whole training (state.t starts again at 0 in a second engine.train)"
+                f"update({step}): expected a step after {self._last_step}, the previous step; count the steps of the "
+                "whole training (state.t starts again at 0 in a second engine.train)"
             )
         self._last_step = step
         due = self.timetable.at(step)._replace(shard=self.served is None and step == self.timetable.init_delay)
@@ -122,9 +122,9 @@ class Update(ABC):
             self._check_sends(self.served, step, due)
         elif step > self.timetable.init_delay:
             raise ParameterServerError(
-                f"update({step}): the parameter server is seeded in step {self.timetable.init_delay} "
-                "(init_delay), but update was not called for this step; count the steps from 0. To resume a saved run, "
-                "call load_state_dict before the first update"
+                f"update({step}): update({self.timetable.init_delay}) creates the parameter server (init_delay), but "
+                "was not called; count the steps from 0. To resume a saved run, call load_state_dict before the "
+                "first update"
             )
 
     def exchange(self, served: tensor_lists.ServedTensors, step: int, due: Due) -> None:
@@ -161,7 +161,7 @@ class Update(ABC):
     # Derived classes override these methods. A method runs only on the root of a worker, unless its docstring says that
     # it runs on every rank.
 
-    def begin(self, served: tensor_lists.ServedTensors) -> None:  # noqa: B027 - not every update has something to do
+    def begin(self, served: tensor_lists.ServedTensors) -> None:  # noqa: B027 - subclasses need not override it
         """Prepare the exchanges. This method runs on every rank, right after the server has been created.
 
         Args:
@@ -255,8 +255,8 @@ class Update(ABC):
         self._check_usable("take_result")
         if (served := self.served) is None:
             raise ParameterServerError(
-                f"take_result: the parameter server is seeded in step {self.timetable.init_delay} (init_delay), which "
-                f"was not reached: the last call was update({self._last_step}); pass a smaller init_delay"
+                f"take_result: the parameter server is created in step {self.timetable.init_delay} (init_delay), which "
+                f"was not reached (steps so far: {self._last_step + 1}); pass a smaller init_delay"
             )
         if self.group is not None:
             self._wait_for_all(self.group, "take_result")  # The group may still have collectives to complete.
@@ -320,7 +320,7 @@ class Update(ABC):
         """
         self._check_usable("load_state_dict")
         if self._last_step >= 0:
-            raise ParameterServerError("load_state_dict: update was already called; load the state into a new object")
+            raise ParameterServerError("load_state_dict: training has already started; load into a new object")
         self._run_on_all_ranks(lambda: self._check_origin(state))
         self.check_alike(is_seeded=state["is_seeded"])
         if state["is_seeded"]:
@@ -334,7 +334,7 @@ class Update(ABC):
 
     def _check_origin(self, state: dict[str, Any]) -> None:
         if differing := [name for name, value in self._origin().items() if state.get(name) != value]:
-            raise ValueError(f"{self._name}.load_state_dict: the state has a different {', '.join(differing)}")
+            raise ValueError(f"{self._name}.load_state_dict: pass a state with the same {', '.join(differing)}")
 
     def _seed(self, state: dict[str, Any] | None = None) -> None:
         """Create the server from rank 0's values, or from a saved state."""
@@ -417,9 +417,9 @@ class Update(ABC):
         outer.Free()
         if any(place < 0 for place in places):
             raise ValueError(
-                f"{self._name}: a group of dataparallel_communicator has {self.group.size} ranks, not all of which are "
-                f"among the {self.sharding.size} ranks that hold the server; pass a sharding_communicator whose groups "
-                "contain whole workers"
+                f"{self._name}: a group of dataparallel_communicator ({self.group.size} ranks) is not contained in the "
+                f"group of sharding_communicator ({self.sharding.size} ranks); pass a sharding_communicator with "
+                "larger groups, such as 0"
             )
 
 
