@@ -148,7 +148,7 @@ def test_convert(mpi):
     assert before.keys() == after.keys()
     assert all(before[name] is after[name] for name in before)
     assert type(SyncBatchNorm.convert_sync_batchnorm(torch.nn.BatchNorm2d(2))) is SyncBatchNorm
-    with pytest.raises(ValueError, match="a LazyBatchNorm1d has no features yet"):
+    with pytest.raises(ValueError, match="a LazyBatchNorm1d is not initialized"):
         SyncBatchNorm.convert_sync_batchnorm(torch.nn.LazyBatchNorm1d())
 
 

@@ -177,7 +177,7 @@ class AsyncBackward:
         self._finish()
 
     def restart(self) -> None:
-        """Drop the gradients, and the state of compression from earlier steps. Every rank must make this call.
+        """Drop the gradients, and the data that compression keeps between steps. Every rank must make this call.
 
         Call this method after you load an earlier state into the module and the optimizer.
         """
@@ -243,7 +243,7 @@ class AsyncBackward:
         is_part = self.frequency > 1 or self._flags is not None or self._end() is not None
         if is_part and _is_in_function_backward():
             raise RuntimeError(
-                "a backward pass ran inside another one, so gradients would be reduced before they are complete; "
+                "a backward pass ran inside another backward pass, so incomplete gradients would be reduced; "
                 "for activation checkpointing, use checkpoint(..., use_reentrant=False)"
             )
         if self._flags is not None:
@@ -258,7 +258,7 @@ class AsyncBackward:
         if new and (unknown := new.difference(*[each.names for each in reduced_in_backward])):
             names = [name for name, p in module.named_parameters() if p in unknown] or ["parameters of other modules"]
             raise RuntimeError(
-                f"{', '.join(names)}: added or made trainable after the registration, so gradients are not averaged; "
+                f"{', '.join(names)}: added or made trainable after the registration, so gradients are not reduced; "
                 "call remove() on the registration or optimizer (in an engine: end train()), and create a new one"
             )
         if not self.buckets.all_fit():
@@ -303,7 +303,7 @@ class AsyncBackward:
 
 
 registered: weakref.WeakKeyDictionary[torch.nn.Module, list[AsyncBackward]] = weakref.WeakKeyDictionary()
-"""The registrations of each module. A registration that the caller has dropped stays here, so later passes raise."""
+"""The registrations of each module. A registration stays active even if the caller keeps no reference to it."""
 
 
 def register_async_backward(

@@ -160,7 +160,7 @@ class BlockSequential(torch.nn.Sequential):
             RuntimeError: no forward pass has run since the last backward pass.
         """
         if not self._passed:
-            raise RuntimeError("backward_blocks: call forward first; each backward pass needs a separate forward pass")
+            raise RuntimeError("backward_blocks: no forward pass to use; call forward first, with gradients enabled")
         passed, self._passed = self._passed, []
         for block, before, after in reversed(passed):
             inputs = [*block.trained, *([before] if before.requires_grad else [])]
@@ -177,7 +177,7 @@ class BlockSequential(torch.nn.Sequential):
             x.grad = gradient if x.grad is None else x.grad + gradient
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_passed": []}  # copy.deepcopy refuses the tensors of a forward pass.
+        return {**self.__dict__, "_passed": []}  # copy.deepcopy cannot copy the tensors of a forward pass.
 
 
 def _parameters(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
@@ -192,8 +192,8 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:
         return torch.empty(0)
     if len(kinds := {(x.dtype, x.device) for x in tensors}) > 1:
-        raise ValueError(f"BlockSequential: a block has several dtypes or devices, {kinds}; convert it to one of them")
-    if _follow_each_other(tensors):  # Compare addresses, because Hogwild may have moved all the parameters.
+        raise ValueError(f"BlockSequential: a block has several dtypes or devices, {kinds}; use one dtype and device")
+    if _follow_each_other(tensors):  # Hogwild may have moved all parameters, so compare addresses.
         return tensors[0].data.as_strided((sum(x.numel() for x in tensors),), (1,))
     return torch.cat([x.detach().reshape(-1) for x in tensors])
 

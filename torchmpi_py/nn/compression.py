@@ -1,8 +1,8 @@
 """Compression of gradients: fewer bytes are sent, at the cost of precision.
 
 Pass a compression to ``nn.register_async_backward``, to an optimizer of ``optim``, or to the engine, with the same
-arguments on every rank. The compression reduces buckets of floating-point gradients; other buckets are sent
-uncompressed. All ranks get the same bits. A plain allreduce of n elements of b bytes over P ranks sends and receives
+arguments on every rank. Only buckets of floating-point gradients are compressed; other buckets are sent unchanged.
+All ranks get the same bits. A plain allreduce of n elements of b bytes over P ranks sends and receives
 2 n b (P-1)/P bytes on each rank. With compression, the ranks exchange:
 
 - ``BF16()``: 16-bit floats with the range of float32, in an allreduce of 2 n bytes.
@@ -39,7 +39,7 @@ from torchmpi_py.nn.gradient_reducer import GradientReducer
 _WIDE = (torch.float32, torch.float64)
 _MOST_FLOAT16 = 65504.0
 _LEAST_FLOAT16 = 2.0**-10  # If the largest absolute value is smaller, small elements lose digits.
-_MOST_EXPONENT = 126  # This is the largest exponent of a scale in float32.
+_MOST_EXPONENT = 126  # Up to this exponent, a scale and its inverse are normal numbers in float32.
 _HEADROOM = 64.0  # Gradients may grow by this factor from one step to the next before they overflow.
 
 
@@ -74,7 +74,7 @@ class Compressor:
     """The reduction of one bucket of gradients. This class sends the bucket uncompressed; subclasses compress it.
 
     ``launch`` starts the first collectives. When their handles are complete, ``finish`` writes the result into
-    ``flat``, at least into the part that ``destination`` needs. All ranks of ``comm`` must call both methods.
+    ``flat``, at least into the part that this rank needs. All ranks of ``comm`` must call both methods.
 
     Args:
         flat (Tensor): the bucket as a flat tensor.
@@ -143,7 +143,7 @@ class CompressedReducer(GradientReducer):
         super().finish(op)
 
     def owes(self, parameter: torch.nn.Parameter) -> bool:
-        """Return whether the reduced gradient is nonzero, because error feedback has added earlier gradients."""
+        """Return whether the reduced gradient is nonzero: error feedback may have added gradients of earlier steps."""
         return bool(self._views[parameter].any())
 
     def restart(self) -> None:
@@ -264,7 +264,7 @@ class TopK(Compression):
 
     def __init__(self, ratio: float = 0.01) -> None:
         if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
-            raise ValueError(f"TopK: ratio={ratio!r}: expected the share of elements to send, above 0 and at most 1")
+            raise ValueError(f"TopK: expected 0 < ratio <= 1, found {ratio=}; pass the share of elements to send")
         self.ratio = float(ratio)
 
     def compressor(self, flat: Tensor, *of_bucket: Any) -> Compressor | None:
@@ -296,7 +296,7 @@ class _TopK(Compressor):
         indices, values = (handle.wait() for handle in self.handles)
         if values.numel() != self.count * self.comm.size:
             raise RanksDisagree(
-                f"TopK: this rank sends {self.count} of {values.numel()} elements in all; pass one ratio on all ranks"
+                f"TopK: the ratios differ (this rank sends {self.count} of {values.numel()} elements); pass one ratio"
             )
         self.flat.zero_()
         # Add rank by rank. The indices of one rank are distinct, so the order of additions is the same on all ranks.
@@ -304,7 +304,7 @@ class _TopK(Compressor):
             self.flat.index_add_(0, index, value)
         if op == "avg":
             self.flat /= self.comm.size
-        if not is_finite(self.flat):  # All ranks reach the same decision, and drop infinite elements.
+        if not is_finite(self.flat):  # All ranks have the same sum, so all ranks make the same change.
             self.residual.nan_to_num_(0.0, 0.0, 0.0)
 
 
@@ -339,7 +339,7 @@ class _PowerSGD(Compressor):
     """A compressor that replaces each gradient matrix M by a product P Q^T.
 
     The ranks average P = M Q, make the columns of P orthonormal, and average Q = M^T P. Each training step starts with
-    the Q of the previous step, so P approaches the space that the gradients have in common.
+    the Q of the previous step, so P approaches the main directions that the gradients share.
     """
 
     def __init__(self, rank: int, *of_bucket: Any) -> None:
@@ -381,10 +381,10 @@ class _PowerSGD(Compressor):
                 view.copy_(matrix.view(view.shape))
         for view, average in zip(self.others, reduced[len(self.matrices) :], strict=True):
             view.copy_(average.view(view.shape))
-        # The residual is the part of this rank's gradients that the result lacks. An overflow resets the residual.
+        # The residual is the part of this rank's gradients that the result lacks. An overflow resets all residuals.
         for residual, view in zip(self.residuals, self.low_rank, strict=True):
             residual -= view
-        if not is_finite(wire):  # All ranks have the same values, so they reach the same decision.
+        if not is_finite(wire):  # All ranks have the same values, so all ranks take this branch.
             self.restart()
         if op == "sum":
             self.flat *= self.comm.size
@@ -399,4 +399,4 @@ def _is_smaller(rank: int, gradient: Tensor) -> bool:
 def check_compression(compression: object) -> None:
     """Raise TypeError unless the argument is a compression or None."""
     if compression is not None and not isinstance(compression, Compression):
-        raise TypeError(f"compression={compression!r}: expected an object such as optim.compression.BF16(), or None")
+        raise TypeError(f"{compression=} is not a compression; pass an object such as optim.compression.BF16()")

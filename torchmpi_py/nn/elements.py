@@ -26,7 +26,7 @@ def largest_amount(x: Tensor) -> float:
 def indices_of_largest(x: Tensor, count: int) -> Tensor:
     """Return the indices of the ``count`` largest elements, in any order; NaN counts as the largest.
 
-    ``topk`` is slow, so a sample first provides a threshold, and ``topk`` searches only elements above the threshold.
+    ``topk`` is slow, so a sample first provides a threshold, and ``topk`` searches only elements at or above it.
     """
     step = x.numel() // _SAMPLE
     if step > 1:

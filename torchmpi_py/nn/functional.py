@@ -57,8 +57,8 @@ def own_communicator(comm: Communicator | None) -> Communicator:
 def allreduce(x: Tensor, op: str = "sum", *, comm: Communicator | None = None) -> Tensor:
     """Return the sum (or mean) of the ``x`` of all ranks, on every rank: y_s = sum_r x_r.
 
-    Every rank of ``comm`` must make this call. Adjoint: dx_r = sum_s dy_s, an allreduce. With "avg", both are divided
-    by P.
+    Every rank of ``comm`` must make this call. Adjoint: dx_r = sum_s dy_s, an allreduce. With "avg", both sums are
+    divided by P.
 
     Args:
         x (Tensor): input, of the same shape and dtype on every rank; not changed.
@@ -105,7 +105,8 @@ def broadcast(x: Tensor, root: int = 0, *, comm: Communicator | None = None) -> 
 def reduce(x: Tensor, root: int = 0, op: str = "sum", *, comm: Communicator | None = None) -> Tensor:
     """Return the sum (or mean) of the ``x`` of all ranks on ``root``, and zeros on the other ranks: y_root = sum_r x_r.
 
-    Every rank of ``comm`` must make this call. Adjoint: dx_r = dy_root, a broadcast. With "avg", both are divided by P.
+    Every rank of ``comm`` must make this call. Adjoint: dx_r = dy_root, a broadcast. With "avg", y and dx are divided
+    by P.
 
     Args:
         x (Tensor): input, of the same shape and dtype on every rank; not changed.
@@ -127,7 +128,7 @@ def reduce_scatter(x: Tensor, op: str = "sum", *, comm: Communicator | None = No
     """Return slice r of the sum (or mean) of the ``x`` of all ranks on rank r: y_r = sum_s x_s[slice r].
 
     Every rank of ``comm`` must make this call. The P slices divide dim 0 equally. Adjoint: dx_s = (dy_0, dy_1, ...), an
-    allgather. With "avg", both are divided by P.
+    allgather. With "avg", y and dx are divided by P.
 
     Args:
         x (Tensor): input, of the same shape and dtype on every rank; dim 0 is a multiple of P. Not changed.

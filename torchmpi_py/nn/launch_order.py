@@ -47,11 +47,11 @@ class LaunchOrder:
         self._places = _counts.setdefault(comm, itertools.count())
         self._number = next(self._places)
         self._digest = 0
-        self.age = 0  # Number of reductions since the state of the compressors was reset.
-        self.num_steps = 0  # Number of complete reductions.
-        self.num_updates = 0  # Number of updates by the optimizer since the last reduction.
-        self.has_loaded = False  # If a state was loaded, num_updates does not describe the parameters.
-        self._updates_here = 0  # Value of num_updates when the flags of the pending reduction were launched.
+        self.age = 0  # reductions since the compressors were reset
+        self.num_steps = 0  # complete reductions
+        self.num_updates = 0  # updates since the last reduction
+        self.has_loaded = False  # whether a state was loaded since the last reduction
+        self._updates_here = 0  # num_updates at the launch of the pending reduction
 
     def begin(self) -> None:
         """Reset the digest for a new reduction."""

@@ -68,7 +68,7 @@ class OptimizerKind(NamedTuple):
     def check_saved(self, saved: OptimizerKind) -> None:
         """Raise ValueError if a state of the optimizer ``saved`` does not fit this optimizer."""
         if saved.name != self.name:
-            raise ValueError(f"it was saved with the optimizer {saved.name}, but this run has {self.name}")
+            raise ValueError(f"saved with the optimizer {saved.name}, but this run has {self.name}; use {saved.name}")
         for number, (theirs, mine) in enumerate(zip(saved.shapes, self.shapes, strict=False)):
             if theirs != mine:
                 raise ValueError(f"parameter {number} has shape {theirs} in the saved {saved.name}, but {mine} here")
@@ -89,7 +89,7 @@ def name_of_class(optimizer: Any, transparent: tuple[type, ...] = ()) -> str:
 def _differing(optimizer: Any, comm: Communicator) -> list[int]:
     """Return the ranks whose state differs from rank 0's. All ranks of ``comm`` must call it.
 
-    Raise RanksDisagree if the classes of the optimizers differ, or the sizes of their groups.
+    Raise RanksDisagree if the optimizers differ in their class or in the sizes of their groups.
     """
     state = optimizer.state_dict()
     # Read the groups of the state, because the groups of a ShardedOptimizer contain only this rank's shards.
@@ -98,7 +98,7 @@ def _differing(optimizer: Any, comm: Communicator) -> list[int]:
     kinds = verbs.allgather_object((name_of_class(optimizer), sizes, digest), comm=comm)
     if any(kind[:2] != kinds[0][:2] for kind in kinds):
         texts = "; ".join(f"rank {rank}: {name} of {sizes}" for rank, (name, sizes, _) in enumerate(kinds))
-        raise RanksDisagree(f"expected optimizers of one class, with equal groups, on all ranks; found {texts}")
+        raise RanksDisagree(f"the optimizers differ ({texts}); create one optimizer, with equal groups, on all ranks")
     return [rank for rank, kind in enumerate(kinds) if kind != kinds[0]]
 
 

@@ -73,7 +73,7 @@ class SparseReducer(GradientReducer):
 
 
 def _added(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
-    """Return a coalesced tensor, in which values of the same row are added. Sums of 16-bit values are in float32."""
+    """Return a coalesced tensor, in which values of the same row are added. 16-bit values become float32."""
     values = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
     return torch.sparse_coo_tensor(indices, values, shape, device=values.device, check_invariants=False).coalesce()
 

@@ -127,7 +127,7 @@ class SyncBatchNorm(_BatchNorm):
         for layer in module.modules():
             name = type(layer).__name__
             if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
-                raise ValueError(f"convert_sync_batchnorm: a {name} has no features yet; first call the network once")
+                raise ValueError(f"convert_sync_batchnorm: a {name} is not initialized; first call the network once")
             if isinstance(layer, _BatchNorm):
                 if type(layer).forward not in (_BatchNorm.forward, torch.nn.SyncBatchNorm.forward, cls.forward):
                     raise ValueError(f"convert_sync_batchnorm: {name} overrides forward; replace the layer by hand")
@@ -141,7 +141,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalize(Function):
-    """The normalized input, the mean, and the unbiased variance, with the statistics of all ranks."""
+    """The autograd function of the layer. It returns the normalized input, and the mean and unbiased variance."""
 
     @staticmethod
     def forward(

@@ -71,7 +71,7 @@ def check_alike(call: str, named: Mapping[str, Tensor], comm: Communicator, *, s
     rank = agree.first_different(tables)
     if rank is not None:
         _, here, there = agree.first_difference(tables[0], tables[rank], "nothing more")
-        raise RanksDisagree(f"{call}: the ranks' modules differ: rank 0 has {here}, rank {rank} has {there}")
+        raise RanksDisagree(f"{call}: rank 0 has {here}, rank {rank} has {there}; create equal modules on all ranks")
 
 
 def _description(x: Tensor, strides: bool) -> tuple[Any, ...]:
@@ -105,7 +105,7 @@ def synchronize_buffers(module: torch.nn.Module, how: Literal["average", "root"]
         ValueError: ``how`` is neither "average" nor "root".
     """
     if how not in ("average", "root"):
-        raise ValueError(f"synchronize_buffers: how={how!r}: expected 'average' or 'root'")
+        raise ValueError(f"synchronize_buffers: found how={how!r}; pass 'average' or 'root'")
     check_module("synchronize_buffers", module)
     buffers = {name: buffer for name, buffer in module.named_buffers() if not is_lazy(buffer)}
     comm = resolve(None)
@@ -172,7 +172,8 @@ def parameters_to_reduce(
     """Return the trainable parameters of a module by name. All ranks of ``comm`` must call it.
 
     Raise TypeError if ``module`` is not a module or a parameter is a DTensor. Raise ValueError if a registration
-    already reduces one of the gradients, and RanksDisagree if the parameters differ between ranks.
+    already reduces one of the gradients, and RanksDisagree if the parameters differ between ranks. Raise
+    RuntimeError in inference mode.
     """
     check_module(call, module)
     if torch.is_inference_mode_enabled():
@@ -192,7 +193,7 @@ def check_module(what: str, module: object) -> None:
 
 
 def check_whole(what: str, named: Mapping[Any, Tensor]) -> None:
-    """Raise TypeError if this rank holds only a part of a parameter, or if a parameter is not in memory."""
+    """Raise TypeError if a parameter is a DTensor, or an unsupported tensor such as an uninitialized parameter."""
     for name, x in named.items():
         if hasattr(x, "device_mesh"):
             raise TypeError(
@@ -205,7 +206,7 @@ def check_whole(what: str, named: Mapping[Any, Tensor]) -> None:
 
 
 def check_unregistered(call: str, named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-    """Raise ValueError if a registration already reduces one of these gradients, because two reductions are wrong."""
+    """Raise ValueError if a registration already reduces one of these gradients, because a second would be wrong."""
     if not (registrations := list(reduced_in_backward)):
         return
     registered = [name for name, p in named if p.requires_grad and any(p in each.names for each in registrations)]

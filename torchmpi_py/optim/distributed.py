@@ -4,13 +4,13 @@ The idea: gradients are sent during the backward pass, in the buckets of ``nn.re
 returns when the gradients are reduced. So the gradients that you read, clip or unscale between ``backward()`` and
 ``step()`` are already averages. Alternative: return from ``backward()`` without waiting, and wait in ``step()``, as
 Horovod does. Why not: a script that clips would have to call ``synchronize()`` first. A script without this call would
-clip local gradients, and no error would show it.
+clip local gradients, and no error would be raised.
 
 Scripts written for Horovod call ``synchronize`` and ``skip_synchronize`` around clipping. Here these calls do nothing
 in most steps. A rank that ran fewer backward passes than the other ranks, or none, joins the reduction in ``step``. On
 such a rank, call ``synchronize`` before clipping (GradScaler triggers it automatically).
 
-Sources: the names are those of Horovod's DistributedOptimizer (Sergeev and Del Balso, 2018). Decision 021 explains why
+Sources: the names come from Horovod's DistributedOptimizer (Sergeev and Del Balso, 2018). Decision 021 explains why
 ``backward()`` waits for the reduction.
 """
 
@@ -50,8 +50,8 @@ class DistributedOptimizer(ReducingOptimizer):
         compression (Compression): compression of the gradients that are sent, such as ``optim.compression.BF16()``, or
             None (default).
         average (bool): True (default) computes the mean over the ranks; False computes the sum.
-        sparse_as_dense (bool): True converts sparse gradients (``Embedding(sparse=True)``) to dense ones before the
-            reduction. With False (default) the ranks gather each other's rows, and gradients stay sparse.
+        sparse_as_dense (bool): True converts sparse gradients (``Embedding(sparse=True)``) to dense gradients before
+            the reduction. With False (default) the ranks gather each other's rows, and gradients stay sparse.
         comm (Communicator): ranks to average over; default None, the current level.
 
     Raises:

@@ -1,10 +1,10 @@
 """Training when ranks run out of data at different times.
 
-The idea: each reduction of gradients begins by counting the ranks that have data. A rank that has left its loop keeps
-joining these counts. If no rank has data, the rank stops; otherwise it contributes zeros to the reduction. Gradients
-are averaged over the ranks that have data. At the end, all ranks get the parameters, buffers and optimizer state of a
-rank that took the most steps. Alternative: stop all ranks after the same number of batches. Why not: the surplus
-batches would be lost.
+The idea: each reduction of gradients begins by counting the ranks that have data. A rank that has left its loop still
+contributes to these counts. If no rank has data, the rank stops; otherwise it contributes zeros to the reduction.
+Gradients are averaged over the ranks that have data. At the end, all ranks get the parameters, buffers and optimizer
+state of a rank that took the most steps. Alternative: stop all ranks after the same number of batches. Why not: the
+surplus batches would be lost.
 
 Source: torch.distributed.algorithms.Join has the same semantics, but does not support an optimizer over MPI.
 """
@@ -31,7 +31,7 @@ class JoiningBackward(AsyncBackward):
     compares_steps = False
 
     def begin(self) -> None:
-        """Enter the ``join`` block. This rank has data, and has not taken a step."""
+        """Initialize the counts at the start of a ``join`` block."""
         self.has_data = True  # whether this rank is still in the loop
         self.num_present = torch.zeros(1, dtype=torch.int64, device="cpu")  # ranks with data in the last reduction
         self.num_steps = 0  # number of steps that this rank has taken with data

@@ -40,7 +40,7 @@ def large_batch(
     Returns:
         A torch ``LinearLR``. Call its ``step`` method after each step of the optimizer (with an engine, in
         ``on_update``). You can put it into a SequentialLR, but not together with MultiplicativeLR or with OneCycleLR,
-        which has a warm-up of its own.
+        which contains another warm-up.
 
     Raises:
         ValueError: ``rule`` is unknown, ``factor`` is not above 0, ``factor`` is below 1 with a warm-up, or

@@ -41,8 +41,7 @@ class ShardedOptimizer(ReducingOptimizer):
 
     **Overwrites** ``p.data``: parameters become views of flat memory. ``torch.save`` of a parameter would store all of
     this memory, so save clones. ``step`` of ``optimizer_class`` and its step hooks run once per bucket. Sparse
-    gradients (``Embedding(sparse=True)``) are converted to dense ones. A parameter that no rank used in a step is not
-    changed.
+    gradients (``Embedding(sparse=True)``) become dense. A parameter that no rank used in a step is not changed.
 
     ``param_groups`` holds this rank's shards, and works with schedulers and GradScaler. ``parameters`` holds the whole
     parameters. Call ``state_dict`` and ``load_state_dict`` on every rank. The state has the format of the plain
@@ -322,16 +321,17 @@ class ShardedOptimizer(ReducingOptimizer):
     def check_pass(self) -> None:
         super().check_pass()
         if not all(bucket.is_in_place() for bucket in self._buckets):
-            raise RuntimeError("the parameters have moved to other memory; create the optimizer after module.to(...)")
+            raise RuntimeError("a parameter was moved to other memory; move the module before you create the optimizer")
 
 
 def _check(parameters: list[Any], optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "eval"):  # Schedule-free ones have ``eval``.
+    # Schedule-free optimizers have a method ``eval``.
+    if isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "eval"):
         name = type(optimizer).__name__
         raise TypeError(f"ShardedOptimizer: {name} cannot update shards of parameters; use optim.DistributedOptimizer")
     for number, p in enumerate(parameters):
         if not isinstance(p, torch.nn.Parameter):
-            raise TypeError(f"ShardedOptimizer: expected torch.nn.Parameters; number {number} is a {type(p).__name__}")
+            raise TypeError(f"ShardedOptimizer: pass torch.nn.Parameters; number {number} is a {type(p).__name__}")
     check_whole("ShardedOptimizer", dict(enumerate(parameters)))
     if len(set(parameters)) < len(parameters):
         raise ValueError("ShardedOptimizer: a parameter occurs twice; pass each parameter once")

@@ -138,7 +138,7 @@ class ReducingOptimizer(OptimizerWrapper):
         """
         raise TypeError(
             f"add_param_group: a {type(self).__name__} cannot take new parameters; {self.ends_by}. Add the group to "
-            f"the plain optimizer, and use that to create a new {type(self).__name__}"
+            f"the plain optimizer, and pass it to a new {type(self).__name__}"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -176,7 +176,7 @@ class ReducingOptimizer(OptimizerWrapper):
         if self._is_reduced and self.reduction.buckets.hold_gradients():
             raise RuntimeError(
                 "backward() ran again before step() and would add to reduced gradients. Accumulate gradients with "
-                "backward_passes_per_step=, or call zero_grad(). In a pass for another network (GAN), freeze this one "
+                "backward_passes_per_step=, or call zero_grad(). To train another network (GAN), freeze this network "
                 "with requires_grad_(False). For activation checkpointing, use checkpoint(..., use_reentrant=False)"
             )
         self._is_reduced = False  # If GradScaler skipped a step, module.zero_grad() may have dropped its gradients.
@@ -213,7 +213,7 @@ class LocalOptimizer(OptimizerWrapper):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
         if isinstance(optimizer, LocalOptimizer) or hasattr(optimizer, "whole_groups"):
-            raise TypeError(f"{type(self).__name__}: expected a plain optimizer, found {type(optimizer).__name__}")
+            raise TypeError(f"{type(self).__name__}: found a {type(optimizer).__name__}; pass the plain optimizer")
         self.optimizer = optimizer
         check_whole(type(self).__name__, dict(enumerate(self.parameters())))
 
