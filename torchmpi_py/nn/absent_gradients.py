@@ -18,7 +18,7 @@ import torch
 class AbsentGradient(torch.Tensor):
     """A stand-in for a gradient that is being reduced."""
 
-    place = "being reduced: call synchronize() of the registration after each backward(), and before clipping"
+    place = "being reduced: call synchronize() on the registration or optimizer after backward(), before clipping"
 
     @classmethod
     def why(cls) -> str:
@@ -27,8 +27,8 @@ class AbsentGradient(torch.Tensor):
             f"this gradient cannot be read or changed now, because it is {cls.place}. If backward() ran again before "
             "synchronize() or step() to accumulate, use frequency= or backward_passes_per_step=. For activation "
             "checkpointing, use checkpoint(..., use_reentrant=False). Register a hook that changes gradients before "
-            "you create the registration or the optimizer. Call remove() on a DistributedOptimizer before you drop "
-            "it. After a backward() that raised, call zero_grad(set_to_none=True)"
+            "you create the registration or the optimizer. Before you drop a DistributedOptimizer, call "
+            "its remove(). After a backward() that raised, call zero_grad(set_to_none=True)"
         )
 
     @staticmethod

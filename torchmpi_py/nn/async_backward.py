@@ -258,8 +258,8 @@ class AsyncBackward:
         if new and (unknown := new.difference(*[each.names for each in reduced_in_backward])):
             names = [name for name, p in module.named_parameters() if p in unknown] or ["parameters of other modules"]
             raise RuntimeError(
-                f"{', '.join(names)}: added or made trainable after the registration, so gradients are not reduced; "
-                "call remove() on the registration or optimizer (in an engine: end train()), and create a new one"
+                f"{', '.join(names)}: added or made trainable after the registration, so their gradients stay local. "
+                "Call remove() on the registration or optimizer (in an engine: end train()), and create a new one"
             )
         if not self.buckets.all_fit():
             raise RuntimeError(

@@ -296,7 +296,7 @@ class _TopK(Compressor):
         indices, values = (handle.wait() for handle in self.handles)
         if values.numel() != self.count * self.comm.size:
             raise RanksDisagree(
-                f"TopK: the ratios differ (this rank sends {self.count} of {values.numel()} elements); pass one ratio"
+                f"TopK: ratios differ (this rank sends {self.count} of {values.numel()} elements); pass equal ratios"
             )
         self.flat.zero_()
         # Add rank by rank. The indices of one rank are distinct, so the order of additions is the same on all ranks.

@@ -71,7 +71,7 @@ class OptimizerKind(NamedTuple):
             raise ValueError(f"saved with the optimizer {saved.name}, but this run has {self.name}; use {saved.name}")
         for number, (theirs, mine) in enumerate(zip(saved.shapes, self.shapes, strict=False)):
             if theirs != mine:
-                raise ValueError(f"parameter {number} has shape {theirs} in the saved {saved.name}, but {mine} here")
+                raise ValueError(f"parameter {number} has shape {mine}, but {theirs} in the state; use the saved shape")
 
 
 def name_of_class(optimizer: Any, transparent: tuple[type, ...] = ()) -> str:

@@ -137,11 +137,14 @@ class SyncBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, x: Tensor) -> None:
         if x.dim() < 2 or x.shape[1] != self.num_features:
-            raise ValueError(f"SyncBatchNorm: expected shape (N, {self.num_features}, ...), found {tuple(x.shape)}")
+            raise ValueError(f"SyncBatchNorm: pass x of shape (N, {self.num_features}, ...), not {tuple(x.shape)}")
 
 
 class _Normalize(Function):
-    """The autograd function of the layer. It returns the normalized input, and the mean and unbiased variance."""
+    """The autograd function of the layer.
+
+    It returns the normalized input, and the mean and the unbiased variance of the batches of all ranks.
+    """
 
     @staticmethod
     def forward(

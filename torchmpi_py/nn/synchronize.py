@@ -105,7 +105,7 @@ def synchronize_buffers(module: torch.nn.Module, how: Literal["average", "root"]
         ValueError: ``how`` is neither "average" nor "root".
     """
     if how not in ("average", "root"):
-        raise ValueError(f"synchronize_buffers: found how={how!r}; pass 'average' or 'root'")
+        raise ValueError(f"synchronize_buffers: how={how!r} is unknown; pass 'average' or 'root'")
     check_module("synchronize_buffers", module)
     buffers = {name: buffer for name, buffer in module.named_buffers() if not is_lazy(buffer)}
     comm = resolve(None)
@@ -206,7 +206,7 @@ def check_whole(what: str, named: Mapping[Any, Tensor]) -> None:
 
 
 def check_unregistered(call: str, named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-    """Raise ValueError if a registration already reduces one of these gradients, because a second would be wrong."""
+    """Raise ValueError if a registration already reduces one of the gradients. A second reduction would be wrong."""
     if not (registrations := list(reduced_in_backward)):
         return
     registered = [name for name, p in named if p.requires_grad and any(p in each.names for each in registrations)]

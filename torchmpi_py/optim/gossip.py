@@ -66,7 +66,7 @@ class Gossip(LocalOptimizer):
     ) -> None:
         super().__init__(optimizer)
         if partners not in ("ring", "random"):
-            raise ValueError(f"Gossip: expected partners='ring' or 'random', found partners={partners!r}")
+            raise ValueError(f"Gossip: partners={partners!r} is unknown; pass 'ring' or 'random'")
         self.partners, self.asynchronous = partners, asynchronous
         self.comm = resolve(comm)
         self._generator = torch.Generator().manual_seed(seed)

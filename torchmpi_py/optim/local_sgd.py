@@ -68,7 +68,7 @@ class LocalSGD(LocalOptimizer):
         self.periods = _checked(period, comm)
         check_count("LocalSGD: start", start, 0, "steps")
         if not 0 <= slow_momentum < 1:
-            raise ValueError(f"LocalSGD: expected slow_momentum >= 0 and < 1, found slow_momentum={slow_momentum!r}")
+            raise ValueError(f"LocalSGD: expected slow_momentum in [0, 1), found {slow_momentum=}; pass 0.5, for example")
         self.start, self.slow_momentum = start, slow_momentum
         self.num_steps = 0
         self._before: dict[Tensor, Tensor] = {}  # x0 of each parameter that was updated since the last average
@@ -133,7 +133,7 @@ class LocalSGD(LocalOptimizer):
         """
         own = state_dict.get("local_sgd", {"num_steps": 0, "slow": []})
         if "rates" in own:
-            raise ValueError("LocalSGD: cannot load slow momentum of an earlier version; delete the entry 'local_sgd'")
+            raise ValueError("LocalSGD: the state is from an earlier version; delete its entry 'local_sgd'")
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "local_sgd"})
         self.num_steps = own["num_steps"]
         slow = list(zip(self.parameters(), own["slow"] if self.slow_momentum else (), strict=False))
@@ -154,6 +154,6 @@ def _checked(period: int | Mapping[Communicator, int], comm: Communicator | None
         if longer % shorter or inner.size > outer.size:
             raise ValueError(
                 f"LocalSGD: found period {shorter} for {inner.size} ranks, and period {longer} for {outer.size}; "
-                "expected multiples (such as 4 and 32), and the longer period for more ranks"
+                "pass multiples (such as 4 and 32), and the longer period for more ranks"
             )
     return dict(in_order)

@@ -56,9 +56,9 @@ def large_batch(
     """
     factor = resolve(None).size if factor is None else factor
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
-        raise ValueError(f"large_batch: expected factor > 0 (large batch / original batch), found factor={factor!r}")
+        raise ValueError(f"large_batch: expected factor > 0, found {factor=}; pass (large batch) / (original batch)")
     if rule not in ("linear", "sqrt"):
-        raise ValueError(f"large_batch: expected rule='linear' or 'sqrt', found rule={rule!r}")
+        raise ValueError(f"large_batch: rule={rule!r} is unknown; pass 'linear' or 'sqrt'")
     check_count("large_batch: warmup_steps", warmup_steps, 0, "steps")
     if warmup_steps and factor < 1:
         raise ValueError(f"large_batch: a warm-up needs factor >= 1, found factor={factor!r}; use warmup_steps=0")

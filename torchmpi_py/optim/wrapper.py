@@ -78,7 +78,7 @@ class ReducingOptimizer(OptimizerWrapper):
 
     reduction: AsyncBackward
     comm: Communicator
-    ends_by = "call remove(), and use the plain optimizer, which is its attribute .optimizer"
+    ends_by = "call remove(), and use the plain optimizer, the attribute .optimizer"
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class ReducingOptimizer(OptimizerWrapper):
         """
         raise TypeError(
             f"add_param_group: a {type(self).__name__} cannot take new parameters; {self.ends_by}. Add the group to "
-            f"the plain optimizer, and pass it to a new {type(self).__name__}"
+            f"the plain optimizer, and create a new {type(self).__name__} from the plain optimizer"
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class DownpourUpdate(Update):
             trained = [p for p in network.parameters() if p.requires_grad]
             rules.check_optimizer(optimizer, self.optimizer_options, trained)
         elif self.optimizer_options:
-            raise TypeError(f"DownpourUpdate: optimizer_options={optimizer_options} need an optimizer; pass one")
+            raise TypeError(f"DownpourUpdate: optimizer_options={optimizer_options} need an optimizer; pass optimizer=")
         super().__init__(network, **options)
         self.local_update = local_update
         self.server_optimizer = optimizer

@@ -93,8 +93,8 @@ class Hogwild:
         All ranks must call it, and each rank sleeps until all ranks have called it. Repeated calls have no effect.
 
         Raises:
-            ParameterServerError: a parameter of any rank had left the shared memory. The error is raised on every rank,
-                after the sharing has ended.
+            ParameterServerError: a parameter of any rank was no longer in the shared memory. The error is raised on
+                every rank, after the sharing has ended.
         """
         if self.is_free:
             return

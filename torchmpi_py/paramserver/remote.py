@@ -97,7 +97,7 @@ def unpacked(data: bytes) -> Exception:
         error: Exception = pickle.loads(data)
         return error
     except Exception as failure:
-        return ParameterServerError(f"a rule on another node raised an error that this rank cannot unpickle: {failure}")
+        return ParameterServerError(f"a rule on another node failed; import its error's class on this rank: {failure}")
 
 
 class PendingReply:

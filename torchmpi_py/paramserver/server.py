@@ -113,7 +113,7 @@ def _agreed(tensor: Tensor, optimizer: str | None, comm: Communicator) -> tuple[
 
 
 class ParameterServer:
-    """A tensor that is divided into shards, one per rank. ``init`` creates it.
+    """A parameter server: a tensor that is divided into shards, one per rank. Create a server with ``init``.
 
     Any rank may send and receive at any time, without a call on the other ranks. All ranks must call ``free``.
 

@@ -106,7 +106,7 @@ class _Jobs:
 
 
 class Service:
-    """A service for stores. Its thread starts with the first store, and ends when the last store is removed."""
+    """The service of a node. Its thread starts with the first store, and ends when the last store is removed."""
 
     def __init__(self, links: remote.Links) -> None:
         self._links = links
