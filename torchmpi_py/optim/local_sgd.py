@@ -68,7 +68,7 @@ class LocalSGD(LocalOptimizer):
         self.periods = _checked(period, comm)
         check_count("LocalSGD: start", start, 0, "steps")
         if not 0 <= slow_momentum < 1:
-            raise ValueError(f"LocalSGD: expected slow_momentum in [0, 1), found {slow_momentum=}; pass 0.5, for example")
+            raise ValueError(f"LocalSGD: {slow_momentum=} is out of range; pass a number of at least 0 and below 1")
         self.start, self.slow_momentum = start, slow_momentum
         self.num_steps = 0
         self._before: dict[Tensor, Tensor] = {}  # x0 of each parameter that was updated since the last average
