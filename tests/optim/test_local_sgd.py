@@ -181,7 +181,7 @@ def test_bad_input(mpi):
     ):
         with pytest.raises(ValueError, match=told):
             optim.LocalSGD(optimizer, **options)
-    with pytest.raises(TypeError, match="found LocalSGD"):
+    with pytest.raises(TypeError, match="found a LocalSGD"):
         optim.Gossip(optim.LocalSGD(optimizer))
     with mpi.split(0) as other, pytest.raises(ValueError, match="pass multiples"):
         optim.LocalSGD(optimizer, {world: 3, other: 2})

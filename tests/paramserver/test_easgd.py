@@ -93,7 +93,7 @@ def test_mistakes_with_the_optimizer(mpi):
     """The optimizer has to train the network, all of it and nothing else, with Nesterov's momentum."""
     net, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     for error, optimizer, words in (
-        (TypeError, torch.optim.Adam(net.parameters()), "optimizer=Adam"),
+        (TypeError, torch.optim.Adam(net.parameters()), "found Adam; pass"),
         (ValueError, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), "nesterov=False"),
         (ValueError, sgd([net.weight]), r"lacks parameters of the network \(bias\)"),
         (ValueError, sgd([*net.parameters(), *other.parameters()]), r"outside the network: 2\)"),

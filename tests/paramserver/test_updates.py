@@ -174,7 +174,7 @@ def test_gradients_that_downpour_refuses(mpi):
     net = Two()
     update = downpour(net, update_frequency=100, send_frequency=2)
     update.update(0)
-    with pytest.raises(ParameterServerError, match=r"call update before optimizer\.zero_grad"):
+    with pytest.raises(ParameterServerError, match="call update after backward and before zero_grad"):
         update.update(1)
     net.set_gradient(1.0)
     net.b.grad[1, 1] = float("nan")
