@@ -209,7 +209,7 @@ class AsyncBackward:
         """Insert a complete gradient into its bucket, and launch the complete buckets. Autograd calls this hook."""
         if mpi_api.is_forked():
             stack()  # This raises NotStarted: the memory of the buckets belongs to the parent process.
-        with self._lock:  # Autograd uses one thread per device.
+        with self._lock:  # Autograd uses one thread per device, so hooks may run simultaneously.
             if self._pass_id != torch._C._current_graph_task_id():
                 self._begin_pass()
             if self.num_passes + 1 < self.frequency:

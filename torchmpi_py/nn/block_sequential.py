@@ -85,7 +85,7 @@ class BlockSequential(torch.nn.Sequential):
     """A Sequential divided into about ``partitions`` blocks, so that gradients can be reduced block by block.
 
     Use it like ``torch.nn.Sequential``. ``register_async_backward`` reduces each block inside ``loss.backward()``. To
-    reduce the blocks in a loop of your own, use ``backward_blocks``. Children that share parameters stay in one block,
+    reduce the blocks in your own loop, use ``backward_blocks``. Children that share parameters stay in one block,
     with the children between them. All parameters of a block must have the same dtype and device. ``block.gradients``
     omits frozen parameters.
 

@@ -124,7 +124,10 @@ class GradientReducer:
 
 
 def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield a view of ``flat`` for each parameter, with its shape, and with its strides if they leave no gaps."""
+    """Yield a view of ``flat`` for each parameter.
+
+    A view has the shape of the parameter, and the strides of the parameter if the strides leave no gaps.
+    """
     sizes = [p.numel() for p in parameters]
     for part, parameter in zip(torch.split(flat[: sum(sizes)], sizes), parameters, strict=True):
         plain = parameter.detach()

@@ -92,7 +92,7 @@ class DifferenceUpdate(Update):
         tensor_lists.prefetch_tensors(served)
 
     def integrate(self, served: tensor_lists.ServedTensors) -> None:
-        """Add to the parameters the difference between the server's values and the parameters when they were sent."""
+        """Add to the parameters the difference between the server's values and the parameters at the last send."""
         if not self._when_sent:  # take_result may have ended the exchange.
             self.prefetch(served)
         indices: dict[Tensor, int] = {p: index for index, p in enumerate(self.parameters)}

@@ -73,7 +73,7 @@ class _Job:
         is_large = not remote.is_small(request.num_bytes)
         gives = remote.Kind(request.kind).gives
         self.gives_pieces, self.comes_in_pieces = is_large and gives, is_large and not gives
-        self.arriving: list[MPI.Request] | None = None  # receives of the pieces; None before they start
+        self.arriving: list[MPI.Request] | None = None  # MPI receives of the pieces; None before the first receive
 
 
 class _Jobs:

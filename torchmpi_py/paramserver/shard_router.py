@@ -75,7 +75,7 @@ class ShardRouter:
         )
 
     def restore(self, saved: list[Shard], answers: Answers) -> None:
-        """Overwrite all shards. ``saved`` contains one shard, in rank order, for each shard that is not empty."""
+        """Overwrite all shards. ``saved`` contains a saved shard for each shard that is not empty, in rank order."""
         of = dict(zip(self._ranks(), saved, strict=True))
         self._on_all(
             answers,
@@ -86,7 +86,7 @@ class ShardRouter:
     def take_in(self, source: ShardRouter, rule: Rule, options: dict[str, Any]) -> None:
         """Apply a rule to this rank's shard, with this rank's shard of ``source`` as the payload.
 
-        ``source`` is another server with the same layout, whose shard is then set to zero.
+        ``source`` is another server with the same layout. Its shard on this rank is then set to zero.
         """
         rank = self._channel.rank
         with self._store.held(rank) as mine, source._store.held(rank) as payload:

@@ -123,7 +123,7 @@ class ServedTensors:
         for pack, indices in zip(self.packs, self._indices, strict=True):
             pack.wait_for_sent_buffer()  # The same send may also fail in other packs.
             if pack.failed is not None and not pack.failed[0]._error_was_seen:
-                pack.failed[0].give_up()  # This function raises the error instead of the handle.
+                pack.failed[0].give_up()  # The handle need not raise the error, because this function raises it.
                 failed.append(pack.failed)
                 names += [self.names[index] for index in indices]
             pack.failed = None
