@@ -351,10 +351,10 @@ class ParameterServer:
         self._check_alive(call)
         x = _on_known_device(call, tensor)
         if x.dtype != self.dtype or x.shape != self.shape:
-            kind = "view" if x.numel() == self.shape.numel() and x.dtype == self.dtype else "tensor"
+            view = "a view" if x.numel() == self.shape.numel() else "a tensor"
             raise ValueError(
                 f"{call}: the tensor has shape {tuple(x.shape)} and {x.dtype}, but must match the parameter server; "
-                f"pass a {kind} of shape {tuple(self.shape)} and {self.dtype}"
+                f"pass {view if x.dtype == self.dtype else 'a tensor'} of shape {tuple(self.shape)} and {self.dtype}"
             )
         return x
 
