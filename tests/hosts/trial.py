@@ -100,7 +100,7 @@ class Trial:
             if is_elsewhere and self.way.mpi == "mpich":
                 return "torchmpirun: cannot tell which rank failed first" in text
             if is_elsewhere and "An error occurred in Socket closed" in text:  # Open MPI, sometimes
-                return "a rank of another host failed before" in text
+                return "a rank of another host may have failed earlier" in text
             return harness.names_the_dead(text, self.victim) or bool(killed and killed[1] == str(self.victim))
         if self.fault == "SIGSTOP":
             seen_from = r"(\(process \d+\)|does not)"  # its node, or others

@@ -97,7 +97,7 @@ def test_a_log_holds_the_traceback_and_a_data_set_in_shared_memory_stays(program
         os.remove(data)
     log = tmp_path / "logs" / "rank-1.log"
     assert "RuntimeError: boom" in log.read_text()
-    assert f"torchmpirun: rank 1 failed first, with exit code 1; its output is in {log}\n" in job.stderr
+    assert f"torchmpirun: rank 1 failed first, with exit code 1; see {log}\n" in job.stderr
 
 
 # In place of mpirun: before it starts a former mpirun of the same number has been here, and was killed.

@@ -9,18 +9,18 @@ how they failed (`exit_marks`).
 
 A signal that requests the end of the job is first sent to the ranks that have a handler for it. They have ``--grace``
 seconds to end. Then mpirun gets the signal, and has `GRACE_SECONDS` to end the ranks on all hosts. A second Ctrl-C cuts
-both times short, and the time limit cuts the first one short (`signals`). After that, the remaining processes on this
-host are killed. Slurm's srun needs other signals (`stop_signals`), each with a grace period, because a killed srun
-would leave the ranks on other hosts running.
+both periods short, and the time limit cuts the ``--grace`` period short (`signals`). After that, the remaining
+processes on this host are killed. Slurm's srun needs other signals (`stop_signals`), each with a grace period, because
+a killed srun would leave the ranks on other hosts running.
 
-A death can be detected in several places, because each place covers a case that the other places miss:
+Several components detect deaths, because each component covers cases that the other components miss:
 
 - mpirun detects a death and ends the other ranks, also on other hosts. But MPICH's mpirun does not detect a rank that
   dies before MPI runs, and Open MPI's mpirun lets an elastic job continue.
 - `deaths` detects every death on this host and the order of the deaths. The job is ended here if mpirun does not end
   it.
 - The ranks watch each other (`watch.watchdog`), and report the operation in which a rank died. They also end the job if
-  mpirun cannot see the death, because it has started another process, such as a shell, that has started the rank.
+  mpirun cannot see the death, because mpirun started a shell or another program, which then started the rank.
 - `last_wait` detects ranks that hang after the end of their program, and an mpirun that hangs after the end of all
   ranks.
 
@@ -64,7 +64,8 @@ _OUTPUT_SECONDS = 0.2  # Time for mpirun to read and print the last output of th
 # If the ranks take longer than this to end after a signal, torchmpirun prints a line about the wait.
 _QUIET_SECONDS = 2.0
 
-# Look up the function here, because a child that is forked in a process with several threads must not load libraries.
+# Look up the function at import, because a child that is forked in a process with several threads must not load
+# libraries.
 _prctl: Any = getattr(ctypes.CDLL(None), "prctl", None)
 
 
@@ -99,13 +100,13 @@ class Job:
     reason: str = ""  # Reason for the failure of the job.
     verb: str = "failed"  # The predicate of a message about the end of the job.
     has_run: bool = False
-    may_lack_something: bool = False  # The start failed, and no rank of this host reported a failure.
+    may_lack_something: bool = False  # The job ended early, and no rank of this host recorded a failure.
     was_ended: bool = False  # The job must not be restarted, for example because a signal or the time limit ended it.
-    has_lasted: bool = False  # The job ran for longer than a failing start takes.
+    has_lasted: bool = False  # The job ran for more than STARTING_SECONDS.
     starts_again: bool = False  # The job was ended because its hosts have changed.
     signals: Signals = field(default_factory=Signals)
     news: Callable[[], str] = lambda: ""  # Returns the reason for a restart, or "" if the job should continue.
-    _deaths: list[Death] = field(default_factory=list)  # The first death. In an elastic job, all deaths.
+    _deaths: list[Death] = field(default_factory=list)  # the first death, or in an elastic job all deaths
     _failed_since: float = 0.0  # Time at which the first failed or dead rank was seen. 0 if there is none.
     _is_ending: bool = False
     _was_explained: bool = False
@@ -124,14 +125,15 @@ class Job:
     def _sees_all(self) -> bool:
         """Whether all ranks of the job run on this host.
 
-        True if every rank has started here, or if the user has set at most one host and no options of mpirun.
+        True if every rank has started here, or if the job has at most one host and no ``--mpi-args``.
         """
         return self._lookout.sees_all or not (len(self.spec.hosts) > 1 or self.spec.mpi_args)
 
     def _has_explained(self) -> bool:
         """Return whether a rank has recorded a failure, and so has printed its cause.
 
-        The thread that prints the output calls this method, possibly while the folder is being removed.
+        The thread that prints mpirun's output calls this method, possibly while the job's folder is being removed. In
+        that case return True.
         """
         try:
             self._was_explained = self._was_explained or bool(exit_marks.failures(self.folder))
@@ -148,7 +150,7 @@ class Job:
             path = self.folder / "hostfile"
             with refusing(f"cannot write {path}", ROOM_REMEDY):
                 path.write_text(self.command.hostfile)
-        with refusing(f"cannot start {self.command.words[0]}", "run this program directly to find the cause"):
+        with refusing(f"cannot start {self.command.words[0]}", "check the command that torchmpirun --dry-run prints"):
             if self.command.hands_input:
                 handed_input.offer(self.folder)
             # Start mpirun in a new session. Otherwise a Ctrl-C would reach the job twice: from the terminal, and from
@@ -217,14 +219,17 @@ class Job:
         return code
 
     def _stop(self, news: str) -> int:
-        """End the job because of a signal, or with SIGTERM because of ``news``; return the exit code of the job."""
+        """End the job because of a signal, or with SIGTERM for a restart; return the exit code of the job.
+
+        ``news`` is the reason for the restart, or "" after a signal.
+        """
         signum = self.signals.ending[0] if self.signals.ending else signal.SIGTERM
         if news:
             say(news)
         else:
             self.was_ended, self.reason = True, f"the job was ended by signal {signum}"
         self._give_time(signum)
-        self.starts_again = bool(news)  # Do not test the exit code: a program that has saved its state may end with 0.
+        self.starts_again = bool(news)  # Restart even after exit code 0: a program may use this code after saving.
         self._end(signum)
         return 128 + signum
 
@@ -252,14 +257,15 @@ class Job:
     def record_deaths(self, deaths: list[Death]) -> None:
         """Record the deaths that may explain the failure of the job.
 
-        Deaths that the MPI or a failing rank caused are not recorded.
+        Deaths that the MPI or a failing rank caused are not recorded. In an elastic job, also print each death.
         """
-        self._remains.look()  # The other ranks still map the shared memory of the dead rank.
+        self._remains.look()  # Look now, because the other ranks still map the shared memory of the dead rank.
         if self._deaths and not self.spec.elastic:
             return
         # A death counts only if it began before every failure, because a failing rank makes the MPI kill other ranks.
         failed = [failure.rank for failure in exit_marks.failures(self.folder)]
-        deaths = deaths + self._lookout.wait(0.0)  # Add the deaths that these failures may have caused since.
+        # Read the ranks' pipes again, because they show when these failures began.
+        deaths = deaths + self._lookout.wait(0.0)
         deaths = [death for death in deaths if all(death.began < self._lookout.began(rank) < inf for rank in failed)]
         if deaths and not self.spec.elastic:
             self._deaths = deaths[:1] if deaths[0].began < inf else deaths
@@ -295,7 +301,7 @@ class Job:
             if is_quiet and seconds > _QUIET_SECONDS:
                 is_quiet = False
                 rest = self.spec.grace - seconds
-                say(f"signal {signum} was passed to the ranks; they have {rest:.0f} s to end, or until the next signal")
+                say(f"signal {signum} was passed to the ranks; they have {rest:.0f} s to end (Ctrl-C ends them now)")
 
     def _end(self, signum: int, grace_seconds: float | None = None) -> None:
         """Send the signal to mpirun, wait for its end, then kill the remaining processes of the job on this host."""
@@ -324,9 +330,9 @@ class Job:
         """Return the exit code of the job, and set `reason`.
 
         The exit code is the code of the first rank that died or failed, or of the first rank that failed in an elastic
-        job. Without such a rank, it is mpirun's exit code, in the form that a shell uses.
+        job. Without such a rank, it is mpirun's exit code, or 128 + N if signal N killed mpirun.
         """
-        # If torchmpirun has ended mpirun, mpirun's exit code shows nothing else, so use the codes of the ranks.
+        # If torchmpirun has ended mpirun, mpirun's exit code shows only that, so use the codes of the ranks.
         own = max(self._lookout.codes_in_order, default=0) if self._is_ending else self.process.returncode
         code = 128 - own if own < 0 else int(own)
         failures = exit_marks.failures(self.folder)
@@ -347,7 +353,7 @@ class Job:
             code = code or self._deaths[-1].code()
         if not (unfinished := self._left()) and self.spec.elastic and code == 0 and not failures:
             return 0
-        among = "" if self._sees_all or report else ", unless a rank of another host failed earlier"
+        among = "" if self._sees_all or report else ", but a rank of another host may have failed earlier"
         reasons = [f"{death.name} {death.explain(0 if self.spec.elastic else code)}{among}" for death in self._deaths]
         if self._deaths and not self.spec.elastic:
             code = min(self._deaths, key=lambda death: death.status in BY_STARTER).code(code)
@@ -368,7 +374,7 @@ class Job:
     def _starter_report(self, code: int) -> StarterReport | None:
         """Return mpirun's report about the first rank that ended, or None.
 
-        There is no report if all ranks run on this host, in an elastic job, or if torchmpirun ends the job.
+        Return None if all ranks run on this host, if the job is elastic, or if torchmpirun is ending the job.
         """
         if self._sees_all or self.spec.elastic or self._is_ending:
             return None
@@ -380,9 +386,7 @@ class Job:
 
         If the rank ended the job because of a problem on another rank, the message is about this problem.
         """
-        log = (
-            "" if self.spec.log_dir is None else f"; its output is in {self.spec.log_dir / f'rank-{failure.rank}.log'}"
-        )
+        log = "" if self.spec.log_dir is None else f"; see {self.spec.log_dir / f'rank-{failure.rank}.log'}"
         if failure.report:
             return f"{failure.report}; rank {failure.rank} reported it{log}"
         when = "first" if is_first else "after that"
@@ -394,8 +398,8 @@ class Job:
         """Return the ranks that have not reached the end of the program.
 
         A rank that calls os._exit(0) after the program has returned is not included. In an elastic job, the result
-        contains the ranks that still run although mpirun has ended. It does not contain dead ranks, and no ranks of
-        other hosts that share the folder, because their state is unknown.
+        contains the ranks that still run although mpirun has ended. Dead ranks are not included. Ranks of other hosts
+        that share the folder are not included either, because the state of these ranks is unknown.
         """
         running, died = exit_marks.ranks_running(self.folder), {death.rank for death in self._deaths if death.status}
         if self.spec.elastic:
