@@ -94,7 +94,7 @@ def test_waiting_for_hosts(tmp_path, capfd, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ("--discover s", "--discover needs --elastic-restart MIN:MAX"),
+        ("--discover s", "--discover needs limits for the number of ranks; add the option --elastic-restart MIN:MAX"),
         ("--elastic-restart 1:2 -n 2", "omit -n"),
         ("--elastic-restart 1:2 --groups 2", "omit --groups"),
         ("--elastic-restart 1:2 --elastic", "omit --elastic"),

@@ -57,7 +57,7 @@ ENDS = "stage('')"
 FAILS = "exit_marks.record_failure(folder, 1, 4); os._exit(4)"
 STAYS = "time.sleep(60)"
 ONE_IN_STOP = r"rank 1 \(process \d+\) is in mpi.stop\(\), rank 0 \(process \d+\) is in MPI_Finalize, rank 2"
-STARTER_IS_ENDED = ["all ranks ended .* ago, but mpirun has not"]
+STARTER_IS_ENDED = ["all ranks ended .* ago, but mpirun is still running"]
 
 
 def row(texts, code=0, said=(), then="", **options):

@@ -44,7 +44,7 @@ class JobSpec:
     mpi_args: Sequence[str] = ()
     elastic: bool = False
     max_restarts: int = 0
-    elastic_restart: tuple[int, ...] = ()  # the smallest and the largest number of ranks
+    elastic_restart: tuple[int, ...] = ()  # the smallest and the largest number of ranks, or empty
     discover: str = ""  # a shell command that prints the hosts
     timeout: float | None = None  # seconds for all attempts together
     grace: float = 30.0  # seconds for ranks to end after a signal
@@ -84,11 +84,11 @@ def read(options: argparse.Namespace, words: list[str], environment: Mapping[str
         num_ranks = _num_ranks_within(options, num_ranks)
     if num_ranks > surroundings.MOST_RANKS:
         raise LaunchError(
-            f"{num_ranks} ranks are too many: set -n, or list fewer slots (at most {surroundings.MOST_RANKS})"
+            f"{num_ranks} ranks are too many (limit: {surroundings.MOST_RANKS}); reduce -n, --elastic-restart or slots"
         )
     if options.groups and (options.elastic or options.max_restarts is not None or options.dry_run):
         option = "--elastic" if options.elastic else "--dry-run" if options.dry_run else "--max-restarts"
-        raise LaunchError(f"--groups starts several jobs and restarts failed jobs automatically; omit {option}")
+        raise LaunchError(f"--groups and {option} cannot be combined; omit one of the two options")
     # A settings file may set the agent for other MPIs, so ignore the setting if this MPI does not support it.
     is_unfit = not vendor.agent and "launch_agent" in options.settings
     same = {each.name: getattr(options, each.name) for each in fields(JobSpec) if each.name in options}
@@ -118,7 +118,7 @@ def _interface(options: argparse.Namespace) -> str:
     name: str = options.interface
     if name and not (options.dry_run or (NETWORKS / name).exists()):
         up = ", ".join(sorted(file.parent.name for file in NETWORKS.glob("*/operstate") if file.read_text() == "up\n"))
-        raise LaunchError(f"--interface {name}: no such interface here; use one that is up: {up or '(no interface)'}")
+        raise LaunchError(f"--interface {name}: this host has no such interface; use an active one: {up or '(none)'}")
     return name
 
 
@@ -131,9 +131,10 @@ def _mpi(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[V
 
 
 def _max_restarts(options: argparse.Namespace, vendor: Vendor) -> int:
-    """Return the user's number of restarts. Print a line if this MPI does not support --elastic.
+    """Return the largest number of restarts. Print a line if --elastic is set but this MPI does not support it.
 
-    The default is `_MOST_RESTARTS` with --elastic-restart, or if the MPI does not support --elastic; otherwise 0.
+    The default is `_MOST_RESTARTS` with --elastic-restart, and with --elastic if this MPI does not support elastic
+    jobs; otherwise the default is 0.
     """
     lacks_elastic, most = options.elastic and not vendor.elastic, options.max_restarts
     if most is None:
@@ -152,7 +153,7 @@ def _num_ranks_within(options: argparse.Namespace, num_ranks: int) -> int:
     Raise LaunchError for options that cannot be combined with --elastic-restart or --discover.
     """
     if not options.elastic_restart:
-        raise LaunchError("--discover needs --elastic-restart MIN:MAX, with the limits for the number of ranks; add it")
+        raise LaunchError("--discover needs limits for the number of ranks; add the option --elastic-restart MIN:MAX")
     (least, most), script = options.elastic_restart, options.discover
     of_restart = {"-n": options.num_ranks, "--groups": options.groups, "--elastic": options.elastic}
     of_script = {f"--{name}": getattr(options, name) for name in ("hosts", "hostfile")}

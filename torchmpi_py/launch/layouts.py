@@ -1,14 +1,14 @@
 """Measurement of the best number of ranks: ``torchmpirun --layouts train.py``.
 
 A layout is a number of ranks, and the cores that each rank gets from ``--bind``. torchmpirun measures each layout that
-uses all cores of this host. For each layout it starts another torchmpirun, as for ``--groups``, and the ranks count
-their optimizer steps (`runtime.step_count`). When every rank has written its count, torchmpirun ends the layout's job
-and starts the next layout. The best layout is the one with the most samples per second, not with the shortest step: a
-step of more ranks may take longer, but covers more samples. If the batch size of a program is unknown, each step of a
-rank counts as one sample.
+uses almost all cores of this host. For each layout it starts another torchmpirun, as for ``--groups``, and the ranks
+count their optimizer steps (`runtime.step_count`). When every rank has written its count, torchmpirun ends the layout's
+job and starts the next layout. The best layout has the most samples per second, not the shortest step: with more ranks
+a step may take longer, but covers more samples. If the batch size of a program is unknown, each step of a rank counts
+as one sample.
 
-A cost model would be faster than a short run of the program. It is not used, because the limits of many threads (small
-operators, data loading, memory bandwidth) are not known in advance.
+A cost model would be faster than a short run of the program. We use no model, because the factors that limit the
+benefit of more threads (small operators, data loading, memory bandwidth) are not known in advance.
 """
 
 import argparse
@@ -38,7 +38,7 @@ _POLL_SECONDS, _SHOWN_LINES = 0.1, 10
 
 @dataclass
 class Layout:
-    """A number of ranks, with the measurements or the failure of the program."""
+    """A number of ranks, with the measurements of a run with these ranks, or the reason why there are none."""
 
     num_ranks: int
     failure: str = ""
@@ -46,12 +46,12 @@ class Layout:
 
     @property
     def samples(self) -> list[float]:
-        """The samples per second of all ranks: first over the whole time, then in each part of the time."""
+        """The samples per second of all ranks together: first over the whole measurement, then in each part of it."""
         rates = [[rate * (report["batch"] or 1) for rate in report["rates"]] for report in self.reports]
         return [sum(part) for part in zip(*rates, strict=True)]
 
     def row(self, baseline: float) -> str:
-        """Return a line of the table; ``baseline`` is the number of samples per second of the first layout."""
+        """Return a row of the table; ``baseline`` is the samples per second of the first measured layout."""
         if self.failure:
             return f"{self.num_ranks:5}  {self.failure}"
         steps = sum(report["rates"][0] for report in self.reports) / self.num_ranks
@@ -61,9 +61,10 @@ class Layout:
 
 
 def numbers_of_ranks(num_cores: int) -> list[int]:
-    """Return the numbers of ranks with which the ranks use almost all cores.
+    """Return the numbers of ranks that use almost all cores if every rank gets equally many cores.
 
-    If there are many such numbers, return a few whose ratios are nearly equal.
+    If there are more than `_MOST_LAYOUTS` such numbers, return a selection in which the ratio between neighbouring
+    numbers is nearly constant.
     """
     numbers = range(1, num_cores + 1)
     full = [each for each in numbers if num_cores // each * each >= _LEAST_FULL * num_cores]
@@ -79,7 +80,7 @@ def check(options: argparse.Namespace, spec: JobSpec) -> None:
     unfit += ["the other hosts (start torchmpirun in a job with one host)"] * (len(spec.hosts) > 1)
     if unfit:
         names = ", ".join(unfit).replace("--num-ranks", "-n").replace("--ranks-per-host", "--nproc-per-node")
-        raise LaunchError(f"--layouts measures numbers of ranks and threads on this host; omit {names}")
+        raise LaunchError(f"--layouts chooses the ranks and threads itself, on this host only; omit {names}")
 
 
 def run(spec: JobSpec, seconds: float) -> int:
@@ -105,12 +106,12 @@ def run(spec: JobSpec, seconds: float) -> int:
     *others, best = sorted(measured, key=lambda layout: layout.samples[0])
     print(f"best: -n {best.num_ranks} (use it instead of --layouts, with your other options)")
     if near := [str(layout.num_ranks) for layout in others if max(layout.samples) >= min(best.samples)]:
-        print(f"-n {' or '.join(near)} may be as fast, because the rates varied; to be sure, increase --layout-seconds")
+        print(f"-n {' or '.join(near)} may be as fast, because the speeds varied; to be sure, raise --layout-seconds")
     return 0
 
 
 def _measure(layout: Layout, spec: JobSpec, seconds: float, folder: Path, signals: Signals) -> None:
-    """Run the program in a layout until every rank has written its count, or the job ends."""
+    """Run the program in a layout until every rank has written its measurement, the job ends, or a signal arrives."""
     (trial := folder / str(layout.num_ranks)).mkdir()
     added = {variables.LAYOUT: str(trial), variables.LAYOUT_SECONDS: str(seconds)}
     of_layout = replace(spec, num_ranks=layout.num_ranks, variables={**spec.variables, **added})
@@ -133,4 +134,4 @@ def _measure(layout: Layout, spec: JobSpec, seconds: float, folder: Path, signal
         least = min((report["num_steps"] for report in layout.reports), default=0)
         others = max((report["num_others"] for report in layout.reports), default=0)
         other = f" ({others} steps of other optimizers do not count)" if others else ""
-        layout.failure = f"ended after {least} steps of the first torch optimizer{other}, too few for a measurement"
+        layout.failure = f"ended after {least} steps of the first torch optimizer{other}; a measurement needs more"
