@@ -91,6 +91,6 @@ class LastWait:
         where = f"on host {os.uname().nodename} ({len(stages)} rank{'s' * (len(stages) > 1)}): {', '.join(names)}"
         message = f"nothing has changed for {self._seconds:.0f} s after mpi.stop() {where}"
         if self._lookout.sees_all and all(stage.call and stage.ends for stage in stages.values()):
-            return f"{message}; check the rank listed first for unfinished operations, such as mpi4py requests ({_LIMIT})"
-        say(f"{message}; the job continues because a rank may still be working; to limit it, set --timeout")
+            return f"{message}; check rank {ranks[0]} for unfinished operations, such as mpi4py requests ({_LIMIT})"
+        say(f"{message}; the job continues, because a rank may still be working (to limit the job, use --timeout)")
         return ""
