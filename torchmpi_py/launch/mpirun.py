@@ -10,8 +10,8 @@ options and its variables. To support another MPI, add a row. All rows follow th
   instead of 5 ms for a ping-pong. On several hosts a waiting rank always yields its core, so that the kernel's network
   code can use it.
 - Options are set in the environment where possible, because a setting of the user then takes precedence.
-- Open MPI's mpirun keeps its files in the job's folder. Its default, /tmp/ompi.<process ID>, may be the folder of a
-  killed mpirun or of another user, and then mpirun does not start.
+- Open MPI's mpirun keeps its files in the job's folder. Its default folder, /tmp/ompi.<process ID>, may already exist
+  because of a killed mpirun or another user, and mpirun would then not start.
 - The variables of the ranks are also set on other hosts. Open MPI gets the names of the variables; the other MPIs
   forward the whole environment.
 
@@ -59,12 +59,14 @@ class Vendor:
     folder_variable: str = ""  # variable that sets the folder for mpirun's own files
     # A regular expression for the words that mpirun interprets itself, even among a program's arguments.
     interpreted: str = ":"
-    stop_signals: tuple[int, ...] = ()  # signals that end mpirun, if Ctrl-C and SIGTERM do not
+    # Signals to send to mpirun, one after the other, to end it. If empty, send the signal that torchmpirun received.
+    stop_signals: tuple[int, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     busy_environment: Mapping[str, str] = field(default_factory=dict)
     root_environment: Mapping[str, str] = field(default_factory=dict)
     ssh_environment: Mapping[str, str] = field(default_factory=dict)  # Limits ssh's wait for a host that is down.
-    killed_code: int = 0  # Exit code of mpirun after signal 9, if it also kills the caller of MPI_Abort. See `deaths`.
+    # Exit code of mpirun when signal 9 killed a rank; 0 if mpirun does not kill the caller of MPI_Abort. See `deaths`.
+    killed_code: int = 0
     death_reports: Options = ()  # Regular expressions for mpirun's report of the first death. See `starter_report`.
     shared_bytes: int = 0  # Number of bytes in /dev/shm that a rank needs to start.
     label: str = ""  # The name that mpi4py uses for the library. "" if mpirun does not determine the ranks' MPI.
@@ -196,12 +198,12 @@ def has_folder(program: str, words: Iterable[str], environment: Mapping[str, str
 
 
 def library_of(vendor: Vendor, program: str) -> dict[str, str]:
-    """Return MPI4PY_LIBMPI, with the library of the MPI that starts the ranks; empty if the library is not found.
+    """Return MPI4PY_LIBMPI as a variable for the ranks: the library of the MPI that starts them; {} if it is not found.
 
     With two MPIs in one environment, mpi4py would load the first one that it finds. If this is not the MPI that starts
-    the ranks, N ranks run as N jobs of one rank. MPI4PY_MPIABI does not help: it selects mpi4py's module, but it does
-    not load the library, which is not on a search path. If the library is not in mpirun's prefix (as on Debian), ask
-    the dynamic linker for the library of another program of the same MPI (``Vendor.linked``).
+    the ranks, N ranks run as N jobs of one rank. MPI4PY_MPIABI does not help: it selects mpi4py's module, but the
+    library would still not be found, because it is not on a search path. If the library is not in mpirun's prefix (as
+    on Debian), get the path from the dynamic linker, for another program of the same MPI (``Vendor.linked``).
     """
     paths = list(filter(os.path.isfile, own_libraries(vendor, program)))
     if not paths:
@@ -223,8 +225,8 @@ def of_library(loaded: str) -> Vendor | None:
 def misfit(vendor: Vendor, program: str, loaded: str, error: str) -> str:
     """Return an error message if mpirun cannot start ranks whose mpi4py loads this library; "" if it can.
 
-    ``loaded`` is the library, such as "Open MPI 5.0.11", or "" if mpi4py does not load an MPI. The cause is then
-    ``error``, or mpi4py is not installed.
+    ``loaded`` is the library, such as "Open MPI 5.0.11". If mpi4py cannot load an MPI library, ``loaded`` is "" and
+    ``error`` is the reason. If mpi4py is not installed, both are "".
     """
     number = next(iter(re.findall(r"\d+\.[\w.]+", _output(program, "--version"))), "")
     same = f"{vendor.label} {number[: number.find('.') + 1]}"
@@ -235,7 +237,7 @@ def misfit(vendor: Vendor, program: str, loaded: str, error: str) -> str:
 
 
 def library_remedy(vendor: str) -> str:
-    """Return the remedy if mpi4py does not load the MPI of this vendor ("" for any vendor)."""
+    """Return a remedy for an mpi4py that does not load the MPI of this vendor ("" for any vendor)."""
     chosen = " and ".join(name for name in ("MPI4PY_LIBMPI", "MPI4PY_MPIABI") if name in os.environ)
     return f"unset or correct {chosen}" if chosen else f"{remedy(vendor)}, or build mpi4py for that MPI"
 
@@ -244,8 +246,8 @@ def find(choice: str, environment: Mapping[str, str]) -> tuple[Vendor, str]:
     """Return the MPI to use and the path of its mpirun.
 
     The search begins in the folder of this Python and continues on the PATH, in the same order as mpi4py's search for
-    the library. ``choice`` requires a vendor. Without ``choice``, MPI4PY_MPIABI limits the search if the user has set
-    this variable. Raise LaunchError if there is no suitable mpirun.
+    the library. ``choice`` is the name of the required vendor. If ``choice`` is "" and the user has set MPI4PY_MPIABI,
+    only an mpirun with this ABI is suitable. Raise LaunchError if there is no suitable mpirun.
     """
     abi = "" if choice else re.sub("[ _-]", "", environment.get("MPI4PY_MPIABI", "")).lower()
     passed_over = []
@@ -264,13 +266,13 @@ def find(choice: str, environment: Mapping[str, str]) -> tuple[Vendor, str]:
         return vendor_named("srun"), srun
     seen = f"; found but not used: {', '.join(passed_over)}" if passed_over else ""
     way = "unset or correct MPI4PY_MPIABI" if abi and seen else remedy(choice, again=bool(choice and seen))
-    raise LaunchError(f"no {choice or 'mpirun'} was found next to {sys.executable} or on the PATH{seen}; {way}")
+    raise LaunchError(f"no {choice or 'MPI'} launcher was found next to {sys.executable} or on the PATH{seen}; {way}")
 
 
 def remedy(vendor: str, *, again: bool = False) -> str:
-    """Return the remedy if the MPI of this vendor is missing ("" for any MPI).
+    """Return a remedy for a missing MPI of this vendor ("" for any MPI).
 
-    With ``again`` the remedy is a new installation, because another wheel may have replaced the programs of this MPI.
+    With ``again`` the remedy is to reinstall, because another wheel may have replaced the programs of this MPI.
     """
     if vendor and vendor not in WHEELS:
         return f"load your cluster's module for {vendor}"
