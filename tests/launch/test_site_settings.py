@@ -44,7 +44,7 @@ def test_the_command_line_wins_over_the_user_over_the_site(settings, capsys):
         ('mpi = "ompi"', "invalid choice: 'ompi'"),
         ('colour = "red"', "colour is not a setting (mpi, interface, "),
         ("timeout = -1", "-1 seconds are not a valid limit"),
-        ("timeout = true", "timeout = True: expected a string or a number; correct it, or set TORCHMPI_CONFIG to"),
+        ("timeout = true", "timeout = True: expected a string or a number; correct this file (to replace the site's"),
         ("env = [1]", "env = [1]: expected a string or a number or a list of strings"),
         ("mpi = {}", "mpi = {}: expected"),
         ("bind = ['core']", "bind = ['core']: expected a string or a number;"),
@@ -65,7 +65,7 @@ def test_a_mistake_is_named_with_its_file(settings, capfd, text, said):
 
 def test_a_file_that_is_named_and_missing_is_an_error_and_none_is_needed(settings, monkeypatch, tmp_path):
     for name in ("/none", "none", "pyproject.toml"):  # which is there, and not for a rank in another folder
-        with pytest.raises(LaunchError, match=f"TORCHMPI_CONFIG={name}: there is no such file"):
+        with pytest.raises(LaunchError, match=f"TORCHMPI_CONFIG={name}: expected the full path of a file"):
             site_settings.files({"TORCHMPI_CONFIG": name})
     monkeypatch.setattr(site_settings, "SITE", str(tmp_path / "none"))
     for none in ({}, {"TORCHMPI_CONFIG": ""}, {"TORCHMPI_CONFIG": "/dev/null"}):

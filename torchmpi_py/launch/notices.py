@@ -45,7 +45,7 @@ class NoticeFilter:
     """Filter for mpirun's stderr, which removes notices of an abort if a rank has reported the cause of the abort.
 
     Other output passes without delay. Only the beginning of a notice is held back until the notice is complete.
-    ``is_explained()`` returns whether a rank has reported the cause for ending the job.
+    ``is_explained()`` returns whether a rank has reported the cause of the abort.
     """
 
     def __init__(self, is_explained: Callable[[], bool]) -> None:
@@ -78,7 +78,7 @@ class NoticeFilter:
         return shown
 
     def overdue(self, *, at_end: bool = False) -> bytes:
-        """Return and release the beginning of a notice that has not become complete in time; else return b"".
+        """Return the beginning of a notice that was held back but did not become complete in time, or b"".
 
         With ``at_end`` the input has ended, so the notice will never be complete, and the time does not matter.
         """
@@ -116,7 +116,7 @@ def said_once(folder: str, text: str, rank: int) -> Iterator[int | None]:
     """Yield the rank of this host that has printed this text; None if this rank is the first and must print it.
 
     The other ranks wait until the first rank has printed the text. If the first rank is killed before that, the next
-    rank becomes the first.
+    rank becomes the first. If ``folder``, the job's folder, is "", or if errors are printed in full, yield None.
     """
     mark = os.path.join(folder, f"said-{zlib.crc32(text.encode(errors='replace'))}")
     with _locked(mark) if folder and not are_full() else io.BytesIO() as file:

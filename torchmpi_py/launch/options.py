@@ -29,14 +29,14 @@ from torchmpi_py.launch import mpirun, ready_scripts, site_settings
 _OF_TORCHRUN = {
     "standalone node-rank master-addr master-port rdzv-backend rdzv-endpoint rdzv-id rdzv-conf": "omit it: the ranks "
     "connect over MPI, and one torchmpirun starts the program on all hosts",
-    "nnodes": "omit it on one host; else list the hosts and their ranks: --hosts a:4,b:4, or --hostfile",
+    "nnodes": "omit it on one host, or list several hosts and their ranks with --hosts a:4,b:4 or --hostfile FILE",
     "monitor-interval start-method role event-log-handler local-addr logs-specs duplicate-stdout-filters "
     "duplicate-stderr-filters": "torchmpirun has no such option; omit it",
-    "no-python": "the program is a Python file, or a module after -m",
+    "no-python": "omit it: the program must be a Python file, or a module after -m",
     "run-path": "omit it: torchmpirun runs every program by its path",
     "r redirects": "write --log-dir DIRECTORY",
     "t tee": "write --log-dir DIRECTORY, or omit it: the output of all ranks is shown",
-    "local-ranks-filter": "write --log-dir DIRECTORY, which shows only rank 0",
+    "local-ranks-filter": "write --log-dir DIRECTORY, which shows only rank 0's output",
     "numa-binding": "omit it, or write --bind core (the default), numa or socket",
     "signals-to-handle": "write --grace SECONDS, the time that ranks have to end after a signal",
     "shutdown-timeout": "write --grace SECONDS",
@@ -49,7 +49,7 @@ _OF_MPIRUN = {
     "--oversubscribe --allow-run-as-root": "omit it: torchmpirun sets it if necessary",
     "--bind-to -bind-to": "write --bind core (the default), numa, socket or none",
     "--wdir -wdir": "change to the folder before you start torchmpirun",
-    "--prefix": "install the same environment at the same path on all hosts",
+    "--prefix": "omit it, and install the same environment at the same path on all hosts",
     "-c": "write -n",
     "--mca --map-by --rank-by --report-bindings --display --output --tag-output -prepend-rank": "to pass "
     "it to mpirun, write --mpi-args '{option} ...'",
@@ -58,7 +58,10 @@ _OF_MPIRUN = {
 
 
 def _number(read: Callable[[str], float], is_possible: Callable[[float], bool], why_not: str) -> Callable[[str], float]:
-    """Return a ``type`` for argparse that reads a number and rejects it unless ``is_possible(number)``."""
+    """Return a ``type`` for argparse that reads a number and rejects it unless ``is_possible(number)``.
+
+    ``why_not`` is the error message after the number.
+    """
 
     def number(text: str) -> float:
         value = read(text)
@@ -69,24 +72,24 @@ def _number(read: Callable[[str], float], is_possible: Callable[[float], bool], 
     return number
 
 
-_RANKS = _number(int, lambda number: number >= 1, "ranks cannot run a job; expected 1 or more")
-_RESTARTS = _number(int, lambda number: number >= 0, "restarts are not possible; expected 0 or more")
-_LIMIT = _number(float, lambda seconds: seconds > 0, "seconds are not a valid limit; expected more than 0")
-_GRACE = _number(float, lambda seconds: seconds >= 0, "seconds are not a valid time; expected 0 or more")
+_RANKS = _number(int, lambda number: number >= 1, "ranks cannot run a job; use 1 or more")
+_RESTARTS = _number(int, lambda number: number >= 0, "restarts are not possible; use 0 or more")
+_LIMIT = _number(float, lambda seconds: seconds > 0, "seconds are not a valid limit; use more than 0")
+_GRACE = _number(float, lambda seconds: seconds >= 0, "seconds are not a valid time; use 0 or more")
 
 
 def _bounds(text: str) -> tuple[int, int]:
     """Return MIN and MAX from the text ``MIN:MAX``."""
     match = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", text)
     if match is None or int(match[1]) > int(match[2]):
-        raise argparse.ArgumentTypeError(f"{text} is not MIN:MAX; write two numbers of ranks, such as 2:8")
+        raise argparse.ArgumentTypeError(f"{text}: expected MIN:MAX with 1 <= MIN <= MAX; write, for example, 2:8")
     return int(match[1]), int(match[2])
 
 
 def _ranks_per_host(text: str) -> float:
     """Return the number of ranks from the value of torchrun's ``--nproc-per-node``."""
     if text in ("auto", "cpu", "gpu", "xpu"):
-        raise argparse.ArgumentTypeError(f"{text} is the default (one rank per GPU, else per core); omit it")
+        raise argparse.ArgumentTypeError(f"{text} is not a number; omit the option for one rank per GPU, else per core")
     return _RANKS(text)
 
 
@@ -107,7 +110,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Refused(argparse.Action):
-    """Action of an option that is an error; ``const`` is the name of the launcher with this option, and a remedy."""
+    """Action for an option of another launcher: an error. ``const`` contains the launcher's name and a remedy."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, __: object, option: str | None = None) -> None:
         whose, remedy = self.const
@@ -161,7 +164,7 @@ def _parser() -> _Parser:
     add("--hostfile", type=Path, metavar="F", help="file with a host per line: `host`, `host:4` or `host slots=4`")
     add("--bind", choices=("core", "numa", "socket", "none"), default="core", help="bind each rank to its own cores "
         "(default), to all cores of its NUMA node or of its socket, or not at all")  # fmt: skip
-    add("--env", action="append", default=[], metavar="NAME=VALUE", help="set in every rank; NAME alone: same as here")
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help="set in every rank; NAME alone: value as here")
     add("--groups", type=_RANKS, metavar="G", help="run G jobs of N/G ranks, which share the experiments of a sweep")
     add("-m", "--module", dest="as_module", action="store_true", help="the program is a module")
     add = parser.add_argument_group("limits, restarts and elastic training").add_argument
@@ -181,7 +184,7 @@ def _parser() -> _Parser:
     add("--version", action="store_true", help="print the versions of the package, Python, torch, mpi4py and MPI")
     add("--template", choices=sorted(ready_scripts.PARTS), help="print a script for a batch system")
     add("--layouts", action="store_true", help="measure the program with several numbers of ranks")
-    add("--layout-seconds", type=_LIMIT, default=10.0, metavar="S", help="seconds per number of ranks (default: 10)")
+    add("--layout-seconds", type=_LIMIT, default=10.0, metavar="S", help="seconds per measurement (default: 10)")
     add = parser.add_argument_group("MPI and network").add_argument
     add("--mpi", choices=mpirun.NAMES, default="", help="MPI to use (default: the first one found)")
     add("--interface", default="", metavar="NAME", help="network interface that connects the hosts, such as ib0")

@@ -15,7 +15,8 @@ _MOST_BYTES = 1 << 20
 def have(name: str, reader: str, environment: Mapping[str, str], installed: tuple[str | None, ...] = ()) -> bool:
     """Return whether a parameter file of ``reader`` ("openmpi" or "prte") sets the parameter ``name``.
 
-    ``installed`` are paths of programs or of the library of this MPI, which determine its prefix. A path may be None.
+    ``name`` is a regular expression. ``installed`` contains paths of this MPI's programs or library, from which its
+    prefix is derived. A path may be None.
     """
     paths = list(filter(None, installed))
     paths += [os.path.realpath(path) for path in paths]

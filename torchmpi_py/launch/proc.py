@@ -1,6 +1,6 @@
 """Functions that read the state of a process from /proc.
 
-The results are empty for a process that has ended, or if the user may not read the file.
+If the process has ended, or if the user may not read the file, the results are empty (of `field`: "0").
 """
 
 import contextlib

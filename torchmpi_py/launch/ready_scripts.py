@@ -4,7 +4,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).with_name("templates")
 PARTS = {"slurm": "slurm.sbatch", "pbs": "pbs.sh", "kubernetes": "mpijob.yaml"}
-DOCKERFILE_PREFIX = "#| "  # marks the lines of the Dockerfile, as comments in the script for Kubernetes
+DOCKERFILE_PREFIX = "#| "  # precedes each line of the Dockerfile in the script for Kubernetes, as a comment
 
 
 def text(name: str) -> str:

@@ -13,13 +13,14 @@ A signal that requests the end of the job is sent by torchmpirun directly to the
 ranks instead of forwarding the signal. Only ranks with a handler for the signal get it. A rank without a handler for
 SIGTERM has nothing to save, and its death would make the MPI kill the other ranks too early. Every Python program has a
 handler for Ctrl-C, which raises KeyboardInterrupt. SIGHUP is forwarded as SIGTERM, because programs save at SIGTERM.
-Ranks on other hosts get no signal. Training with checkpoints sends the request to them (`engine.EndRequests`). Any
-other program there is ended with the job.
+Ranks on other hosts get no signal. In training with checkpoints, the ranks pass the request on to the other hosts
+(`engine.EndRequests`). Any other program on another host is ended with the job.
 
 A rank that ends by KeyboardInterrupt or ``sys.exit`` after such a request waits until torchmpirun kills it (`wrap`), so
-that the other ranks keep their time. But other ranks may be waiting for that rank inside the MPI library, where Python
-runs no handlers, and they would never end. Marks show which ranks Ctrl-C has reached. If the program has installed its
-own handler, there is no mark. Then a rank counts as waiting if it neither ends nor writes anything for some seconds.
+that the other ranks can use their whole grace period. But other ranks may be waiting for that rank inside the MPI
+library, where Python runs no handlers, and they would never end. Marks show which ranks Ctrl-C has reached. If the
+program has installed its own handler, there is no mark. Then a rank counts as waiting if it neither ends nor writes
+anything for some seconds.
 """
 
 import os
@@ -44,7 +45,7 @@ _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 _POLL_SECONDS = 0.05
 _DEADLOCK_SECONDS = 3.0  # Limit for Ctrl-C to reach the first rank.
 _DEAF_SECONDS = 0.5  # Limit for a signal to reach a program that computes, after another rank has ended its program.
-_IDLE_SECONDS = 10.0  # Limit for ranks to write nothing, after another rank has ended its program.
+_IDLE_SECONDS = 10.0  # After another rank has ended its program, ranks that write nothing for this time are waiting.
 
 
 class Signals:
@@ -66,7 +67,7 @@ class Signals:
         if not is_to_survive and os.getsid(0) != os.getpid():
             self._parent = os.getppid()
         for signum in (*_ENDING, *_PASSED_ON):
-            # Keep a signal ignored that is ignored already, such as under nohup or in a background job of a script.
+            # If a signal is already ignored, such as under nohup or in a script's background job, keep it ignored.
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 self._before[signum] = signal.signal(signum, self.receive)
         return self
@@ -119,10 +120,10 @@ class Signals:
 
 
 class ForwardedSignal:
-    """A signal that requests the ranks of this host to end.
+    """A signal that is sent to the ranks of this host to request their end.
 
     ``ranks`` maps each rank that gets the signal to its process ID. ``reason`` is a message about ranks that are killed
-    before their time is over, or "".
+    before the end of their grace period, or "".
     """
 
     def __init__(self, remains: cleanup.Remains, signum: int) -> None:
@@ -151,7 +152,7 @@ class ForwardedSignal:
         return {rank for rank in self.ranks.keys() - ranks_gone if rank in here and self._lives(here[rank])}
 
     def is_over(self) -> bool:
-        """Return whether torchmpirun must kill the remaining ranks, because they have finished or cannot end."""
+        """Return whether torchmpirun must kill the remaining ranks, because their programs have ended or never will."""
         failures = exit_marks.failures(self._remains.folder)
         at_work = self.unfinished()
         # If all ranks with the signal have ended their programs, mpirun ends too, unless a rank waits to be killed or
@@ -174,7 +175,7 @@ class ForwardedSignal:
         return bool(self.reason) or (bool(times) and time.time() - min(times) > _DEAF_SECONDS)
 
     def _is_idle(self, at_work: set[int]) -> bool:
-        """Return whether a rank has ended its program, and for some seconds no other rank has ended or written."""
+        """Return whether a rank has ended its program, and no other rank has ended or written for `_IDLE_SECONDS`."""
         written = {rank: num_written(self.ranks[rank]) for rank in at_work}
         if written != self._written:
             self._written, self._changed = written, time.monotonic()

@@ -30,23 +30,24 @@ else:
 VARIABLE, SITE, USER = "TORCHMPI_CONFIG", "/etc/torchmpi.toml", "~/.config/torchmpi.toml"
 _KEYS = ("mpi", "interface", "srun_mpi", "launch_agent", "mpi_args", "env", "bind", "grace", "timeout")
 _LISTS = ("mpi_args", "env")
-_REMEDY = f"correct it, or set {VARIABLE} to another file"
+_REMEDY = f"correct this file (to replace the site's file, set {VARIABLE})"
 _MOST_BYTES = 1 << 20
 
 
 def files(environment: Mapping[str, str]) -> list[Path]:
-    """Return the existing files, the user's file last. Raise LaunchError if the file in TORCHMPI_CONFIG is missing.
+    """Return the paths of the existing settings files, with the user's file last.
 
-    If TORCHMPI_CONFIG is empty or /dev/null, there is no site's file.
+    If TORCHMPI_CONFIG is empty or /dev/null, the site's file is omitted. Raise LaunchError for any other value that is
+    not the full path of an existing file.
     """
     named, user = environment.get(VARIABLE, SITE), os.path.expanduser(USER)
     if named not in (SITE, "", os.devnull) and not (os.path.isabs(named) and os.path.exists(named)):
-        raise LaunchError(f"{VARIABLE}={named}: there is no such file; set its full path, or {os.devnull} for no file")
+        raise LaunchError(f"{VARIABLE}={named}: expected the full path of a file; correct it, or set {os.devnull}")
     return [Path(path) for path in (named, user) if path != os.devnull and os.path.exists(path)]
 
 
 def read(path: Path) -> dict[str, list[str]]:
-    """Return the settings of a file: for each option, the words of a command line (empty for the option's default).
+    """Return the settings in a file: for each option, its words on a command line; [] for the option's default.
 
     Raise LaunchError if the file cannot be read, or for an unknown or invalid setting.
     """

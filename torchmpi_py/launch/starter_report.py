@@ -25,7 +25,7 @@ class StarterReport(NamedTuple):
 def find(vendor: Vendor, output: str, code: int) -> StarterReport | None:
     """Return the first report or traceback in mpirun's output, or None.
 
-    ``code`` is mpirun's exit code, which is the code of the job unless the report contains another one.
+    ``code`` is mpirun's exit code. It is also the job's exit code, unless the report contains a different code.
     """
     for pattern in (*vendor.death_reports, _TRACEBACK):
         if match := re.search(pattern, output):

@@ -31,8 +31,8 @@ def raise_open_files(num_ranks: int) -> None:
     needed = _FILES + _FILES_OF_A_RANK * num_ranks
     if (limit := allow_open_files(needed)) < needed:
         raise LaunchError(
-            f"the limit of open files is {limit}, but {num_ranks} ranks on this host need {needed}; "
-            f"raise it (ulimit -n {needed}, or nofile in limits.conf), or start fewer ranks"
+            f"the hard limit of open files is {limit}, but {num_ranks} ranks here need {needed}; "
+            f"start fewer ranks, or raise it as root (ulimit -n {needed}, or nofile in limits.conf)"
         )
 
 
