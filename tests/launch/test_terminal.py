@@ -37,7 +37,7 @@ def test_a_signal_is_heeded_while_the_reader_pauses(tmp_path):
         job.send_signal(signal.SIGTERM)
         assert job.wait() == 143
         said = job.stderr.read().decode()
-        assert f"not all of rank 0's output was read; the rest is in {tmp_path}/rank-0.log" in said
+        assert f"not all of rank 0's output was shown; the complete output is in {tmp_path}/rank-0.log" in said
 
 
 def test_the_time_limit_is_heeded_while_the_readers_of_both_pause(tmp_path):

@@ -69,7 +69,7 @@ def has_input() -> bool:
 
 
 def starter_input() -> int | None:
-    """Return the value of subprocess.Popen's ``stdin`` for mpirun."""
+    """Return mpirun's ``stdin`` for subprocess.Popen: /dev/null if the input is a terminal, else the same input."""
     return subprocess.DEVNULL if os.isatty(0) else None
 
 
@@ -86,7 +86,7 @@ def rewind_input(begin: int | None) -> None:
     if begin is not None:
         os.lseek(0, begin, os.SEEK_SET)
     elif has_input():
-        say("standard input is a pipe, which can be read only once; later attempts get no input (use `< file`)")
+        say("standard input is a pipe, which only the first attempt can read; to repeat it, redirect a file (< FILE)")
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)
 
@@ -94,13 +94,14 @@ def rewind_input(begin: int | None) -> None:
 def finish(tail: "Tail", is_over: Callable[[], bool]) -> None:
     """Wait until the reader has read all output.
 
-    If ``is_over()`` becomes true (the user has ended the job), wait only while the reader continues to read.
+    If ``is_over()`` becomes true (a signal or the time limit ends the job), wait only while the reader continues to
+    read.
     """
     for outlet in (tail, _speech):
         if outlet.wait(inf, is_over) or outlet.wait(ENDED_SECONDS):
             continue
         if outlet is tail:
-            say(f"not all of rank 0's output was read; the rest is in {tail.log}")
+            say(f"not all of rank 0's output was shown; the complete output is in {tail.log}")
 
 
 class _Outlet:
@@ -121,7 +122,7 @@ class _Outlet:
             atexit.register(self.wait, ENDED_SECONDS)
 
     def wait(self, seconds: float, is_over: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until all current output is written; return whether it is.
+        """Wait until all current output is written; return whether it was written.
 
         Stop waiting if the reader reads nothing for ``seconds``, or if ``is_over()`` becomes true.
         """
@@ -146,7 +147,7 @@ class _Outlet:
         self._news.clear()
 
     def _run(self) -> None:
-        """Write all output, and release waiting callers whenever everything is written (the thread's function)."""
+        """Write all output in the thread, and release the callers of ``wait`` whenever everything is written."""
         while True:
             request = self._asked
             output = self._next_output()
@@ -157,7 +158,10 @@ class _Outlet:
                 self._wait_for_more()
 
     def _write(self, piece: bytes) -> None:
-        """Write to the descriptor, not to a stream: Python cannot exit while a thread holds the lock of a stream."""
+        """Write a piece of output to the descriptor until the reader closes the other end.
+
+        Do not use a stream, because Python cannot exit while a thread holds the lock of a stream.
+        """
         while piece and self._is_read:
             try:
                 piece = piece[os.write(self._descriptor, piece) :]
@@ -169,7 +173,7 @@ class _Outlet:
                 self._explain(error)
 
     def _explain(self, error: OSError) -> None:
-        """Report a write error, unless the reader has closed the other end."""
+        """Report a write error to the user; by default, do nothing."""
 
 
 class _Speech(_Outlet):
@@ -186,7 +190,7 @@ class _Speech(_Outlet):
         self.start()
 
     def relay(self, notices: NoticeFilter) -> int:
-        """Create a pipe whose content is written to stderr; return its writing end."""
+        """Create a pipe whose content is filtered by ``notices`` and written to stderr; return its writing end."""
         pipe, end = os.pipe()
         os.set_blocking(pipe, False)
         self._pipes[pipe] = notices
@@ -216,10 +220,11 @@ class _Speech(_Outlet):
 
 
 class Tail(_Outlet):
-    """Copy rank 0's log to the standard output while the log grows, in all attempts; do nothing without a log folder.
+    """Copier of rank 0's log to the standard output while the log grows, in all attempts.
 
-    Existing content of the log belongs to an earlier job and is not copied. The output is text. NUL bytes are removed,
-    because a log that is truncated while a process writes to it has holes. Bytes that are not UTF-8 are replaced.
+    Without a log folder nothing is copied. Existing content of the log belongs to an earlier job and is not copied. The
+    output is text. NUL bytes are removed, because a log that is truncated while a process writes to it has holes. Bytes
+    that are not UTF-8 are replaced.
     """
 
     def __init__(self, log_dir: Path | None) -> None:

@@ -1,9 +1,9 @@
 """The page of ``--timeline``: the folder with its data during the job, and the creation of the page after the job.
 
 The ranks store the records of their operations (`watch.kept_boards`) in a hidden folder in the same directory as the
-page. The folder is removed after the page was written. It contains only the records from hosts that share the page's
-file system, and the page lists the other ranks as missing. A separate process, ``python -m torchmpi_py.bench
-timeline``, creates the page, because this needs numpy, and the package `launch` may use only the standard library.
+page. The folder is removed when the page has been written. It contains only the records from hosts that share the
+page's file system, and the page lists the other ranks as missing. A separate process, ``python -m torchmpi_py.bench
+timeline``, creates the page, because this step needs numpy, and the package `launch` may use only the standard library.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ _PAGE_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class TimelinePage:
-    """The page of a job; ``path`` is None without ``--timeline``. ``folder`` contains the ranks' records."""
+    """The page of a job; ``path`` is None without ``--timeline``.
+
+    ``folder`` contains the ranks' records. ``command`` is the command line that the page shows.
+    """
 
     path: Path | None
     folder: str
@@ -48,7 +51,7 @@ class TimelinePage:
         words = child_python.command("torchmpi_py.bench", "timeline", self.folder, "-o", str(self.path))
         try:
             done = subprocess.run(
-                [*words, "--about", "/dev/stdin"],  # The text may be too long for a command line.
+                [*words, "--about", "/dev/stdin"],  # The description may be too long for a command line.
                 input=json.dumps({"command": self.command, **facts}),
                 env=variables.without_outer(os.environ),  # The process is not a rank.
                 capture_output=True,
@@ -66,7 +69,7 @@ class TimelinePage:
 
 @contextlib.contextmanager
 def kept(spec: JobSpec) -> Iterator[tuple[JobSpec, TimelinePage]]:
-    """Yield the job, with the variable that makes its ranks store records, and the page.
+    """Yield the JobSpec, with the variable that makes the ranks store their records, and the TimelinePage.
 
     Raise LaunchError if the page cannot be written.
     """
@@ -75,7 +78,7 @@ def kept(spec: JobSpec) -> Iterator[tuple[JobSpec, TimelinePage]]:
         return
     path = spec.timeline.absolute()
     temporary_folder = _folder_beside(path, f"--timeline {spec.timeline}")
-    # A guardian removes the folder if this process is killed while it creates the page.
+    # The guardian removes the folder if this process is killed.
     with Guardian(temporary_folder.name), temporary_folder as folder:
         yield replace(spec, variables={**spec.variables, VARIABLE: folder}), TimelinePage(path, folder, spec.text)
 

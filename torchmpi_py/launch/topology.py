@@ -45,7 +45,8 @@ def cores(allowed: Collection[int] | None = None, devices: Path = _DEVICES) -> l
         folder = system / f"cpu/cpu{cpu}"
         first = min(_listed(folder / "topology/thread_siblings_list") or {cpu})
         threads[node_of.get(cpu, 0), _number(folder / "topology/physical_package_id"), first].append(cpu)
-        # Linux may report the same capacity for all cores of a hybrid Intel processor, but it lists the small cores.
+        # Linux may report the same capacity for all cores of a hybrid Intel processor. It lists the small cores in
+        # cpu_atom, so halve the capacity of these cores.
         capacities[cpu] = (_number(folder / "cpu_capacity") or _CAPACITY) >> (cpu in atoms)
     least = _SMALL * max(capacities.values(), default=0)
     return sorted(
@@ -55,7 +56,7 @@ def cores(allowed: Collection[int] | None = None, devices: Path = _DEVICES) -> l
 
 
 def _text(path: Path) -> str:
-    """Return the content of a file; empty if the system does not have the file."""
+    """Return the content of a file; empty if the file cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -77,7 +78,7 @@ def _number(path: Path) -> int:
 
 
 def read_cpus(text: str) -> frozenset[int]:
-    """Return the CPUs in a list that has the kernel's form, such as ``0-15,32-47``."""
+    """Return the CPUs in a list as Linux writes it, such as ``0-15,32-47``."""
     cpus: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -134,7 +135,8 @@ def cgroup_folders(controller: str) -> list[Path]:
 def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Iterable[Path] | None = None) -> tuple[int, str]:
     """Return the number of bytes that this process and its siblings may still use, and a text about the limit.
 
-    The text is "" if the free memory of the host is the limit.
+    The text is "" if the free memory of the host is the limit. ``cgroups`` contains the folders of the cgroups to read
+    (default: the cgroups of this process).
     """
     lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     free, limit = int(lines.get("MemAvailable", lines["MemFree"]).split()[0]) << 10, ""

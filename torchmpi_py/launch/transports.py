@@ -20,8 +20,8 @@ _SEGMENT_BYTES = 16 << 20
 def leave_tcp_out(folder: str = "/dev/shm") -> None:
     """Prevent this rank from opening a TCP port if all ranks are on this host, unless the user has set a transport.
 
-    Call this function before MPI starts. A single rank keeps TCP, because Open MPI has no other connection to ranks
-    that this rank spawns.
+    Call this function before MPI starts. Do nothing if ``folder`` lacks space for shared memory. A single rank keeps
+    TCP, because Open MPI has no other connection to ranks that this rank spawns.
     """
     size = variables.size_in(os.environ) or 1
     if not (1 < size == variables.local_size_in(os.environ) and _has_room(folder, size * _SEGMENT_BYTES)):

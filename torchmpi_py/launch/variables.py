@@ -69,7 +69,8 @@ LOOPBACK = "127.0.0.1"
 OPEN_MPI = {
     "OMPI_MCA_osc": "^ucx",  # This component prints warnings on hosts without InfiniBand.
     "OMPI_MCA_btl_tcp_links": "2",  # A single connection between two ranks does not fill both directions of a link.
-    # A message above the eager limit is preceded by a request. The reply to the request waits behind other data.
+    # A message above the eager limit is preceded by a request. The reply to the request waits behind other data, so
+    # use a high limit.
     "OMPI_MCA_btl_tcp_eager_limit": str(640 << 10),
     "OMPI_MCA_btl_tcp_max_send_size": str(640 << 10),  # This size must be at least the eager limit.
 }
@@ -83,7 +84,7 @@ _MOST_NODES = 1 << 15  # The import must remain fast for any content of a variab
 _NUMBER = r"[0-9]{1,9}"
 _SPAN = rf"{_NUMBER}(?:-{_NUMBER})?"
 _NODES = re.compile(rf"([\w.-]+)(?:\[({_SPAN}(?:,{_SPAN})*)\]([\w.-]*))?(?:,|$)", re.ASCII)
-_FIRST_PORT, _NUM_PORTS = 10_000, 19_000  # All are below the ports that a system assigns, and below torchrun's 29500.
+_FIRST_PORT, _NUM_PORTS = 10_000, 19_000  # These ports are below torchrun's 29500 and the ports that Linux assigns.
 
 
 def rank_in(environment: Mapping[str, str]) -> int | None:
@@ -97,7 +98,7 @@ def size_in(environment: Mapping[str, str]) -> int | None:
 
 
 def has_mpi(environment: Mapping[str, str]) -> bool:
-    """Return whether an MPI's launcher, or srun on behalf of one (``--mpi=pmix``), has started this process."""
+    """Return whether an MPI's launcher, or srun with support for an MPI (``--mpi=pmix``), has started this process."""
     return _first_number(_RANK[:-1], environment) is not None
 
 
@@ -120,7 +121,8 @@ def is_srun(environment: Mapping[str, str]) -> bool:
 
     Under another launcher, srun has started only the launcher's daemons, whose variables the ranks inherit.
     """
-    # mpirun has started this rank. Its daemon may have the same number and size in srun as the rank in the job.
+    # Open MPI's mpirun has started this rank. The test below could still succeed, because the daemon's number and size
+    # in srun may equal the rank and size in the job.
     if "OMPI_COMM_WORLD_RANK" in environment:
         return False
     place = environment.get("SLURM_PROCID"), environment.get("SLURM_STEP_NUM_TASKS")
@@ -142,7 +144,7 @@ def tasks_on_node(layout: str, node: int) -> int | None:
 def nodes(names: str) -> list[str]:
     """Return the nodes in a Slurm list such as ``node[07-09,12],login``.
 
-    The result is empty for another form, and for more than `_MOST_NODES` nodes.
+    The result is empty if the list cannot be parsed, or contains more than `_MOST_NODES` nodes.
     """
     names_of_nodes: list[str] = []
     place = 0
@@ -336,7 +338,7 @@ def _port(job: str) -> int:
 
 
 def _free_port(job: str) -> int:
-    """Return the port that belongs to the job's name, or the next port that is free on this host."""
+    """Return the port derived from the job's name, or the next port that is free on this host."""
     for port in range(first := _port(job), first + _NUM_PORTS):
         with contextlib.suppress(OSError), socket.socket() as trying:
             trying.bind(("", port))

@@ -11,9 +11,9 @@ Ctrl-C and SIGTERM request the end of the job. A rank that then ends by Keyboard
 torchmpirun kills it, because other ranks may still be saving. If all ranks have agreed to end (EndRequested), each rank
 ends normally.
 
-torchmpirun sets TORCHMPIRUN_JOB_DIR to the job's folder. A failing rank records in the folder the time of its failure,
-its exit code, and its shared memory. With these records torchmpirun ends the job with the exit code of the *first*
-failure, and removes the shared memory that MPI_Abort leaves behind.
+torchmpirun sets TORCHMPIRUN_JOB_DIR to the job's folder. A failing rank records the time of the failure, the exit code,
+and the paths of its shared memory in this folder. From these records torchmpirun determines the exit code of the
+*first* failure, which becomes the job's exit code, and the shared memory to remove after MPI_Abort.
 
 *Quoted* arguments: Open MPI, MPICH and srun read a bare ``:`` as the start of another program. Open MPI also rewrites
 options such as ``--bind-to`` among the program's arguments. So the first character of such a word is written in
@@ -40,7 +40,8 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 if __name__ == "__main__":
-    # This file is run by its path, so Python would search its folder first, which contains modules such as `hosts`.
+    # Python has put the folder of this file first in sys.path, because the file is run by its path. Replace the folder,
+    # because its modules, such as `hosts` and `signals`, could hide other modules with these names.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from torchmpi_py import trusted_files
@@ -68,7 +69,10 @@ def unquote(words: list[str]) -> list[str]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Return the options of this file, with the program and its arguments, which begin at the first other word."""
+    """Return the options of this file, with the program and its arguments.
+
+    The program is the first word that is not an option.
+    """
     parser = argparse.ArgumentParser(prog="wrap.py", allow_abbrev=False)
     parser.add_argument("--bind", choices=("core", "numa", "socket", "none"), default="core")
     parser.add_argument("--log-dir", type=Path)
@@ -79,7 +83,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("program", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)
     if not options.program:
-        parser.error("no program to run")
+        parser.error("there is no program to run; add a Python file, or -m and a module")
     if options.quoted:
         options.program = unquote(options.program)
     return options
@@ -226,7 +230,7 @@ def _shown_by_the_programs_hook(error: BaseException) -> bool:
 
 def _wrapped_by(hook: Any) -> Any:
     """Return the excepthook that ``hook`` wraps; None if ``hook`` is the program's own or Python's."""
-    if getattr(hook, "aborts", False):  # Skip this package's hook, which would end the job. `fail` ends the job here.
+    if getattr(hook, "aborts", False):  # Skip this package's hook, which would end the job: `fail` does that later.
         return getattr(hook, "former", sys.__excepthook__)
     # Skip the hook of torch.distributed, which only writes "[rank0]:" before each line.
     if getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d":
@@ -288,7 +292,7 @@ def _is_asked_to_end(error: BaseException, folder: str) -> bool:
 
 
 def end_job(code: int, folder: str, rank: int) -> NoReturn:
-    """Call MPI_Abort if MPI is running in this process; else exit, and mpirun or torchmpirun ends the job."""
+    """Call MPI_Abort if MPI is running, or can be started where nothing else would end the job; otherwise exit."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
     # torchmpirun detects the failure by its mark. On another host or on a full disk there is no mark, so start MPI to
     # abort the job.
@@ -300,10 +304,11 @@ def end_job(code: int, folder: str, rank: int) -> NoReturn:
 
 
 def _start_mpi() -> Any:
-    """Start MPI so that the job can be aborted, and return mpi4py.MPI; None if MPI does not start.
+    """Start MPI so that the job can be aborted, and return mpi4py.MPI; None if MPI cannot be loaded or started.
 
-    Without MPI, the exit of this rank may go unnoticed. MPICH's mpirun never detects that a rank exits before
-    MPI_Init. Open MPI's mpirun does, but sometimes hangs or crashes when it kills a rank that is connecting.
+    If MPI takes longer than `_ARRIVAL_SECONDS` to start, an alarm signal ends this process. Without MPI, the exit of
+    this rank may go unnoticed. MPICH's mpirun never detects that a rank exits before MPI_Init. Open MPI's mpirun does,
+    but sometimes hangs or crashes when it kills a rank that is connecting.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_ARRIVAL_SECONDS)
@@ -351,7 +356,7 @@ def run_and_end(options: argparse.Namespace, folder: str, rank: int) -> None:
             outlets.insert(0, os.dup(2))
         run_program(options.program, as_module=options.as_module)
         if options.log_dir is not None and sys.stdout is not None and not sys.stdout.closed:
-            sys.stdout.flush()  # Let a full disk raise an error here: at Python's exit it only makes the code 120.
+            sys.stdout.flush()  # Let a full disk raise an error here. At exit, Python would only return code 120.
     except EndRequested as error:
         if options.ended is not None and rank == 0 and os.getpid() == process_id:
             options.ended.write_text(f"{exit_code(error)}\n")
