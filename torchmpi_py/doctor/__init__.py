@@ -1,8 +1,8 @@
-"""Check whether this machine can run a job, with remedies: ``python -m torchmpi_py.doctor``.
+"""Check whether this machine can run a job, and suggest remedies: ``python -m torchmpi_py.doctor``.
 
 Each check yields findings: *ok*, *warning* (a job runs, but slower or with fewer features), or *problem*. Warnings and
 problems have a remedy. The checks import only the standard library, so that they work even if torch or MPI fail. Child
-processes (``probes``) do the work that needs torch or MPI. The last check is a job of two ranks (``trial``).
+processes (``probes``) load torch and MPI. The last check is a job of two ranks (``trial``).
 """
 
 import dataclasses

@@ -22,7 +22,7 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m torchmpi_py.doctor", description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print the findings as a JSON list")
     parser.add_argument("--no-job", action="store_true", help="do not run the test job of two ranks")
-    parser.add_argument("--host-only", action="store_true", help="check only the host, without software and test job")
+    parser.add_argument("--host-only", action="store_true", help="check only the host: no software, no test job")
     options = parser.parse_args(words)
     all_findings = []
     with_software = not options.host_only
@@ -44,7 +44,7 @@ def main(words: list[str] | None = None) -> int:
 def examine(*, with_software: bool = True, with_job: bool = True) -> Iterator[Finding]:
     """Yield findings one by one. The job of two ranks runs last, and only if no check has found a problem."""
     has_problem = False
-    surroundings.set_home()  # torchmpirun and mpi.start() also set HOME.
+    surroundings.set_home()  # Do the same as torchmpirun and mpi.start().
     for check in (*(software.CHECKS if with_software else ()), *host.CHECKS):
         try:
             for finding in check():
@@ -53,7 +53,7 @@ def examine(*, with_software: bool = True, with_job: bool = True) -> Iterator[Fi
         except Exception as error:
             # A check may fail on an unusual machine, but the other checks must still run.
             name = check.__name__.replace("_", " ")
-            yield Finding(WARNING, name, f"could not be examined: {error!r}", "check by hand, and report this line")
+            yield Finding(WARNING, name, f"could not be examined: {error!r}", "check it by hand, and report this line")
     if with_job and not has_problem:
         yield from software.trial()
 

@@ -25,7 +25,7 @@ _ENOUGH_TEMPORARY_BYTES = 64 * _MIB
 _LONGEST_FOLDER = 60  # The path of a socket has at most 107 characters, and Open MPI and PMIx append to TMPDIR.
 _FIRST_PERSON = 1000  # Users with lower ids are system accounts.
 _PR_SET_PTRACER = 0x59616D61
-_MORE_SHARED = "give the container more shared memory: docker run --shm-size=1g, or --ipc=host"
+_MORE_SHARED = "enlarge it to 512 MiB or more (for a container: docker run --shm-size=1g, or --ipc=host)"
 
 
 def cores() -> Iterator[Finding]:
@@ -33,9 +33,9 @@ def cores() -> Iterator[Finding]:
     cpus, there = os.sched_getaffinity(0), os.cpu_count() or 1
     num_cores = len(topology.cores(cpus))
     usable = topology.num_usable_cores(num_cores)
-    limits = [f"of {len(cpus)} hardware threads"] if num_cores < len(cpus) else []
-    limits += [f"{len(cpus)} of {there} CPUs by affinity"] if len(cpus) < there else []
-    limits += [f"{usable} by a cgroup's quota"] if usable < num_cores else []
+    limits = [f"{num_cores} physical cores have {len(cpus)} hardware threads"] if num_cores < len(cpus) else []
+    limits += [f"the affinity allows {len(cpus)} of {there} hardware threads"] if len(cpus) < there else []
+    limits += [f"a cgroup's quota allows the time of {usable}"] if usable < num_cores else []
     yield Finding(OK, "cores", ", ".join([f"{usable} usable", *limits]))
 
 
@@ -48,7 +48,7 @@ def memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Iterable[Path] | None
         yield Finding(OK, "memory", text)
     else:
         fit = max(1, free // _BYTES_OF_A_RANK)
-        yield Finding(WARNING, "memory", f"{text}, but a rank needs {_BYTES_OF_A_RANK // _MIB} MiB", _fewer(fit))
+        yield Finding(WARNING, "memory", f"{text}, but one rank per core needs {num_needed // _MIB} MiB", _fewer(fit))
 
 
 def _fewer(fit: int) -> str:
@@ -58,14 +58,14 @@ def _fewer(fit: int) -> str:
 def shared_memory(folder: str = "/dev/shm") -> Iterator[Finding]:
     """Check the folder in which MPI creates shared memory. This package itself prefers files without a name (memfd)."""
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        yield Finding(PROBLEM, folder, "is missing or not writable", "mount a tmpfs there, or ask the administrator")
+        yield Finding(PROBLEM, folder, "is missing or not writable", "mount a tmpfs there that every user can write")
         return
     status = os.statvfs(folder)
     free, size = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     text = f"{free // _MIB} of {size // _MIB} MiB free"
     if size < _ENOUGH_SHARED_BYTES or free < _LEAST_SHARED_BYTES:
         is_full = size >= _ENOUGH_SHARED_BYTES
-        remedy = f"remove files that earlier jobs left in {folder}" if is_full else _MORE_SHARED
+        remedy = f"end other programs, or remove files in {folder} that no process uses" if is_full else _MORE_SHARED
         yield Finding(PROBLEM if free < _LEAST_SHARED_BYTES else WARNING, folder, text, remedy)
     else:
         yield Finding(OK, folder, text)
@@ -89,16 +89,16 @@ def temporary_folder() -> Iterator[Finding]:
         folder = tempfile.gettempdir()
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        yield Finding(PROBLEM, "TMPDIR", str(error), "set TMPDIR to a writable folder: export TMPDIR=/tmp")
+        yield Finding(PROBLEM, "TMPDIR", str(error), "set TMPDIR to an existing folder in which you can create files")
         return
     setting, text = os.environ.get("TMPDIR") or folder, f"{folder}, {free // _MIB} MiB free"
     if os.path.abspath(setting) != folder:
-        yield Finding(WARNING, "TMPDIR", f"{setting} is not writable", f"set it to {folder}: export TMPDIR={folder}")
+        yield Finding(WARNING, "TMPDIR", f"{setting} is not writable", f"set a writable folder: export TMPDIR={folder}")
     elif len(folder) > _LONGEST_FOLDER:
         text = f"{folder} is long, so the paths of sockets in it may be too long for a launcher"
         yield Finding(WARNING, "TMPDIR", text, "set TMPDIR to a shorter path: export TMPDIR=/tmp")
     elif free < _ENOUGH_TEMPORARY_BYTES:
-        yield Finding(PROBLEM, "TMPDIR", text, "free space there, or set TMPDIR to a folder with more space")
+        yield Finding(PROBLEM, "TMPDIR", text, "delete files there, or set TMPDIR to a folder with more free space")
     else:
         yield Finding(OK, "TMPDIR", text)
 
@@ -117,7 +117,7 @@ def names() -> Iterator[Finding]:
         return
     try:
         socket.getaddrinfo(name, 0)
-        yield Finding(OK, "network", f"127.0.0.1 answers, {name} has an address")
+        yield Finding(OK, "network", f"127.0.0.1 answers, and {name} has an address")
     except (OSError, UnicodeError):  # A part of the name with more than 63 characters raises UnicodeError.
         remedy = f"add this line to /etc/hosts: 127.0.1.1 {name}"
         yield Finding(WARNING, "network", f"the name of this host, {name}, has no address", remedy)
@@ -140,12 +140,12 @@ def users(processes: Path = Path("/proc")) -> Iterator[Finding]:
             others += [account.pw_name] * is_person
     if others:
         shown = ", ".join(others[:5]) + ", ..." * (len(others) > 5)
-        text = f"other users of this host ({shown}) can connect to mpirun, and keep a job from ending"
+        text = f"other users of this host ({shown}) can connect to mpirun, and could prevent a job from ending"
         yield Finding(
             WARNING,
             "other users",
             text,
-            "isolate jobs on one host: "
+            "isolate each job that runs only on this host: "
             "unshare --user --map-current-user --net sh -c 'ip link set lo up && exec torchmpirun -n 4 train.py'",
         )
     else:
@@ -156,9 +156,9 @@ def permissions() -> Iterator[Finding]:
     """Check whether the kernel allows shared memory without a name, and reads of another process's memory."""
     if why := _attempt(_open_nameless):
         text = f"the kernel refuses files without a name (memfd: {why}), so shared memory uses /dev/shm"
-        yield Finding(WARNING, "memfd", text, "allow memfd_create in the container's seccomp profile")
+        yield Finding(WARNING, "memfd", text, "in a container, allow memfd_create in the seccomp profile")
     else:
-        yield Finding(OK, "memfd", "shared memory needs no file name")
+        yield Finding(OK, "memfd", "the kernel allows shared memory without a file name")
     if why := _attempt(_read_other_process):
         text = f"no process can read another process's memory ({why}), so large tensors are copied twice"
         remedy = "in a container, use docker run --cap-add SYS_PTRACE, or use symmetric tensors"
@@ -186,10 +186,10 @@ def _open_nameless() -> None:
 
 
 def _read_other_process() -> None:
-    """Let a child process read its parent's memory, as ranks read each other's memory. Raise OSError if that fails."""
+    """Let a child process read its parent's memory, as ranks read each other's memory. Raise OSError if it cannot."""
     source, read_end, write_end = ctypes.create_string_buffer(b"memory"), *os.pipe()
     libc, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
-    # The security module Yama requires this call. Open MPI makes it too.
+    # The Linux security module Yama requires this call. Open MPI makes the same call.
     libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1 & (1 << 64) - 1), 0, 0, 0)
     child = os.fork()
     if not child:

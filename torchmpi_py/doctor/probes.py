@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Any
 
-MARK = "torchmpi_py.doctor:"  # marks the line with the result, because libraries may also print lines
+MARK = "torchmpi_py.doctor:"  # Precedes the result, because libraries may print other lines.
 
 
 def ask_torch() -> dict[str, Any]:
@@ -21,7 +21,7 @@ def ask_torch() -> dict[str, Any]:
 
 
 def ask_mpi() -> dict[str, Any]:
-    """Start MPI. Return its name and version, whether it supports threads, and whether it supports ULFM."""
+    """Start MPI. Return facts about it, such as its version and whether it supports calls from threads and ULFM."""
     import mpi4py
 
     mpi4py.rc.initialize = False

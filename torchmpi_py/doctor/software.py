@@ -48,7 +48,7 @@ def torch(driver: Path = _DRIVER) -> Iterator[Finding]:
     if answer["gpus"]:
         yield Finding(OK, "GPU", ", ".join(answer["gpus"]))
     elif driver.exists() and not answer["cuda"]:
-        text = "there is an NVIDIA driver, but torch is built for the CPU only"
+        text = "there is an NVIDIA driver, but this torch is built for the CPU only"
         yield Finding(WARNING, "GPU", text, "install a build of torch with CUDA")
     elif driver.exists():
         text = f"there is an NVIDIA driver, but torch, built for CUDA {answer['cuda']}, finds no usable GPU"
@@ -93,29 +93,29 @@ def mpi() -> Iterator[Finding]:
 
 
 def _others(answer: Mapping[str, Any]) -> Iterator[Finding]:
-    """Report a second MPI in the environment, which a plain ``mpirun`` may mix with the first."""
+    """Report a second MPI in the environment, because a plain ``mpirun`` may start ranks that load the wrong MPI."""
     wheels = [name for name in mpirun.WHEELS.values() if _is_installed(name)]
     plain = probe("mpi", os.environ)
     if isinstance(plain, str) or plain["vendor"] != answer["vendor"]:
-        loaded = f"none ({plain})" if isinstance(plain, str) else plain["name"]
-        text = f"without torchmpirun, mpi4py loads {loaded}, so ranks that another mpirun starts fail or run alone"
-        yield Finding(WARNING, "two MPIs", text, "start jobs with torchmpirun, or keep one MPI only")
+        loaded = f"no MPI ({plain})" if isinstance(plain, str) else plain["name"]
+        text = f"without torchmpirun, mpi4py loads {loaded}, so ranks that a plain mpirun starts may fail or run alone"
+        yield Finding(WARNING, "two MPIs", text, "start jobs with torchmpirun, or keep only one MPI")
     elif len(wheels) > 1:
-        text = f"the wheels {' and '.join(wheels)} are both installed, and their programs have the same names"
+        text = f"the wheels {' and '.join(wheels)} are installed together, but their programs have the same names"
         yield Finding(WARNING, "two MPIs", text, f"pip uninstall {' '.join(wheels)}, and install one of them again")
 
 
 def settings() -> Iterator[Finding]:
     """Report variables that change a job, and warn if this process is a rank of a job."""
     if variables.has_mpi(os.environ):
-        text = "this process is a rank of a job, and the job's variables affect the checks"
+        text = "this process is a rank of a job, and the variables of the job affect the results of the checks"
         yield Finding(WARNING, "settings", text, "run the doctor outside of mpirun and srun")
     variables_here = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(_TELLING)]
     yield Finding(OK, "settings", " ".join(variables_here) or "none")
 
 
 def trial(program: Path = _TRIAL) -> Iterator[Finding]:
-    """Run a job of two ranks, which sums a tensor with each flavour."""
+    """Run a job of two ranks, which sums a tensor with each flavour, and report the results."""
     command = child_python.command("torchmpi_py.launch", "-n", "2", "--timeout", str(_TRIAL_SECONDS))
     try:
         here = {name: value for name, value in os.environ.items() if not name.startswith(_ALLOCATIONS)}
@@ -139,12 +139,12 @@ def _judge(flavour: str, device: str, text: str) -> Finding:
         return Finding(OK, subject, "the sum over two ranks is right")
     if text == "trying":
         return Finding(
-            PROBLEM, subject, "the job ended in the test of this flavour", "assign a different flavour to mpi.selector"
+            PROBLEM, subject, "the job failed while it tested this flavour", "choose another flavour in mpi.selector"
         )
     if text == "gives wrong values":
         return Finding(PROBLEM, subject, text, "use a different flavour, and report this output of the doctor")
     if flavour in _ESSENTIAL and device == "cpu":
-        return Finding(WARNING, subject, text, "see the findings above; slower flavours are used instead")
+        return Finding(WARNING, subject, text, "see the findings above for the cause; jobs use slower flavours")
     return Finding(OK, subject, text)
 
 
