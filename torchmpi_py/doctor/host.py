@@ -126,7 +126,7 @@ def names() -> Iterator[Finding]:
 def users(processes: Path = Path("/proc")) -> Iterator[Finding]:
     """Report other users with processes on this host, because they can connect to a job's ports.
 
-    The check finds only processes that ``/proc`` shows to this user.
+    The check ignores system accounts, and finds only processes that ``/proc`` shows to this user.
     """
     owners = set[int]()
     for process in processes.glob("[0-9]*"):
@@ -149,7 +149,7 @@ def users(processes: Path = Path("/proc")) -> Iterator[Finding]:
             "unshare --user --map-current-user --net sh -c 'ip link set lo up && exec torchmpirun -n 4 train.py'",
         )
     else:
-        yield Finding(OK, "other users", "no other user has processes here")
+        yield Finding(OK, "other users", "no other user has visible processes here, except system accounts")
 
 
 def permissions() -> Iterator[Finding]:
