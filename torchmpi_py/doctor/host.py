@@ -23,7 +23,7 @@ _BYTES_OF_A_RANK = 400 * _MIB  # memory of a rank with torch and its optimizers 
 _ENOUGH_FILES = 1024  # A rank opens tens of files, and torchmpirun opens a few per rank.
 _ENOUGH_TEMPORARY_BYTES = 64 * _MIB
 _LONGEST_FOLDER = 60  # The path of a socket has at most 107 characters, and Open MPI and PMIx append to TMPDIR.
-_FIRST_PERSON = 1000  # Users with lower ids are system accounts.
+_FIRST_PERSON = 1000  # Users with lower IDs are system accounts.
 _PR_SET_PTRACER = 0x59616D61
 _MORE_SHARED = "enlarge it to 512 MiB or more (for a container: docker run --shm-size=1g, or --ipc=host)"
 

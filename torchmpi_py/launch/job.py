@@ -70,7 +70,10 @@ _prctl: Any = getattr(ctypes.CDLL(None), "prctl", None)
 
 
 def die_with_parent() -> None:
-    """Make the kernel send SIGTERM to this process when torchmpirun dies; call this before the exec of mpirun."""
+    """Make the kernel send SIGTERM to this process when torchmpirun dies.
+
+    The child process calls this function before it executes mpirun.
+    """
     _prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG is 1.
 
 

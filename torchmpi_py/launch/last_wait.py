@@ -37,7 +37,7 @@ _LIMIT = "TORCHMPI_DEADLINE sets the limit, 0 for no limit"
 
 
 class LastWait:
-    """Detector of ranks or an mpirun that hang at the end of a job.
+    """Detector of hanging ranks, or of a hanging mpirun, at the end of a job.
 
     ``is_starter_alone`` is True if all ranks have ended, but mpirun hangs.
     """

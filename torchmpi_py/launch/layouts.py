@@ -1,4 +1,4 @@
-"""Measurement of the best number of ranks: ``torchmpirun --layouts train.py``.
+"""Find the best number of ranks by measurement: ``torchmpirun --layouts train.py``.
 
 A layout is a number of ranks, and the cores that each rank gets from ``--bind``. torchmpirun measures each layout that
 uses almost all cores of this host. For each layout it starts another torchmpirun, as for ``--groups``, and the ranks

@@ -1,4 +1,4 @@
-"""Search of the parameter files of Open MPI and PRRTE, so that torchmpirun keeps the settings of a site or user."""
+"""Search the parameter files of Open MPI and PRRTE, so that torchmpirun keeps the settings of a site or user."""
 
 import contextlib
 import os

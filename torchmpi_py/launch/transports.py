@@ -1,6 +1,6 @@
 """Prevent the MPI from using TCP between ranks of one host, so that no rank listens on a TCP port.
 
-A program that connects to this port could keep the rank busy, and shared memory suffices on one host. Each rank makes
+A program that connects to such a port could keep the rank busy, and shared memory suffices on one host. Each rank makes
 this decision itself. A batch system may place the ranks, so only the variables of a rank show whether all ranks are on
 one host.
 """

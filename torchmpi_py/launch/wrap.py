@@ -96,7 +96,10 @@ def local_rank_and_size(environment: Mapping[str, str]) -> tuple[int, int]:
 
 
 def bind(how: str) -> None:
-    """Bind this rank to its cores, and set the number of threads to match unless the environment sets it."""
+    """Bind this rank to its cores, and set the number of threads to match unless the environment sets it.
+
+    ``how`` is the value of ``--bind``.
+    """
     local_rank, local_size = local_rank_and_size(os.environ)
     cores = topology.cores()
     num_cores = topology.num_usable_cores(len(cores))
@@ -188,9 +191,9 @@ def write_whole(text: str, rank: int, outlets: Sequence[int]) -> None:
     """Write the text to stderr in one piece, so that the texts of several ranks do not mix.
 
     ``outlets`` is as in ``explain``. If this rank's log cannot be written, write to the original stderr. The program
-    may have closed or replaced sys.stderr or descriptor 2. If an object of the program replaces sys.stderr, write the
-    text to this object too, with descriptor 2 redirected to /dev/null so that the text does not appear twice.
-    Afterwards descriptor 2 is open again, because the MPI writes messages to it.
+    may have closed or replaced sys.stderr or descriptor 2. If the program has replaced sys.stderr, also write the text
+    to the new object, with descriptor 2 redirected to /dev/null so that the text does not appear twice. Afterwards
+    descriptor 2 is open again, because the MPI writes messages to it.
     """
     outlet, *former = outlets
     message = text.encode(errors="backslashreplace")
