@@ -212,7 +212,7 @@ def test_an_epoch_that_was_under_way_keeps_the_order_of_its_sampler(mpi):
 @pytest.mark.mpi(min_size=2)
 def test_what_differs_between_ranks_is_refused_on_all(mpi):
     is_last = mpi.rank() == mpi.size() - 1
-    with pytest.raises(ValueError, match=r"the ranks' samplers, .* digest of epoch 0 is \[.*make it equal on all"):
+    with pytest.raises(ValueError, match=r"the ranks' samplers differ: .* of epoch 0 is \[.*make it equal on all"):
         iter(DatasetIterator(sources(), 3, sampler=[5, 4] if is_last else [4, 5]))
     less = [Subset(each, range(len(each) - is_last)) for each in datasets()]
     with pytest.raises(ValueError, match=rf"number of samples is \[52, .*{TOTAL - 3}\]"):
@@ -240,7 +240,7 @@ def test_nonsense_is_refused(mpi):
         DatasetIterator([datasets()[0], TensorDataset(torch.zeros(0, 1))], 2)
     with pytest.raises(ValueError, match="there is no batch in 0 samples"):
         DatasetIterator(sources(), 2, sampler=[])
-    with pytest.raises(TypeError, match="generator, which lacks a length"):
+    with pytest.raises(TypeError, match="generator, which has no length"):
         DatasetIterator(sources(), 2, sampler=(index for index in range(3)))
     for index in (TOTAL, -1):
         with pytest.raises(ValueError, match=rf"index {index} is out of range; use 0 to {TOTAL - 1}"):
@@ -248,6 +248,6 @@ def test_nonsense_is_refused(mpi):
     with pytest.raises(TypeError, match="dataset is a set"):
         Source({1, 2})
     for name in ("prefetch", "num_workers"):
-        with pytest.raises(ValueError, match=f"{name}=-1 must be at least 0"):
+        with pytest.raises(ValueError, match=f"{name}=-1: pass an integer of at least 0"):
             Source(datasets()[0], **{name: -1})
     assert [len(batch) for batch in DatasetIterator([3, 4, 5], 4, rank=0, size=1)] == [3]  # a list of samples

@@ -1,13 +1,13 @@
 """Data-parallel SGD: the loop of ``SGDEngine``, with gradients averaged over the ranks.
 
-The engine overrides the small methods of the loop, so all hooks remain free for the user. It adds three things:
+The engine overrides the small methods of the loop, so all hooks remain free for the user. It adds three actions:
 
 * Before the first sample, rank 0 broadcasts the parameters and buffers of network and criterion, the parameters that
   only the optimizer holds, and the optimizer's state. The broadcast is repeated after ``hooks.on_start``, because the
   hook may change these values on one rank.
-* Before a test, and at the end of training, it averages buffers that differ between ranks.
-* After each backward pass, it averages the gradients over the ranks; ``hooks.on_backward`` sees the averages. With
-  ``asynchronous``, each gradient is reduced as soon as the backward pass has completed it. After the pass the engine
+* Before a test, and at the end of training, the engine makes buffers equal that differ between ranks (see ``buffers``).
+* After each backward pass, the engine averages the gradients over the ranks, and then calls ``hooks.on_backward``. With
+  ``asynchronous``, each gradient is reduced as soon as the backward pass has computed it. After the pass the engine
   waits for all reductions.
 
 In a job started by ``torchmpirun --elastic``, training continues when a rank dies (see ``elastic``).
@@ -62,8 +62,8 @@ class AllReduceSGDEngine(SGDEngine):
         usegpu (bool): True moves network, criterion and samples to ``mpi.device()``; default False. Batches of a
             ``DatasetIterator`` are moved in advance, from pinned memory, while the previous step is computed.
         asynchronous (bool): True averages gradients during the backward pass, False (default) after it.
-        devicesync (bool): with ``usegpu``, True (default) waits for the GPU after it has received a sample, as TorchMPI
-            does; False does not wait.
+        devicesync (bool): with ``usegpu``, True (default) synchronizes with the GPU after each sample was moved, as
+            TorchMPI does; False does not synchronize.
         dynamicnetwork (bool): True (default) checks before each forward pass whether hooks have changed the set of
             trained parameters. If they have, the engine broadcasts parameters and buffers and registers gradients
             again. Hooks must make the same change on every rank.
@@ -126,7 +126,7 @@ class AllReduceSGDEngine(SGDEngine):
 
     @contextmanager
     def session(self, state: State) -> Iterator[None]:
-        """Return the context of a run, which divides the iterator, moves the modules, and keeps the replicas equal.
+        """Return the context of a run. It divides a DataLoader, moves the modules, and keeps the replicas equal.
 
         Args:
             state (State): state of the run; its iterator may be replaced.
@@ -163,14 +163,14 @@ class AllReduceSGDEngine(SGDEngine):
     def _move(self, state: State) -> None:
         """Move the modules to the device, and set the iterator to move batches in advance."""
         if process.device().type == "cpu":
-            raise ValueError("usegpu=True, but this session computes on the CPU: call mpi.start(with_cuda=True)")
+            raise ValueError("usegpu=True, but this session has no GPU; call mpi.start(with_cuda=True) or omit usegpu")
         for module in state.modules():
             module.to(process.device())
         if isinstance(state.iterator, BatchIterator):
             state.iterator.device = state.iterator.device or process.device()
 
     def regroup(self) -> None:
-        """Make the parameters of the surviving ranks equal after a death. Every surviving rank must make this call."""
+        """Make the parameters of the survivors equal after a rank has died. Every survivor must make this call."""
         if self._replicas is not None:
             self._replicas.regroup()
 
@@ -189,7 +189,8 @@ class AllReduceSGDEngine(SGDEngine):
 
         Raises:
             ValueError: ``optimizer`` reduces gradients, and conflicts with ``compression`` or ``sharded`` of the
-                engine, or has ``backward_passes_per_step`` or ``comm``.
+                engine. Or ``optimizer`` has ``backward_passes_per_step`` above 1, or a ``comm`` that is not the current
+                level.
         """
         plain = super().make_optimizer(state, lr, optimizer)
         if isinstance(plain, ReducingOptimizer):
@@ -207,10 +208,10 @@ class AllReduceSGDEngine(SGDEngine):
         return plain
 
     def set_mode(self, state: State) -> None:
-        """Set the mode of the modules. Before a test, make the buffers equal; before training, broadcast the optimizer.
+        """Put the modules into training or evaluation mode, and make the replicas equal.
 
-        The optimizer was created after the session began. So this method broadcasts the optimizer's state, and the
-        parameters that only the optimizer holds.
+        Before a test, the buffers become equal. Before training, rank 0 broadcasts the optimizer's state, and the
+        parameters that only the optimizer has, because the optimizer was created after the session began.
 
         Args:
             state (State): state of the run.
@@ -298,5 +299,5 @@ def _check_every_rank_computes(state: State) -> None:
     if has_none and any(isinstance(part, SyncBatchNorm) for part in parts):
         raise ValueError(
             "train: SyncBatchNorm needs every rank in each forward pass. With this iterator a rank may have no "
-            f"samples in the last steps of an epoch; pass drop_last=True to the {type(state.iterator).__name__}"
+            "samples in the last steps of an epoch; pass drop_last=True to the iterator, or to the DataLoader"
         )

@@ -37,8 +37,8 @@ class BatchIterator(ABC):
     """Base class of iterators that the engine can set to a position in an epoch.
 
     With each batch the iterator sets ``weight`` and ``num_samples`` (see ``iterators``) and ``position``. The position
-    is the number of samples of the epoch that all ranks have used, including this batch. If this rank has no samples in
-    a step but other ranks have some, the batch is None, and ``num_samples`` and ``weight`` are 0.
+    is the number of samples of the epoch that the ranks together have used, including this batch. If this rank has no
+    samples in a step but other ranks have some, the batch is None, and ``num_samples`` and ``weight`` are 0.
 
     An iteration may begin within another one, for example in a hook that tests on the training data. When the inner
     iteration ends, the attributes describe the outer iteration again.
@@ -69,7 +69,7 @@ class BatchIterator(ABC):
 
     @property
     def position(self) -> int:
-        """The number of samples of the epoch that all ranks have used, including the last batch."""
+        """The number of samples of the epoch that the ranks together have used, including the last batch."""
         return self._place.position
 
     @property
@@ -84,10 +84,10 @@ class BatchIterator(ABC):
 
     @abstractmethod
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the batches of the next epoch, or of the rest of an epoch."""
+        """Iterate over the batches of the next epoch, or of the rest of the epoch after ``set_position``."""
 
     def may_give_none(self) -> bool:
-        """Return whether a rank may have no samples in a step. The result is equal on all ranks."""
+        """Return whether a rank may have no samples in a step. The result is the same on every rank."""
         return not self.drop_last
 
     @abstractmethod
@@ -139,9 +139,10 @@ class BatchIterator(ABC):
         self._first, self._is_set = at_least(0, "position", position), True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch as plain data, equal on all ranks.
+        """Return the epoch, the position and the order as plain data, equal on all ranks.
 
-        Prefetched batches that the loop has not received do not count.
+        The position is the position after the last batch that the loop has received, so prefetched batches do not
+        count.
         """
         is_next = self._is_set or self._place.is_over
         place = IterationPlace(self.epoch, self._first) if is_next else self._place
@@ -161,7 +162,7 @@ class BatchIterator(ABC):
         order = self._order_facts()
         if state["position"] > 0 and state["order"] != order:
             raise ValueError(
-                f"state is in the middle of an epoch over {state['order']}, not {order}; pass the same data and options"
+                f"state has the order {state['order']}, but this iterator has {order}; use the same data and options"
             )
         self.set_epoch(state["epoch"])
         self.set_position(state["position"])
@@ -177,7 +178,7 @@ class BatchIterator(ABC):
         return place
 
     def _run(self, place: IterationPlace, batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
-        """Yield the batches of an iteration, whose position is stored in ``place``.
+        """Yield the batches of an iteration. ``place`` stores the position of the iteration.
 
         While an inner iteration runs, the attributes of the iterator describe the inner iteration.
         """
@@ -195,11 +196,14 @@ class BatchIterator(ABC):
 
 
 def check_equal(what: str, facts: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError if the ranks have different values. ``facts`` lists all ranks' values, in rank order."""
+    """Raise ValueError if the ranks have different values. ``facts`` contains each rank's values, in rank order.
+
+    ``what`` is a plural noun for the message, such as "samplers".
+    """
     for name in facts[0]:
         values = [each.get(name) for each in facts]
         if any(value != values[0] for value in values):
-            raise ValueError(f"the ranks' {what} differ: {name} is {values}; make it equal on all ranks")
+            raise ValueError(f"the ranks' {what} differ: {name} is {values} in rank order; make it equal on all ranks")
 
 
 def moved(batch: Any, device: torch.device | None) -> Any:
@@ -230,5 +234,5 @@ def _rank_and_size(rank: int | None = None, size: int | None = None) -> tuple[in
     if rank is None and size is None:
         return (process.rank(), process.size()) if process.is_started() else (0, 1)
     if rank is None or size is None or not 0 <= rank < size:
-        raise ValueError(f"rank={rank}, size={size}: pass neither, or both with 0 <= rank < size")
+        raise ValueError(f"rank={rank}, size={size}: pass neither rank nor size, or both with 0 <= rank < size")
     return rank, size

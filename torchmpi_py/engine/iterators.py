@@ -41,7 +41,7 @@ from torchmpi_py.engine.sources import Source, Sources, items_of, prefetched, se
 
 
 def share(count: int, rank: int, size: int) -> slice:
-    """Return the slice of ``rank`` in a global batch of ``count`` samples. Slices differ by at most one sample."""
+    """Return the slice of ``rank`` in a global batch of ``count`` samples. Their lengths differ by at most one."""
     return slice(-(-rank * count // size), -(-(rank + 1) * count // size))
 
 
@@ -60,8 +60,8 @@ class DatasetIterator(BatchIterator):
     ``optimizer.step()`` of a ``DistributedOptimizer``, because all ranks must join the reduction.
 
     The prefetching thread and the training loop share the global random generators (torch's, numpy's, Python's), and
-    draw from them in a random order. For reproducible runs, a dataset with random augmentation needs its own generator,
-    or ``prefetch=0``.
+    draw from these generators in an unpredictable order. For reproducible runs, a dataset with random augmentation
+    needs its own generator, or ``prefetch=0``.
 
     Args:
         dataset (Dataset or sequence): object with a length and an integer index. A list of datasets (torch's
@@ -118,16 +118,16 @@ class DatasetIterator(BatchIterator):
         self.dataset: Any = _as_one(dataset)
         if not (hasattr(self.dataset, "__len__") and hasattr(self.dataset, "__getitem__")):
             name = type(dataset).__name__
-            raise TypeError(f"dataset is a {name}, which lacks a length or an index; use a StreamIterator")
+            raise TypeError(f"dataset is a {name}; define its __len__ and __getitem__, or use a StreamIterator")
         if sampler is not None and not hasattr(sampler, "__len__"):
-            raise TypeError(f"sampler is a {type(sampler).__name__}, which lacks a length; define its __len__")
+            raise TypeError(f"sampler is a {type(sampler).__name__}, which has no length; define its __len__")
         self.sampler: Any = sampler
         self.shuffle = shuffle and sampler is None
         self.collate_fn = collate_fn
         self._order = torch.empty(0, dtype=torch.int64, device="cpu")  # indices from the sampler
         self._drawn_for = -1, 0  # epoch and number of ranks for which the indices were drawn
         if len(self) == 0:
-            what = f"{self.total} samples, with batch_size={batch_size} on {self.size} ranks, drop_last={drop_last}"
+            what = f"{self.total} samples (batch_size={batch_size}, drop_last={drop_last}, ranks: {self.size})"
             raise ValueError(f"there is no batch in {what}; use more samples, or a smaller batch_size")
 
     @property
@@ -141,7 +141,11 @@ class DatasetIterator(BatchIterator):
         return full + (rest > 0 and not self.drop_last)
 
     def may_give_none(self) -> bool:
-        """Return whether a rank may have no samples in the last step of an epoch, or of the rest of an epoch."""
+        """Return whether a rank may have no samples in the last step of an epoch, or of the rest of an epoch.
+
+        In an elastic job this may happen in any epoch without ``drop_last``, because a death changes the number of
+        ranks.
+        """
         rests = [(self.total - begin) % (self.batch_size * self.size) for begin in (0, self._first)]
         return not self.drop_last and (any(0 < rest < self.size for rest in rests) or ulfm.is_elastic())
 
@@ -199,15 +203,15 @@ class DatasetIterator(BatchIterator):
     def _of_sampler(self, epoch: int) -> torch.Tensor:
         """Return the sampler's indices, and check that they are equal on all ranks. Every rank must make this call."""
         # For the rest of an epoch, after a death or a resume, keep the indices, because the sampler may return
-        # different ones now.
+        # different indices now.
         if self._drawn_for[0] != epoch or self._drawn_for[1] == self.size:
             set_epoch(self.sampler, epoch)
             self._order = torch.tensor([int(index) for index in self.sampler], dtype=torch.int64, device="cpu")
             self._drawn_for = epoch, self.size
         if self.size > 1 and self.follows_place:
             digest = hashlib.blake2b(self._order.numpy().tobytes(), digest_size=8).hexdigest()
-            what = "samplers, which need the same indices,"
-            check_equal(what, verbs.allgather_object({f"the digest of epoch {epoch}": digest}))
+            name = f"the digest of the indices of epoch {epoch}"
+            check_equal("samplers", verbs.allgather_object({name: digest}))
         outside = self._order[(self._order < 0) | (self._order >= len(self.dataset))]
         if len(outside):
             raise ValueError(f"sampler: index {int(outside[0])} is out of range; use 0 to {len(self.dataset) - 1}")

@@ -23,7 +23,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 T = TypeVar("T")
 
-_END = object()  # marks the end of the items
+_END = object()  # sentinel after the last item
 
 
 def prefetched(items: Iterable[T], depth: int) -> Generator[T, None, None]:
@@ -178,7 +178,7 @@ def set_epoch(of: Any, epoch: int) -> None:
 def at_least(least: int, name: str, value: int) -> int:
     """Return ``value``. Raise TypeError if it is not an integer, or ValueError if it is below ``least``."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} must be an integer")
+        raise TypeError(f"{name}={value!r}: pass an integer of at least {least}")
     if value < least:
-        raise ValueError(f"{name}={value} must be at least {least}")
+        raise ValueError(f"{name}={value}: pass an integer of at least {least}")
     return value
