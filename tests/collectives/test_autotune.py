@@ -234,7 +234,7 @@ def test_wrong_arguments(mpi):
         ({"max_bytes": 3}, "max_bytes=3"),
         ({"seconds": 0}, "seconds=0"),
         ({"device": "tpu"}, "device='tpu': pass one of cpu, cuda"),
-        ({"device": "cuda"}, r"mpi.start\(with_cuda=True\) on every rank"),
+        ({"device": "cuda"}, r"mpi.start\(with_cuda=True\)"),
     ):
         with pytest.raises(ValueError, match=said):
             mpi.autotune(**options)

@@ -56,7 +56,7 @@ def test_killed_in_a_save_and_then_asked_to_end_on_one_rank(tmp_path):
     assert job.returncode == 143, job.stderr[-3000:]
     saved = int(listed(tmp_path / "checkpoints")[-1][5:-3])
     assert 9 <= saved < num_steps(2)
-    told = [line for line in job.stderr.splitlines() if line.startswith("received SIGTERM: ")]
+    told = [line for line in job.stderr.splitlines() if line.startswith("a rank received SIGTERM: ")]
     assert len(told) == 1
     assert f"step {saved} is saved in {tmp_path / 'checkpoints'}" in told[0]
     assert assert_as_if_undisturbed(run(tmp_path, 2, 8, []), tmp_path, 2) == 0

@@ -29,11 +29,11 @@ from torchmpi_py.optim.wrapper import LocalOptimizer, ReducingOptimizer
 logger = logging.getLogger("torchmpi_py")
 
 completed: dict[pathlib.Path, weakref.ref[torch.nn.Module]] = {}
-"""The network that this process has trained to the end, keyed by the folder of its checkpoints."""
+"""The networks that this process has trained to the end, keyed by the folder of their checkpoints."""
 
 
 class Checkpoint(Extension):
-    """Save a run into a folder, and resume it. A restarted program ends with the result of an uninterrupted run.
+    """Save a run into a folder, and resume it. A restarted program produces the same result as an uninterrupted run.
 
     If the folder contains a checkpoint, the run continues from the newest one, after ``hooks.on_start``. If any rank
     gets SIGTERM, all ranks save and raise EndRequested, which ends the program with exit code 143. With collective
@@ -82,7 +82,7 @@ class Checkpoint(Extension):
         stateful: Mapping[str, Stateful] | None = None,
     ) -> None:
         if every != "epoch" and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-            raise ValueError(f"every={every!r}: expected a positive number of steps, or 'epoch'")
+            raise ValueError(f"Checkpoint(every={every!r}): pass a positive number of steps, or 'epoch'")
         self.checkpoints = Checkpoints(folder, keep=keep)
         self.folder = self.checkpoints.directory
         self.every = every
@@ -90,7 +90,7 @@ class Checkpoint(Extension):
 
     @contextmanager
     def around_run(self, engine: Any, state: State) -> Iterator[None]:
-        """Return the context of a run, in which SIGTERM is a request to end. The folder is unlocked at the end.
+        """Return the context of a run, in which SIGTERM requests the end of the run. Unlock the folder at the end.
 
         Args:
             engine (SGDEngine): engine that runs.
@@ -99,8 +99,8 @@ class Checkpoint(Extension):
         self.steps_together = engine.steps_together or outcomes.size() == 1
         if self.every != "epoch" and not self.steps_together:
             raise ValueError(
-                f"Checkpoint(every={self.every}): all ranks save together, but the ranks of a {type(engine).__name__} "
-                "take local steps; use every='epoch'"
+                f"Checkpoint(every={self.every}): all ranks save together, but with {type(engine).__name__} each rank "
+                "takes its own steps; use every='epoch'"
             )
         self.asked = 0  # maxepoch that the program has passed to train()
         try:
@@ -184,7 +184,10 @@ class Checkpoint(Extension):
             )
 
     def _save(self, state: State, *, is_due: bool, may_end: bool) -> None:
-        """Save if a save is due, or if a rank got SIGTERM. Every rank must call it with the same arguments."""
+        """Save if a save is due, or if a rank got SIGTERM. Every rank must make this call with the same arguments.
+
+        If ``may_end`` is False, the method does not check for SIGTERM.
+        """
         is_end = may_end and self.end_requests.requested()
         if is_due or is_end:
             self.checkpoints.save_collected(state.t, lambda: self._collected(state))
@@ -194,7 +197,7 @@ class Checkpoint(Extension):
     def _end(self, state: State) -> NoReturn:
         """Raise EndRequested on every rank. The caller must have saved the run."""
         if outcomes.rank() == 0:
-            text = "received SIGTERM: step %d is saved in %s, and the program ends with exit code 143"
+            text = "a rank received SIGTERM: step %d is saved in %s, and the program ends with exit code 143"
             logger.warning(text, state.t, self.folder)
         raise EndRequested
 
@@ -242,7 +245,7 @@ class Checkpoint(Extension):
         _restore_optimizer(state, trained)
         for name, part in self.stateful.items():
             if name not in parts["stateful"]:
-                raise ValueError(f"the checkpoint has no state of stateful[{name!r}]; omit it, or use an empty folder")
+                raise ValueError(f"checkpoint has no state of stateful[{name!r}]; omit {name!r} or use an empty folder")
             part.load_state_dict(parts["stateful"][name])
         samples.restore_generators(state.iterator, parts["generators"])
         is_known = self._has_common_place(state) or parts.get("size", outcomes.size()) == outcomes.size()
@@ -260,7 +263,7 @@ class Checkpoint(Extension):
 def _restore_optimizer(state: State, trained: dict[str, Any]) -> None:
     """Restore the optimizer's state. Raise ValueError if the optimizer does not match the saved one."""
     if (state.optimizer is None) != (trained["optimizer"] is None):
-        raise ValueError("only one of the saved run and this run has an optimizer; pass the same lr= or optimizer=")
+        raise ValueError("only one of the saved run and this run has an optimizer; pass lr= or optimizer= as before")
     if state.optimizer is None:
         return
     _kind(state).check_saved(OptimizerKind(**trained["optimizer_kind"]))
@@ -268,7 +271,7 @@ def _restore_optimizer(state: State, trained: dict[str, Any]) -> None:
 
 
 def _kind(state: State) -> OptimizerKind:
-    """Return the class and shapes of the optimizer.
+    """Return the class of the optimizer, and the shapes of its parameters.
 
     Wrappers that reduce gradients are ignored, so a run may resume without them.
     """

@@ -1,4 +1,4 @@
-"""The files of checkpoints. A kill at any moment leaves the last complete file intact. No rank communicates here.
+"""The files of checkpoints. A kill at any moment leaves the last complete file intact. The module does not communicate.
 
 ::
 
@@ -41,11 +41,11 @@ from torchmpi_py.engine.folder_lock import warn_once
 from torchmpi_py.errors import CheckpointError
 
 _MAY_PASS = {errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOENT, errno.ENOMEM, errno.EPERM, errno.ESTALE}
-"""Errors of reading that do not prove damage: another attempt, or another user, may be able to read the file."""
+"""Errors that do not prove that the file is damaged: another attempt, or another user, may be able to read the file."""
 _NAME = re.compile(r"step-(\d+)\.pt")
 _FORMER_NAME = re.compile(r"step-\d+")
 _CRC_OF_WHOLE = 0x2144DF1C
-"""The CRC-32 of any bytes that are followed by their own CRC-32, the lowest byte first."""
+"""The CRC-32 of any data followed by the CRC-32 of the data in little-endian order."""
 
 
 class Damaged(Exception):  # noqa: N818 - the name describes the file
@@ -56,6 +56,7 @@ def packed(content: Any, where: str = "checkpoint") -> memoryview:
     """Return the bytes of a file with this content. Raise TypeError for an entry that is not plain data.
 
     Only an attempt shows what ``torch.load`` can read, so this function loads the bytes, without the values of tensors.
+    ``where`` is the name of the content in error messages.
     """
     stream = io.BytesIO()
     try:
@@ -116,7 +117,7 @@ def read(path: pathlib.Path) -> io.BytesIO:
         with open(trusted_files.open_file(path, os.O_RDONLY, owners=None), "rb") as file:
             data = file.read()
     except MemoryError as error:
-        raise OSError(errno.ENOMEM, "the file is larger than the free memory", str(path)) from error
+        raise OSError(errno.ENOMEM, "the file exceeds the free memory; use a larger host", str(path)) from error
     except OSError as error:
         if error.errno in _MAY_PASS:
             raise
@@ -154,7 +155,10 @@ def _sync(folder: pathlib.Path) -> None:
 
 
 def complete(directory: pathlib.Path) -> list[tuple[int, pathlib.Path]]:
-    """Return (step, file) of each complete checkpoint, newest first. Raise CheckpointError for checkpoints of 0.1."""
+    """Return (step, path) of each complete checkpoint, newest first.
+
+    Raise CheckpointError if the folder contains only checkpoints of torchmpi_py 0.1.
+    """
     names = os.listdir(directory) if directory.exists() else []
     steps = sorted(
         ((int(match[1]), directory / name) for name in names if (match := _NAME.fullmatch(name))), reverse=True

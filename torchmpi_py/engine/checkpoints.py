@@ -37,7 +37,7 @@ logger = logging.getLogger("torchmpi_py")
 _PIECE_BYTES = 1 << 30  # bytes per broadcast; the timeout applies to each broadcast
 
 Collected = tuple[Mapping[str, Any], Mapping[str, Any]]
-"""The parts that are equal on all ranks, and each rank's own parts."""
+"""(parts, own): the parts that are equal on all ranks, and this rank's own parts."""
 
 
 class Saved(NamedTuple):
@@ -107,7 +107,7 @@ class Checkpoints:
         self._lock = None
 
     def save(self, step: int, parts: Mapping[str, Any], *, own: Mapping[str, Any] | None = None) -> pathlib.Path:
-        """Write a checkpoint, and remove the oldest one. Every rank must make this call.
+        """Write a checkpoint, and remove all but the newest ``keep``. Every rank must make this call.
 
         The states of the global random generators are saved too. A checkpoint of the same step is replaced.
 
@@ -115,7 +115,7 @@ class Checkpoints:
             step (int): number of the step, not lower than the step of the newest checkpoint in the folder.
             parts (mapping): data that is equal on all ranks: state_dicts, tensors, numbers, strings, and lists and
                 dicts of these. Rank 0's data is written.
-            own (mapping): this rank's own data, by names that ``parts`` does not use; default None.
+            own (mapping): this rank's own data, keyed by names that ``parts`` does not use; default None.
 
         Returns:
             The path of the file.
@@ -131,20 +131,21 @@ class Checkpoints:
 
         Args:
             step (int): number of the step, as for ``save``.
-            collect (callable): function that returns (parts, own).
+            collect (callable): function without arguments, called on every rank, that returns (parts, own) as for
+                ``save``.
 
         Returns:
             The path of the file.
 
         Raises:
-            CheckpointError: ``collect`` raises on any rank, or for the reasons of ``save``. Every rank raises the
-                error.
+            CheckpointError: ``collect`` raises an error on any rank, or ``save`` cannot write the data. Every rank
+                raises the error.
         """
         what, collected = f"step {step} cannot be saved", []
 
         def pack() -> int:
             if operator.index(step) < 0:
-                raise ValueError(f"step={step}: expected a number of at least 0")
+                raise ValueError(f"step={step}: pass a number of at least 0")
             parts, own = (files.compact(dict(each)) for each in collect())
             if both := sorted(parts.keys() & own.keys()):
                 raise ValueError(f"save: parts and own both have {both}; use different names")
@@ -160,8 +161,8 @@ class Checkpoints:
         """Return the newest complete checkpoint. Every rank must make this call.
 
         **Overwrites** the states of the global random generators with this rank's saved states. A rank that did not
-        exist in the saved job gets rank 0's own parts. Its random states are derived from rank 0's states and from the
-        number of the rank.
+        exist in the saved job gets rank 0's own parts. The random states of this rank are derived from rank 0's states
+        and from the number of the rank.
 
         Returns:
             A ``Saved`` (step, parts), or None if the folder contains no checkpoint. ``parts`` includes this rank's own
@@ -187,11 +188,11 @@ class Checkpoints:
         """Create the folder, and lock it. Only rank 0 calls this method."""
         files.make_folder(self.directory)
         if not os.access(self.directory, os.W_OK):
-            raise PermissionError(errno.EACCES, "this user cannot write here; use another folder", str(self.directory))
+            raise PermissionError(errno.EACCES, "you may not write here; use another folder", str(self.directory))
         self._lock = folder_lock.take(self.directory)
 
     def _write(self, step: int, parts: Mapping[str, Any], own: Sequence[torch.Tensor]) -> pathlib.Path:
-        """Write the file, and remove the oldest one. Only rank 0 calls this method."""
+        """Write the file, and remove all but the newest ``keep`` files. Only rank 0 calls this method."""
         self._hold()
         # A damaged checkpoint of a later step must not prevent a run from saving this step.
         for path in self._damaged:
@@ -201,8 +202,8 @@ class Checkpoints:
         newest = max((saved for saved, _ in files.complete(self.directory)), default=-1)
         if newest > step:
             raise ValueError(
-                f"{self.directory} has a checkpoint of step {newest}, which is later than {step}; call load() before "
-                "save(), remove the file, or use another folder"
+                f"{self.directory} has a checkpoint of step {newest}, which is later than {step}; to continue from "
+                f"step {newest}, call load() before save(), or else use another folder"
             )
         path = self.directory / f"step-{step:06}.pt"
         files.write(path, {"step": step, "parts": parts, "own": list(own)})
@@ -211,9 +212,9 @@ class Checkpoints:
         return path
 
     def _find(self, files_read: list[io.BytesIO]) -> tuple[int, int] | None:
-        """Append the newest file that is not damaged to ``files_read``; return its step and number of bytes.
+        """Append the bytes of the newest file that is not damaged to ``files_read``; return its step and length.
 
-        Only rank 0 calls this method.
+        Return None if there is no such file. Only rank 0 calls this method.
         """
         for step, path in files.complete(self.directory):
             try:
@@ -229,7 +230,7 @@ class Checkpoints:
 
 
 def check_collected(parts: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raise TypeError if this rank's data cannot be saved. The values of tensors are not copied."""
+    """Raise TypeError if this rank's data cannot be saved. To be fast, do not copy the values of tensors."""
 
     def emptied(x: torch.Tensor) -> torch.Tensor:
         return x.new_empty(0) if type(x) in (torch.Tensor, torch.nn.Parameter) and not vars(x) else x
