@@ -190,7 +190,7 @@ def test_a_checkpoint_of_other_files_is_refused(mpi, pattern, folder):
     fewer = Shards(pattern.replace("*", "[3-6]"), read)
     with pytest.raises(CheckpointError, match=r"has the order {.*, but this iterator has {"):
         trained(StreamIterator(fewer, 1), **options)
-    with pytest.raises(ValueError, match="position=2: a stream can continue only from a state_dict"):
+    with pytest.raises(ValueError, match="position=2: a stream continues only from a saved state"):
         StreamIterator(fewer, 1).set_position(2)
 
 

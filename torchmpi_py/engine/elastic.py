@@ -137,8 +137,8 @@ def _check(engine: Any, state: State) -> None:
         )
     if isinstance(state.optimizer, ReducingOptimizer):
         raise ValueError(
-            f"optimizer is a {type(state.optimizer).__name__}, which does not work after the death of a rank; omit "
-            "sharded=True, pass a plain optimizer, or start the job without --elastic"
+            f"optimizer is a {type(state.optimizer).__name__}, which does not work after the death of a rank; pass a "
+            "plain torch optimizer without sharded=True, or start the job without --elastic"
         )
     if communicators.resolve(None).size < communicators.stack().levels[0].size:
         raise ValueError(

@@ -30,8 +30,8 @@ class EndRequests:
 
     If a signal arrives, but the block ends before ``requested`` has returned True, the signal has its usual effect at
     the end of the block. This also happens if an error ends the block. The error is logged first, because the killed
-    process does not raise it. If SystemExit (such as EndRequested) or KeyboardInterrupt ends the block, the process
-    exits as these exceptions require.
+    process does not raise it. If SystemExit (such as EndRequested) or KeyboardInterrupt ends the block, the exception
+    propagates, and the signal is ignored.
 
     The class also works with one rank, and without ``mpi.start()``.
 

@@ -14,7 +14,7 @@ from torchmpi_py.engine.state import State
 
 
 class EpochLines(Extension):
-    """After each epoch, print the mean loss of rank 0's samples, the number of steps, and the seconds.
+    """After each epoch, print the mean loss of rank 0's samples, the number of steps, and the duration in seconds.
 
     Every rank adds up its own losses, because rank 0 may die, and another rank then becomes rank 0.
 

@@ -1,7 +1,7 @@
 """Extensions: objects that add behaviour to a training run and have their own state, such as ``Checkpoint``.
 
 At each hook, the loop calls the user's function first, and then the extensions in the order of their list. These calls
-are composed once per run, so a hook without functions costs almost nothing.
+are combined into one function when the run begins, so a hook without functions costs almost nothing.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def called(hooks: Hooks, extensions: Sequence[Extension]) -> Iterator[Hooks]:
     for each in extensions:
         if not isinstance(each, Extension):
             raise TypeError(
-                f"extensions: expected objects of engine.Extension, found {each!r}; derive its class from Extension"
+                f"extensions: {each!r} is not an engine.Extension; pass an object of a class derived from Extension"
             )
     calls = Hooks()
 

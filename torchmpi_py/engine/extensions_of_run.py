@@ -28,7 +28,10 @@ _INSTEAD = {
 
 
 def extensions_of_run(engine: Any, chosen: Sequence[Extension] | None, former: dict[str, Any]) -> list[Extension]:
-    """Return the extensions of one call of ``engine.train``, in the order of their calls."""
+    """Return the extensions of one call of ``engine.train``, in the order of their calls.
+
+    ``chosen`` is the argument ``extensions`` of the call, and ``former`` contains its deprecated keywords.
+    """
     extensions = [*(chosen or ()), *_of_former_keywords(former)]
     if former.get("epoch_lines", chosen is None) and engine.hooks.on_end_epoch is nothing:
         extensions.append(EpochLines())
@@ -36,8 +39,8 @@ def extensions_of_run(engine: Any, chosen: Sequence[Extension] | None, former: d
         extensions.append(FirstBatches())
     if engine.steps_together and ulfm.is_elastic() and not any(isinstance(each, Elastic) for each in extensions):
         extensions.insert(0, Elastic())
-    # Checkpoint runs last. So it saves the changes of the other extensions, and none of them draws a random number
-    # after a save.
+    # Checkpoint runs last. So it saves the changes of the other extensions, and no other extension draws a random
+    # number after a save.
     return sorted(extensions, key=lambda each: isinstance(each, Checkpoint))
 
 
@@ -53,7 +56,7 @@ def _of_former_keywords(former: dict[str, Any]) -> list[Extension]:
         extensions.append(Checkpoint(former["checkpoint"], **options))
     elif any(options.values()):
         example = f"extensions=[Checkpoint(folder, {next(iter(options))}=...)]"
-        raise ValueError(f"train: found {', '.join(options)} without checkpoint=; use {example}")
+        raise ValueError(f"train: {', '.join(options)} without checkpoint= would have no effect; use {example}")
     if former.get("evaluator") is not None:
         extensions.append(Evaluate(former["evaluator"]))
     return extensions

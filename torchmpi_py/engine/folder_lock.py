@@ -35,7 +35,7 @@ from torchmpi_py.launch.notices import printable
 NAME = ".lock"
 SECONDS = 10.0
 """Time that ``take`` waits, because a killed job, or a former rank 0, may need time to end."""
-_MOST_BYTES = 4096  # largest length of the line
+_MOST_BYTES = 4096  # maximum length of the line that describes the holder
 
 warn_once = functools.cache(logging.getLogger("torchmpi_py").warning)
 """Log a warning, unless this process has already logged it."""

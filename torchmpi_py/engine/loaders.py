@@ -35,15 +35,15 @@ from torchmpi_py.runtime import process
 _OF_THE_ORDER = {"self", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"}
 
 _attributes: WeakKeyDictionary[Dataset[Any], str] = WeakKeyDictionary()
-"""The digest of each dataset when it was first divided, because reading may change its attributes."""
+"""The digest of each dataset's attributes when it was first divided, because reading may change them."""
 
 
 def shard(dataset: Any, *, shuffle: bool = True, seed: int = 0) -> Sampler[int]:
     """Return a sampler of this rank's share of a dataset, for a DataLoader.
 
     All shares have the same length, so all ranks take the same number of steps. Up to ``size() - 1`` samples are used
-    twice. Create the sampler with the same arguments on every rank of the current level, and iterate over it equally
-    often on every rank. The ranks do not communicate.
+    twice. Create the sampler with the same arguments on every rank of the current level, and iterate over the sampler
+    the same number of times on every rank. The ranks do not communicate.
 
     Args:
         dataset (Dataset): object with a length.
@@ -69,7 +69,7 @@ def shard(dataset: Any, *, shuffle: bool = True, seed: int = 0) -> Sampler[int]:
     if not hasattr(dataset, "__len__"):
         raise TypeError(
             f"shard: dataset is a {type(dataset).__name__} without a length, so it has no indices to divide; "
-            "use an engine.StreamIterator"
+            "define its __len__, or use an engine.StreamIterator"
         )
     if len(dataset) == 0:
         raise ValueError("shard: the dataset is empty; expected at least one sample")
@@ -107,7 +107,7 @@ def divided(iterator: Any) -> Any:
     if type(iterator).__iter__ is not DataLoader.__iter__ or not has_batches:
         what = "its own __iter__" if has_batches else "batch_size=None"
         raise ValueError(
-            f"a {type(iterator).__name__} with {what} cannot be divided, and would give every rank the same samples; "
+            f"a {type(iterator).__name__} with {what} cannot be divided, so every rank would use the whole dataset; "
             "pass sampler=mpi.shard(dataset) to the DataLoader"
         )
     return DividedLoader(iterator, shuffle=facts[0]["shuffle"], seed=seed)
@@ -144,13 +144,13 @@ def _facts(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _described(dataset: Any) -> str:
-    """Return a text with class, length and attributes of a dataset.
+    """Return a text with the class, the length and a digest of the attributes of a dataset.
 
     If the attributes cannot be compared, the text contains this rank's number, so that the ranks' texts differ.
     """
     text = f"{type(dataset).__name__} of {len(dataset)} samples"
     try:
-        # Only such a dataset can be a key of _attributes.
+        # A key of _attributes must be hashable, and support weak references.
         can_be_key = isinstance(dataset, Dataset) and dataset.__hash__ is not None
         attributes = _attributes[dataset] if can_be_key and dataset in _attributes else digest(dataset)
         if can_be_key:

@@ -104,7 +104,7 @@ class Accuracy(_Mean):
         if not are_scores(output, target):
             raise ValueError(
                 "Accuracy.add: pass scores (N, classes, ...) and integer class indices (N, ...); found output of shape "
-                f"{tuple(output.shape)} and target of shape {tuple(target.shape)}"
+                f"{tuple(output.shape)} and {target.dtype} target of shape {tuple(target.shape)}"
             )
         num_samples = len(target) if num_samples is None else num_samples
         hits = (output.argmax(1) == target)[:num_samples]

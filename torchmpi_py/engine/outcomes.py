@@ -36,8 +36,8 @@ def is_chief() -> bool:
 def of_all(work: Callable[[], T], what: str) -> list[T]:
     """Do the work on every rank, and return the results of all ranks. Results should be small.
 
-    Every rank must make this call. If the work fails on one rank, every rank raises CheckpointError, whose message
-    begins with ``what``.
+    Every rank must make this call. If the work fails on any rank, every rank raises CheckpointError. The error's
+    message begins with ``what``.
     """
 
     def describe(error: Exception) -> str:

@@ -77,7 +77,7 @@ class Replicas:
             self.registration.reduce_now()
 
     def _present_buckets(self) -> Buckets:
-        """Return the gradient buckets. Create new ones, after a comparison of the ranks, if parameters have changed."""
+        """Return the gradient buckets. If parameters have changed, compare the ranks, and create new buckets."""
         members, buckets = self.state.place.members, self.buckets
         is_same = buckets is not None and (members is self.bucketed or buckets.serve(self.module))
         if buckets is None or not is_same or not buckets.all_fit():
@@ -87,7 +87,10 @@ class Replicas:
         return buckets
 
     def check(self) -> None:
-        """Raise RanksDisagree if the ranks' parameters differ. Buffers may differ, as each rank has its own batches."""
+        """Raise RanksDisagree if the ranks' parameters differ.
+
+        Buffers may differ, because each rank has its own batches.
+        """
         check_all_with_allreduce(dict(self.module.named_parameters()))
 
     def close(self) -> None:

@@ -41,7 +41,7 @@ def length(sample: Any) -> int | None:
 
 
 def split(sample: Any) -> tuple[Any, Any]:
-    """Return (input, target) of a sample. Raise TypeError, which describes the sample, if it is not a pair."""
+    """Return (input, target) of a sample. Raise TypeError unless it is a tuple or list of two or more elements."""
     if isinstance(sample, (tuple, list)) and len(sample) >= 2:
         return sample[0], sample[1]
     what = f"{type(sample).__name__} of length {len(sample)}" if hasattr(sample, "__len__") else type(sample).__name__
@@ -76,7 +76,7 @@ def of_epoch(state: State) -> Iterator[Any]:
 
 
 def count(state: State) -> None:
-    """Set ``state.num_samples`` if ``hooks.on_sample`` has replaced the batch by a pair."""
+    """Set ``state.num_samples`` if it was unknown before ``hooks.on_sample``, which may have replaced the batch."""
     if state.num_samples is None:
         state.num_samples = length(state.sample) or 1
 
@@ -127,7 +127,7 @@ def restore_place(iterator: Any, place: dict[str, Any] | None, position: int) ->
     if position > 0 and outcomes.rank() == 0:
         name = type(iterator).__name__
         text = "the position of a %s in the epoch is unknown, so the epoch begins again; to continue in an epoch, use"
-        logger.warning(f"{text} a DatasetIterator, or torchdata's StatefulDataLoader on the same number of ranks", name)
+        logger.warning(f"{text} a DatasetIterator or torchdata's StatefulDataLoader, on the same number of ranks", name)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The training loop: each action is followed by one hook.
+"""The training loop, which calls a hook after most actions, such as the forward pass.
 
 This is torchnet's SGD engine (the parent class of TorchMPI's AllReduceSGDEngine, reference section 7) for torch
 modules. The loop is ``SGDEngine.train`` below, which shows the order of all actions and hooks. The engine does not

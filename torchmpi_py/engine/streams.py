@@ -77,14 +77,17 @@ class Shards(IterableDataset[Any]):
         try:
             yield from self.read(self.files[number])
         except Exception as error:
-            raise RuntimeError(f"{self.files[number]}: {type(error).__name__}: {error}") from error
+            raise RuntimeError(f"cannot read {self.files[number]}: {type(error).__name__}: {error}") from error
 
 
 Pair = tuple[int, int]
 
 
 def dealt(rests: Sequence[Pair], reader: int, num_readers: int) -> Sequence[Pair]:
-    """Return the pieces of one reader, as (piece, used). The first ``used`` samples of the piece are already used."""
+    """Return the pieces of ``rests`` that one reader reads.
+
+    An element (piece, used) means that the first ``used`` samples of the piece are already used.
+    """
     return rests[reader::num_readers]
 
 
@@ -263,7 +266,7 @@ class StreamIterator(BatchIterator):
         if progress is not None and self._place.epoch == self.epoch and position in progress.reached:
             self._loaded = progress.state(position)
         if position not in (0, self._loaded.get("position")):
-            raise ValueError(f"position={position}: a stream can continue only from a state_dict; use load_state_dict")
+            raise ValueError(f"position={position}: a stream continues only from a saved state; call load_state_dict")
         super().set_position(position)
 
     def state_dict(self) -> dict[str, Any]:
@@ -304,8 +307,8 @@ class StreamIterator(BatchIterator):
     def _num_pieces(self, epoch: int) -> int:
         number = len(self.stream.files) if isinstance(self.stream, Shards) else self.num_readers
         if number < self.num_readers and self.rank == 0 and epoch == 0:
-            text = "%d files for %d readers (%d ranks, num_workers=%d), so some readers have no samples; use more files"
-            logger.warning(text, number, self.num_readers, self.size, self.num_workers)
+            text = "there are %d files for %d readers (%d ranks, num_workers=%d), so some readers get no samples; use"
+            logger.warning(f"{text} more files", number, self.num_readers, self.size, self.num_workers)
         return number
 
     def _read(self, place: IterationPlace) -> Generator[tuple[Any, list[int]], None, None]:

@@ -19,7 +19,8 @@ class TensorBoard(Extension):
         folder (path): folder of torch's ``SummaryWriter``.
 
     Attributes:
-        writer (SummaryWriter): the writer, which rank 0 creates in ``on_start``; None before, and on other ranks.
+        writer (SummaryWriter): the writer, which rank 0 creates in ``on_start``; None before ``on_start`` and on other
+            ranks.
 
     Raises:
         ImportError: tensorboard is not installed. ``train`` raises it on rank 0.

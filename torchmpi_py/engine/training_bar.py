@@ -16,8 +16,8 @@ from torchmpi_py.engine.state import State
 class ProgressBar(Extension):
     """Show a progress bar on rank 0 for each epoch of ``train``, and for ``test``.
 
-    The bar shows the mean loss of rank 0, and at the end the mean loss and accuracy over all ranks. Every rank must
-    pass a ``ProgressBar``, because the ranks reduce these means. Accuracy is shown if the output contains scores
+    The bar shows the mean loss of rank 0, and at the end the mean loss and accuracy over all ranks. Pass a
+    ``ProgressBar`` on every rank, because the ranks reduce these means. Accuracy is shown if the output contains scores
     (N, classes, ...) and the target contains class indices.
 
     Raises:
