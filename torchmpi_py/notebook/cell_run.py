@@ -1,10 +1,10 @@
 """The run of a cell on the ranks: its output in the notebook, and its end.
 
-An error on one rank ends the cell only on this rank, and the other ranks continue. If all other ranks wait in calls of
-the package without any progress, they wait for the failed rank, and the kernel interrupts them. Alternative: interrupt
-the other ranks immediately. Why not: this would also stop ranks that need nothing from the failed rank. After a failure
-the kernel compares how many collectives each rank has called. If the numbers differ, a later collective would match a
-wrong one, so all collectives raise from then on.
+An error on one rank ends the cell only on this rank, and the other ranks continue. If all other busy ranks wait in
+calls of the package without any progress, the kernel assumes that they wait for the failed rank, and interrupts them.
+Alternative: interrupt the other ranks immediately. Why not: this would also stop ranks that do not depend on the failed
+rank. After a failure the kernel compares how many collectives each rank has called. If the numbers differ, later calls
+of different collectives would match, so all collectives raise an error from then on.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class CellRun:
     def drain(self, asked: set[int] | None = None) -> dict[int, tuple[str, str, object]]:
         """Show the output since the last cell, including the output of ranks that had not completed the cell.
 
-        Return the result of ``ask_where`` for the ``asked`` ranks. Raise RanksEnded if the job has ended.
+        Return the result of ``ask_where(asked)``. Raise RanksEnded if the job has ended.
         """
         had_not_ended = bool(self._job.busy)
         while not self._job.events.empty():
@@ -97,7 +97,11 @@ class CellRun:
         return places
 
     def ask_where(self, ranks: set[int]) -> dict[int, tuple[str, str, object]]:
-        """Return (call, line, progress) of each of these ranks that answers within a second."""
+        """Return (call, line, progress) of each of these ranks that answers within a second.
+
+        ``call`` is the package's call in which the rank waits, ``line`` is the line of the cell, and ``progress`` is
+        the number of operations that the rank has called.
+        """
         self._places.clear()
         self._job.send(ranks, "where")
         until = time.monotonic() + _ANSWER_SECONDS
@@ -129,7 +133,7 @@ class CellRun:
         self._write("stderr", text)
 
     def _on_shown(self, rank: int, data: dict[str, Any], metadata: dict[str, Any], options: dict[str, Any]) -> None:
-        """Show a value of a rank. A value with more formats than plain text is shown only for rank 0."""
+        """Show a value of a rank. A value that also has other formats than plain text is shown only for rank 0."""
         if data.keys() == {"text/plain"}:
             self._merger.add_block(rank, "stdout", f"{data['text/plain']}\n")
         elif rank == 0:
@@ -165,7 +169,7 @@ class CellRun:
         self._job.stop()
         reason = reason.removeprefix("torchmpirun: ")
         raise RanksEnded(
-            f"The ranks have ended: {reason}\nThe next %%torchmpi starts new ranks, without the variables",
+            f"The ranks have ended: {reason}\nTheir variables are lost. The next %%torchmpi starts new ranks.",
             self._traceback(self._errors),
         )
 
@@ -240,7 +244,7 @@ class CellRun:
     def _refuse(self) -> str:
         """Make all collectives raise from now on, and return the message for the user."""
         self._job.send(self._job.ranks, "refuse")
-        return f"the ranks have called different numbers of collectives, so all collectives now raise; {_RESTART}"
+        return f"the ranks have called different numbers of collectives, so all collectives now fail; {_RESTART}"
 
     def _is_out_of_step(self) -> bool:
         """Return whether, on any communicator, the ranks have called different numbers of operations."""

@@ -41,7 +41,7 @@ class TorchMPIMagics(Magics):
         try:
             words = shlex.split(line)
         except ValueError as error:
-            raise UsageError(f"%torchmpi {line}: {error}") from None
+            raise UsageError(f"%torchmpi {line}: {error}; check the quotation marks and backslashes") from None
         if cell is None:
             return self._command(*words)
         job = self._ready(words)
@@ -75,7 +75,7 @@ class TorchMPIMagics(Magics):
         """Return the job that runs the next cell. Start a new job if there is none, or if the options have changed."""
         self._look()
         if self._job is not None and words and words != self._job.words:
-            print(f"{shlex.join(words)} replaces {shlex.join(self._job.words)}; new ranks start, without the variables")
+            print(f"the options have changed to {shlex.join(words)}; new ranks start, and all variables are lost")
             self.stop()
         if self._job is not None and self._job.busy:
             raise UsageError(

@@ -122,7 +122,10 @@ class RankJob:
             self.events.put((rank, ("gone",)))
 
     def _read_launcher(self) -> None:
-        """Queue the lines that the launcher, MPI and C libraries write. This method runs in a thread."""
+        """Queue the lines that the launcher writes, including output of MPI and C libraries on the ranks.
+
+        This method runs in a thread.
+        """
         assert self._launcher.stdout is not None
         with self._launcher.stdout as lines:
             for line in lines:
@@ -165,7 +168,7 @@ class RankJob:
     def last_words(self, heed: Callable[..., None] = lambda *_: None) -> str:
         """Wait for the end of the launcher, and return its last lines, or a text with its exit code.
 
-        ``heed`` is called with each other event (rank, kind, ...) in the queue.
+        ``heed`` is called with the arguments rank, kind, ... of each other event in the queue.
         """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._launcher.wait(_KILL_SECONDS)
@@ -212,13 +215,13 @@ def _listening(address: str) -> Iterator[tuple[socket.socket, str]]:
             listener.bind(path)
             listener.listen()
         except OSError as error:
-            where = f"TMPDIR is {tempfile.gettempdir()}; set it to /tmp, or to another short path"
+            where = f"the temporary folder is {tempfile.gettempdir()}; set TMPDIR to /tmp or another short path"
             raise LaunchError(f"cannot create a socket for the ranks: {error}; {where}") from None
         yield listener, path
 
 
 def connect(where: str, key: bytes) -> Connection[Any, Any]:
-    """Connect a rank to the kernel that listens at ``where``. Both sides prove that they know the key."""
+    """Connect a rank to the kernel that listens at ``where``. Both sides prove that they have the key."""
     host, _, port = where.rpartition(":")
     return Client(where if where.startswith("/") else (host, int(port)), authkey=key)
 
@@ -266,7 +269,7 @@ def _address_for(words: list[str]) -> str:
     try:
         options = parse([*words, *_PROGRAM])
     except SystemExit:
-        raise LaunchError(f"{' '.join(words)}: see the error above, and pass options such as -n 4") from None
+        raise LaunchError(f"%%torchmpi {' '.join(words)}: see the error above; pass options such as -n 4") from None
     if options.program != _PROGRAM:
         raise LaunchError(f"omit {options.program[0]!r}: the cell is the program, and %%torchmpi accepts only options")
     if invalid := [f"--{name.replace('_', '-')}" for name in _REFUSED.split() if getattr(options, name)]:
@@ -282,12 +285,12 @@ def _address_towards(host: str) -> str:
         try:
             probe.connect((host, 9))  # This selects an interface, and sends nothing.
         except OSError as error:
-            raise LaunchError(f"{host}: {error.strerror}; use a host that this host can reach") from None
+            raise LaunchError(f"cannot reach host {host}: {error.strerror}; use another name or host") from None
         return str(probe.getsockname()[0])
 
 
 def _leave_group() -> None:
     """Leave the kernel's process group, so that Ctrl-C in the kernel does not reach the new process, the launcher."""
     os.setpgid(0, 0)
-    for signum in (signal.SIGINT, signal.SIGHUP):  # Under nohup the kernel and its children ignore these.
+    for signum in (signal.SIGINT, signal.SIGHUP):  # Under nohup the kernel ignores these, and children inherit this.
         signal.signal(signum, signal.SIG_DFL)

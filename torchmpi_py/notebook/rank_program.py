@@ -37,7 +37,7 @@ _CELL = "Cell In["  # start of a cell's file name in tracebacks
 
 
 class KernelLink:
-    """The connection to the kernel, which sends messages (kind, ...) of several threads one after another."""
+    """A connection to the kernel, on which several threads can send messages (kind, ...) without mixing them."""
 
     def __init__(self, connection: Connection[Any, Any]) -> None:
         self.connection = connection
@@ -148,7 +148,7 @@ class RankProgram:
         self._shell.compile.get_code_name = lambda raw, code, number: (
             f"{_CELL}{number}]"
         )  # Reports then contain the number of the cell, not a hash.
-        self._shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)  # Show the help of `?` in the cell.
+        self._shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)  # Show help (`?`) below the cell.
         signal.signal(signal.SIGINT, self._hear_interrupt)
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -170,7 +170,7 @@ class RankProgram:
         if kind == "pull":
             (name,) = content
             if name not in self._shell.user_ns:
-                raise NameError(f"name {name!r} is not defined on rank {mpi.rank()}")
+                raise NameError(f"name {name!r} is not defined on rank {mpi.rank()}; define it in a %%torchmpi cell")
             self._link.send("pulled", pickle.dumps(self._shell.user_ns[name]))
             return
         self._shell.execution_count, source = content
@@ -226,7 +226,7 @@ def num_called() -> dict[tuple[int, str], int]:
 
 
 def refuse_collectives() -> None:
-    """Make all collectives raise from now on, because the ranks have called different numbers of them."""
+    """Make all later collectives raise an error, because the ranks have called different numbers of collectives."""
     if communicators.is_started():
         stack = communicators.stack()
         for each in (*stack.levels, *stack.others):
