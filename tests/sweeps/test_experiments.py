@@ -148,7 +148,7 @@ def test_a_stop_function_that_raises_fails_the_experiment_on_all_ranks(mpi, fold
 
     results = sweep(mpi, folder, range(3), train, ranks_per_experiment=mpi.size(), stop=stop)
     assert [row.state for row in results] == ["finished", "failed", "failed"]
-    assert results[1].error == "ValueError: report(1): ZeroDivisionError: in stop"
+    assert "rank 0 of the group raised ZeroDivisionError: in stop; " in results[1].error
     assert "could not convert string to float: 'two'" in results[2].error
 
 
@@ -183,8 +183,8 @@ def test_wrong_arguments(mpi, folder):
 
     size = mpi.size()
     for words, configurations, where, options in (
-        (f"={size + 1} must be a divisor of the number of ranks", [1], folder, {"ranks_per_experiment": size + 1}),
-        ("there are no configurations", [], folder, {}),
+        (f"={size + 1}: pass a divisor of the number of ranks", [1], folder, {"ranks_per_experiment": size + 1}),
+        ("found no configuration; pass a non-empty list", [], folder, {}),
         ("cannot be listed: TypeError: 'int' object is not iterable", 5, folder, {}),
         ("cannot be listed: RuntimeError: no more", listing(), folder, {}),
         (r"cannot be listed: .*([Pp]ickl|local object)", [{"f": lambda: 1}], folder, {}),

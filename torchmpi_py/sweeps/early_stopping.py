@@ -1,9 +1,9 @@
 """Early stopping: an experiment reports values while it trains, and a function decides whether it continues.
 
 ``successive_halving`` is the stopping variant of asynchronous successive halving (Li et al., A System for Massively
-Parallel Hyperparameter Tuning, 2020, algorithm 2). An experiment that reaches a rung continues if it is among the best
-1/factor of the experiments that have reached the rung so far. In the synchronous variant an experiment waits until all
-experiments have reached the rung, which leaves ranks idle.
+Parallel Hyperparameter Tuning, 2020, algorithm 2). A *rung* is a step at which experiments are compared. An experiment
+that reaches a rung continues if it is among the best 1/factor of the experiments that have reached the rung so far. In
+the synchronous variant an experiment waits until all experiments have reached the rung, which leaves ranks idle.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Reports = dict[int, float]
 """The values that one experiment has reported, by step."""
 
 Stop = Callable[[Reports, Sequence[Reports]], bool]
-"""A function that returns whether an experiment must stop, from its reports and the reports of the others."""
+"""A function that returns whether an experiment must stop, from its reports and the other experiments' reports."""
 
 
 class ExperimentStopped(BaseException):
@@ -53,9 +53,11 @@ def report(value: float, step: int | None = None) -> None:
     run a ``train_fn`` without a sweep.
 
     Args:
-        value (float): value of the experiment, such as the validation accuracy. Only rank 0's value is used.
+        value (float): value of the experiment, such as the validation accuracy. Only the value of the group's rank 0 is
+            used.
         step (int): number of epochs, or another number that is comparable between experiments. Default None, one
-            more than the step of the last call, starting at 1. Pass it in an experiment that resumes from a checkpoint.
+            more than the step of the last call, starting at 1. Pass ``step`` if the experiment can resume from a
+            checkpoint.
 
     Raises:
         ExperimentStopped: the experiment must end. Raised on every rank of the group. Do not catch it.
@@ -70,7 +72,7 @@ def report(value: float, step: int | None = None) -> None:
     current.last_step = current.last_step + 1 if step is None else step
     answer = verbs.broadcast_object(_answer(current, value) if process.rank() == 0 else None)
     if isinstance(answer, str):
-        raise ValueError(f"report({value!r}): {answer}")
+        raise ValueError(f"mpi.report: rank 0 of the group raised {answer}; check rank 0's value, and stop=")
     if answer:
         raise ExperimentStopped(f"experiment {current.number} was stopped at step {current.last_step}")
 
@@ -88,7 +90,7 @@ def experiment_folder() -> Path:
         ValueError: the call is outside of an experiment.
     """
     if current is None:
-        raise ValueError("experiment_folder was called outside of an experiment; call it in the train_fn")
+        raise ValueError("experiment_folder was called outside of an experiment; call it in train_fn")
     folder = current.ledger.own_folder(current.number)
     folder.mkdir(exist_ok=True)
     return folder
@@ -128,13 +130,13 @@ def successive_halving(first_step: int = 1, factor: int = 3, *, largest: bool = 
 
     Examples:
         >>> stop = mpi.sweeps.successive_halving(first_step=1, factor=2)
-        >>> stop({1: 0.5}, [{1: 0.9}, {1: 0.7}, {1: 0.1}])  # third of four experiments, two of which continue
+        >>> stop({1: 0.5}, [{1: 0.9}, {1: 0.7}, {1: 0.1}])  # the third best; only the best two of four continue
         True
 
     Source: Li et al., A System for Massively Parallel Hyperparameter Tuning (2020), algorithm 2.
     """
     if first_step < 1 or factor < 2:
-        raise ValueError(f"first_step={first_step}, factor={factor}: pass first_step >= 1 and factor >= 2")
+        raise ValueError(f"successive_halving({first_step}, {factor}): pass first_step >= 1 and factor >= 2")
     sign = 1 if largest else -1
 
     def stop(own: Reports, others: Sequence[Reports]) -> bool:

@@ -5,6 +5,8 @@ Each experiment has its own stack of levels, which is freed at the end of the ex
 any call therefore leaves nothing behind. The alternative, a communicator as an argument of ``train_fn``, would require
 changes in every call of the user's training code.
 
+A call of `experiments` has four steps:
+
 1. Rank 0 of the first group prepares the folder of the sweep (`ledger`), and the other groups join.
 2. A group claims the first experiment that no group has claimed, and repeats this until no experiment is left.
 3. The ranks of the group exchange the outcome of the experiment on a separate communicator. If only some ranks have
@@ -118,7 +120,7 @@ def experiments(
     """
     place = group_of_ranks.group_in(os.environ)
     folder = Path(directory).absolute()
-    size = _on_all_ranks(lambda: _group_size(ranks_per_experiment, place, folder), "wrong arguments")[0]
+    size = _on_all_ranks(lambda: _group_size(ranks_per_experiment, place, folder), "the sweep cannot start")[0]
     listed = _listed(configurations)
     token = f"{place.token}-{len(_folders)}" if place else uuid.uuid4().hex
     _folders.append(folder)
@@ -136,15 +138,15 @@ def experiments(
 def _group_size(wanted: int | None, place: group_of_ranks.GroupOfRanks | None, folder: Path) -> int:
     """Return the number of ranks of a group. Raise ValueError if this number or the folder is not valid."""
     if place and folder in _folders:
-        raise ValueError(f"mpi.experiments has already used {folder}; pass a different directory= to each call")
+        raise ValueError(f"an earlier call has used {folder}; pass a different directory= to each call")
     if chief.is_in_experiment():
-        raise ValueError("mpi.experiments was called in train_fn, but experiments cannot be nested")
+        raise ValueError("experiments cannot be nested; call mpi.experiments only outside of train_fn")
     size = process.size() if wanted is None and place else 1 if wanted is None else wanted
     if not isinstance(size, int) or size < 1 or process.size() % size:
-        raise ValueError(f"ranks_per_experiment={wanted!r} must be a divisor of the number of ranks, {process.size()}")
+        raise ValueError(f"ranks_per_experiment={wanted!r}: pass a divisor of the number of ranks, {process.size()}")
     if place and size != process.size():
         raise ValueError(
-            f"omit ranks_per_experiment={wanted}: each group of torchmpirun --groups uses all {process.size()} ranks"
+            f"omit ranks_per_experiment={wanted}: torchmpirun --groups makes one group of these {process.size()} ranks"
         )
     return size
 
@@ -168,7 +170,7 @@ def _listed(configurations: Any) -> list[Any]:
 
     listed: list[Any] = _on_all_ranks(read, "the configurations cannot be listed")[0]
     if not listed:
-        raise ValueError("there are no configurations; pass a non-empty list, or a mapping of names to non-empty lists")
+        raise ValueError("mpi.experiments: found no configuration; pass a non-empty list, or a dict of non-empty lists")
     return listed
 
 
@@ -216,7 +218,10 @@ class _Group:
     place: group_of_ranks.GroupOfRanks | None
 
     def run_all(self) -> None:
-        """Run experiments until those of all groups have ended. All ranks of the group must make this call."""
+        """Run experiments until the experiments of all groups have ended.
+
+        All ranks of the group must make this call.
+        """
         if self.mpi.rank == 0:
             for number, began in self.ledger.abandoned():
                 self._record(number, FAILED, None, self.place.last_end if self.place else "its job ended", began)
@@ -240,7 +245,8 @@ class _Group:
         claimed = None
         try:
             if self.place:
-                # Record before the claim: if the process died in between, the experiment would be lost.
+                # Record before the claim: if the process dies after the claim, torchmpirun starts the group again only
+                # if it finds a record. The group then records that the experiment failed.
                 self.place.record_experiment()
             claimed = self.ledger.claim()
         finally:
@@ -288,8 +294,8 @@ class _Group:
             failed_rank, error = next((rank, text) for rank, text in enumerate(errors) if text)
         self._record(number, FAILED, None, f"rank {failed_rank}: {error}", began)
         raise TorchMPIError(
-            f"experiment {number} failed on rank {failed_rank} of its group ({error}), and the other ranks may wait "
-            "for it forever, so the job ends. Under torchmpirun --groups the other experiments continue."
+            f"experiment {number} failed on rank {failed_rank} of its group ({error}). Other ranks may wait for that "
+            "rank, so the job ends. Start the job again to resume the sweep (torchmpirun --groups does so itself)."
         )
 
     def _outcome(self, running: Running) -> tuple[Any, Any, str]:
@@ -316,7 +322,7 @@ class _Group:
             os.environ.pop(config.EXPERIMENT, None)
 
     def _exchanged(self, error: str) -> list[str] | None:
-        """Return the errors of all ranks, in rank order. All ranks of the group must make this call.
+        """Return the error texts of all ranks, in rank order. All ranks of the group must make this call.
 
         Return None if this rank has failed and another rank does not make this call within `OTHERS_SECONDS`.
         """

@@ -18,7 +18,7 @@ Configurations and values are arbitrary objects that can be pickled, and unpickl
 reads a file only if it belongs to the user or to root, and neither removes nor writes files of another user.
 
 A claim without an outcome means that the experiment is running, or was running when its group died. A later run has
-another token, and therefore no claims. Rank 0 of the first group of a run prepares the folder, and the others wait.
+another token, and therefore no claims. Rank 0 of the first group of a run prepares the folder. All other ranks wait.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _LOOK_SECONDS = 0.1
 _SWEEP = "torchmpi-sweep"
 _OWN = re.compile(r"results\.csv|(run|claims)-[0-9a-f-]+|(ended|reports)-\d{4,}|part-.+-[a-z0-9_]{8}")
 _MOST_BYTES = 1 << 30  # largest file that is read
-_REMEDY = "remove it, or pass another folder as directory="
+_REMEDY = "pass another folder as directory="
 
 
 class Ledger:
@@ -96,13 +96,16 @@ class Ledger:
         return 0 if former is None else len(self.results())
 
     def join(self) -> None:
-        """Join the run that rank 0 of the first group starts. Raise TorchMPIError after `PREPARED_SECONDS`."""
+        """Wait until rank 0 of the first group has started the run, and read the configurations and the seed.
+
+        Raise TorchMPIError if the run has not started after `PREPARED_SECONDS`.
+        """
         give_up_at = time.monotonic() + PREPARED_SECONDS
         while not self._run.exists():
             if time.monotonic() > give_up_at:
                 raise TorchMPIError(
-                    f"no sweep was prepared in {self.folder} within {PREPARED_SECONDS:g} s; the folder (directory=) "
-                    "must be the same on all hosts, and every group must call mpi.experiments"
+                    f"no sweep was prepared in {self.folder} within {PREPARED_SECONDS:g} s; pass the same shared "
+                    "folder as directory= on all hosts, and call mpi.experiments in every group"
                 )
             time.sleep(_LOOK_SECONDS)
         self.configurations, self.seed = _read(self.folder / _SWEEP)
@@ -157,7 +160,7 @@ class Ledger:
         try:
             packed = pickle.dumps(row)
         except Exception as error:  # The methods of the user's object may raise any exception.
-            text = f"its value cannot be pickled: {type(error).__name__}: {error}"
+            text = f"the result of train_fn cannot be pickled: {type(error).__name__}: {error}"
             row = dataclasses.replace(row, state=FAILED, value=None, error=text)
             packed = pickle.dumps(row)
         self._write(f"ended-{row.number:04}", packed)

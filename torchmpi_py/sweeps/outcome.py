@@ -103,14 +103,14 @@ class Results(tuple[Experiment, ...]):
         amounts = [(amount(row), row) for row in self if row.state != FAILED and row.value is not None]
         comparable = [pair for pair in amounts if not math.isnan(pair[0])]
         if not comparable:
-            raise ValueError(f"no experiment of {len(self)} has a value that can be compared; print the results")
+            raise ValueError(f"no experiment of {len(self)} has a value to compare; print the results to see why")
         return (max if largest else min)(comparable, key=lambda pair: pair[0])[1]
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write all rows to a CSV file, and replace an existing file atomically.
 
-        A "'" is put before a text that starts with "=", "+", "-" or "@", unless the text is a number, because a
-        spreadsheet would run the text as a formula.
+        A "'" is put before a text that starts with "=", "+", "-", "@", a tab or a carriage return, unless the text is a
+        number. Otherwise a spreadsheet would run the text as a formula.
 
         Args:
             path (str or path): file to write.
