@@ -176,7 +176,7 @@ def test_what_does_not_fit_is_an_error(tmp_path):
         run(torch.nn.Linear(3, 2), criterion=lambda output, target: output.mean())
     with pytest.raises(errors.CheckpointError, match="only one of the saved run and this run has an optimizer"):
         run(torch.nn.Linear(3, 1), lr=0)
-    with pytest.raises(errors.CheckpointError, match=r"has no state of stateful\['loss'\]"):
+    with pytest.raises(errors.CheckpointError, match=r"no state of stateful\['loss'\] was saved"):
         run(torch.nn.Linear(3, 1), stateful={"loss": Average()})
 
 

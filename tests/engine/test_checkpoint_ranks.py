@@ -145,7 +145,7 @@ def test_each_rank_with_a_dataset_of_its_own(mpi, folder):
     assert run(killed_at=4) is None
     del used[12:]  # the step that was not saved
     last = mpi.size() - 1
-    message = "has the order {'samples': 30, 'seed': .*, but this iterator has .*; use the same data"
+    message = "the saved order is {'samples': 30, 'seed': .*, but this iterator has .*; use the same data"
     with pytest.raises(errors.CheckpointError, match=message if last == 0 else rf"rank {last} on .*{message}"):
         run(seed=100 if mpi.rank() < last else 200)
     run()

@@ -188,7 +188,7 @@ def test_a_checkpoint_of_other_files_is_refused(mpi, pattern, folder):
     options = {"checkpoint": folder / "runs", "every": 1}
     assert trained(StreamIterator(Shards(pattern, read), 1), killed_at=2, **options) is None
     fewer = Shards(pattern.replace("*", "[3-6]"), read)
-    with pytest.raises(CheckpointError, match=r"has the order {.*, but this iterator has {"):
+    with pytest.raises(CheckpointError, match=r"the saved order is {.*, but this iterator has {"):
         trained(StreamIterator(fewer, 1), **options)
     with pytest.raises(ValueError, match="position=2: a stream continues only from a saved state"):
         StreamIterator(fewer, 1).set_position(2)

@@ -118,7 +118,7 @@ class AllReduceSGDEngine(SGDEngine):
         super().__init__()
         check_compression(self.compression)
         if self.buffers not in ("average", "root", "leave"):
-            raise ValueError(f"buffers={self.buffers!r}: expected 'average', 'root' or 'leave'")
+            raise ValueError(f"AllReduceSGDEngine: buffers={self.buffers!r}; pass 'average', 'root' or 'leave'")
         # These attributes belong to the current call of train().
         self._replicas: Replicas | None = None  # None in a test or with one rank
         self._sharded: ShardedOptimizer | None = None  # wrapper created for ``sharded``
@@ -163,7 +163,7 @@ class AllReduceSGDEngine(SGDEngine):
     def _move(self, state: State) -> None:
         """Move the modules to the device, and set the iterator to move batches in advance."""
         if process.device().type == "cpu":
-            raise ValueError("usegpu=True, but this session has no GPU; call mpi.start(with_cuda=True) or omit usegpu")
+            raise ValueError("usegpu=True, but this session uses no GPU; call mpi.start(with_cuda=True) or omit usegpu")
         for module in state.modules():
             module.to(process.device())
         if isinstance(state.iterator, BatchIterator):

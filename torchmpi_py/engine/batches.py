@@ -162,7 +162,7 @@ class BatchIterator(ABC):
         order = self._order_facts()
         if state["position"] > 0 and state["order"] != order:
             raise ValueError(
-                f"state has the order {state['order']}, but this iterator has {order}; use the same data and options"
+                f"the saved order is {state['order']}, but this iterator has {order}; use the same data and options"
             )
         self.set_epoch(state["epoch"])
         self.set_position(state["position"])

@@ -245,7 +245,7 @@ class Checkpoint(Extension):
         _restore_optimizer(state, trained)
         for name, part in self.stateful.items():
             if name not in parts["stateful"]:
-                raise ValueError(f"checkpoint has no state of stateful[{name!r}]; omit {name!r} or use an empty folder")
+                raise ValueError(f"no state of stateful[{name!r}] was saved; omit {name!r}, or use another folder")
             part.load_state_dict(parts["stateful"][name])
         samples.restore_generators(state.iterator, parts["generators"])
         is_known = self._has_common_place(state) or parts.get("size", outcomes.size()) == outcomes.size()

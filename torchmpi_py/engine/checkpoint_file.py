@@ -117,7 +117,7 @@ def read(path: pathlib.Path) -> io.BytesIO:
         with open(trusted_files.open_file(path, os.O_RDONLY, owners=None), "rb") as file:
             data = file.read()
     except MemoryError as error:
-        raise OSError(errno.ENOMEM, "the file exceeds the free memory; use a larger host", str(path)) from error
+        raise OSError(errno.ENOMEM, "the file exceeds the free memory; use a host with more RAM", str(path)) from error
     except OSError as error:
         if error.errno in _MAY_PASS:
             raise

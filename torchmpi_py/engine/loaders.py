@@ -72,7 +72,7 @@ def shard(dataset: Any, *, shuffle: bool = True, seed: int = 0) -> Sampler[int]:
             "define its __len__, or use an engine.StreamIterator"
         )
     if len(dataset) == 0:
-        raise ValueError("shard: the dataset is empty; expected at least one sample")
+        raise ValueError("shard: the dataset is empty; pass a dataset with at least one sample")
     return _Shard(dataset, *place, shuffle=shuffle, seed=seed)
 
 

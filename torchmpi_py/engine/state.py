@@ -164,7 +164,7 @@ class Hooks:
     on_recovery: Hook = nothing
 
     def __post_init__(self) -> None:
-        self.__dict__["followers"] = []  # functions that are called with the name of a hook when it is set
+        self.__dict__["followers"] = []  # functions that are called with the name of a hook when the hook is set
 
     def __setattr__(self, moment: str, hook: Hook) -> None:
         if moment not in MOMENTS:

@@ -38,7 +38,7 @@ _PROGRAM = child_python.command("torchmpi_py.notebook.rank_program")[1:]  # torc
 _LOOK_SECONDS = 0.2
 _ACCEPT_SECONDS = 0.05  # time between two checks for ranks that have proved the key
 _HELLO_SECONDS = 20  # time for a connection to prove the key
-_MOST_UNPROVED = 64  # most connections that have not proved the key
+_MOST_UNPROVED = 64  # maximum number of connections that have not proved the key
 
 _END_SECONDS = 5.0  # time for the ranks to end on request
 _KILL_SECONDS = 20.0  # time for the launcher to end the remaining ranks

@@ -48,7 +48,7 @@ PREPARED_SECONDS = 120.0
 _LOOK_SECONDS = 0.1
 _SWEEP = "torchmpi-sweep"
 _OWN = re.compile(r"results\.csv|(run|claims)-[0-9a-f-]+|(ended|reports)-\d{4,}|part-.+-[a-z0-9_]{8}")
-_MOST_BYTES = 1 << 30  # largest file that is read
+_MOST_BYTES = 1 << 30  # maximum size of a file that is read, in bytes
 _REMEDY = "pass another folder as directory="
 
 

@@ -16,7 +16,7 @@ from torchmpi_py.core import text_tables
 FINISHED: Literal["finished"] = "finished"
 STOPPED: Literal["stopped"] = "stopped"
 FAILED: Literal["failed"] = "failed"
-_MOST_CHARACTERS = 60  # longest cell in the printed table
+_MOST_CHARACTERS = 60  # maximum length of a cell in the printed table
 
 
 @dataclass(frozen=True)
