@@ -118,5 +118,5 @@ def test_a_rank_that_may_have_no_samples_is_refused(mpi):
 
 
 def test_another_way_is_refused(mpi):
-    with pytest.raises(ValueError, match="buffers='mean': expected 'average', 'root' or 'leave'"):
+    with pytest.raises(ValueError, match="buffers='mean'; pass 'average', 'root' or 'leave'"):
         AllReduceSGDEngine(buffers="mean")

@@ -5,7 +5,7 @@ The engine overrides the small methods of the loop, so all hooks remain free for
 * Before the first sample, rank 0 broadcasts the parameters and buffers of network and criterion, the parameters that
   only the optimizer holds, and the optimizer's state. The broadcast is repeated after ``hooks.on_start``, because the
   hook may change these values on one rank.
-* Before a test, and at the end of training, the engine makes buffers equal that differ between ranks (see ``buffers``).
+* Before a test, and at the end of training, the engine makes the buffers of all ranks equal (see ``buffers``).
 * After each backward pass, the engine averages the gradients over the ranks, and then calls ``hooks.on_backward``. With
   ``asynchronous``, each gradient is reduced as soon as the backward pass has computed it. After the pass the engine
   waits for all reductions.
@@ -62,7 +62,7 @@ class AllReduceSGDEngine(SGDEngine):
         usegpu (bool): True moves network, criterion and samples to ``mpi.device()``; default False. Batches of a
             ``DatasetIterator`` are moved in advance, from pinned memory, while the previous step is computed.
         asynchronous (bool): True averages gradients during the backward pass, False (default) after it.
-        devicesync (bool): with ``usegpu``, True (default) synchronizes with the GPU after each sample was moved, as
+        devicesync (bool): with ``usegpu``, True (default) synchronizes with the GPU after moving each sample, as
             TorchMPI does; False does not synchronize.
         dynamicnetwork (bool): True (default) checks before each forward pass whether hooks have changed the set of
             trained parameters. If they have, the engine broadcasts parameters and buffers and registers gradients
@@ -76,9 +76,9 @@ class AllReduceSGDEngine(SGDEngine):
             ``optim.ShardedOptimizer``, which reduces gradients during the backward pass. Reading ``p.grad`` in
             ``hooks.on_backward`` raises RuntimeError, so clip with ``state.optimizer.clip_grad_norm_``. An optimizer
             that you created before ``train`` gets its whole state back at the end, unless an error ends training. If
-            ``lr`` or a function creates the optimizer, its state stays sharded. An ``optim.ShardedOptimizer`` or
-            ``DistributedOptimizer`` that you pass to ``train`` needs no option here. It reduces the gradients until
-            you call its ``remove``.
+            ``lr`` or a function creates the optimizer, the optimizer's state stays sharded. If you pass an
+            ``optim.ShardedOptimizer`` or ``DistributedOptimizer`` to ``train``, omit ``sharded``. The optimizer then
+            reduces the gradients until you call its ``remove``.
 
     Raises:
         NotStarted: ``train`` or ``test`` was called before ``mpi.start()``.
@@ -126,7 +126,7 @@ class AllReduceSGDEngine(SGDEngine):
 
     @contextmanager
     def session(self, state: State) -> Iterator[None]:
-        """Return the context of a run. It divides a DataLoader, moves the modules, and keeps the replicas equal.
+        """Return the context of a run. The context divides a DataLoader, moves modules, and keeps the replicas equal.
 
         Args:
             state (State): state of the run; its iterator may be replaced.

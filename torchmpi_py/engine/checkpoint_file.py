@@ -138,7 +138,7 @@ def unpacked(stream: io.BytesIO) -> Any:
 
 
 def make_folder(directory: pathlib.Path) -> None:
-    """Create the folder of checkpoints, and write its name to the disk."""
+    """Create the folder of checkpoints, and flush its entry in the parent folder to the disk."""
     new_folders = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     os.makedirs(directory, exist_ok=True)
     for folder in new_folders:
@@ -146,7 +146,7 @@ def make_folder(directory: pathlib.Path) -> None:
 
 
 def _sync(folder: pathlib.Path) -> None:
-    """Write the folder's list of names to the disk."""
+    """Flush the entries of the folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -3,9 +3,9 @@
 A checkpoint consists of *parts*, which are equal on all ranks (such as the model), and of each rank's *own* parts (such
 as its random generators). Only rank 0 reads and writes files, so the hosts need not share the folder.
 
-To save, the ranks send their own parts to rank 0, which writes the file (see ``checkpoint_file``) and removes the
-oldest one. To load, rank 0 reads the newest file that is not damaged, and broadcasts its bytes. If one rank fails at
-any of these points, all ranks raise an error (see ``outcomes``), so a full disk never leaves the other ranks waiting.
+To save, the ranks send their own parts to rank 0, which writes the file (see ``checkpoint_file``) and removes surplus
+old files. To load, rank 0 reads the newest file that is not damaged, and broadcasts its bytes. If any rank fails in one
+of these steps, all ranks raise an error (see ``outcomes``), so a full disk never leaves the other ranks waiting.
 
 Rank 0 locks the folder before the first save (see ``folder_lock``), so two jobs never save into one folder. A load
 needs no lock.
@@ -161,8 +161,8 @@ class Checkpoints:
         """Return the newest complete checkpoint. Every rank must make this call.
 
         **Overwrites** the states of the global random generators with this rank's saved states. A rank that did not
-        exist in the saved job gets rank 0's own parts. The random states of this rank are derived from rank 0's states
-        and from the number of the rank.
+        exist in the saved job gets rank 0's own parts, and derives its random states from rank 0's states and its own
+        rank number.
 
         Returns:
             A ``Saved`` (step, parts), or None if the folder contains no checkpoint. ``parts`` includes this rank's own

@@ -81,7 +81,7 @@ class EndRequests:
             now (bool): True makes this call communicate; default False. Pass the same value on every rank.
 
         Returns:
-            True if a rank of the current level got SIGTERM.
+            True if this call communicates and a rank of the current level got SIGTERM.
         """
         size = outcomes.size()
         self._steps_left -= 1

@@ -41,7 +41,7 @@ from torchmpi_py.engine.sources import Source, Sources, items_of, prefetched, se
 
 
 def share(count: int, rank: int, size: int) -> slice:
-    """Return the slice of ``rank`` in a global batch of ``count`` samples. Their lengths differ by at most one."""
+    """Return the slice of ``rank`` in a global batch of ``count`` samples. Slice lengths differ by at most one."""
     return slice(-(-rank * count // size), -(-(rank + 1) * count // size))
 
 
@@ -181,7 +181,7 @@ class DatasetIterator(BatchIterator):
         return self._run(place, self._batches(self.order(place.epoch)[place.position :], place))
 
     def order(self, epoch: int) -> torch.Tensor:
-        """Return the indices of an epoch, in order. They depend only on (seed, epoch), or come from the sampler.
+        """Return the indices of an epoch, in order. The order depends only on (seed, epoch), or on the sampler.
 
         With a sampler, every rank must make this call.
 

@@ -77,7 +77,7 @@ def shard(dataset: Any, *, shuffle: bool = True, seed: int = 0) -> Sampler[int]:
 
 
 class _Shard(DistributedSampler[int]):
-    """A DistributedSampler, which frameworks recognize. Each iteration advances it to the next epoch."""
+    """A DistributedSampler that advances to the next epoch with each iteration. Frameworks recognize its base class."""
 
     def __iter__(self) -> Iterator[int]:
         indices = super().__iter__()

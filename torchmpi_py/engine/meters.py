@@ -81,7 +81,7 @@ class Average(_Mean):
 
 
 class Accuracy(_Mean):
-    """Share of samples whose target is the class with the highest score (top 1), from 0 to 1; NaN without samples.
+    """Fraction of samples whose target is the class with the highest score (top 1), from 0 to 1; NaN without samples.
 
     Examples:
         >>> accuracy = mpi.engine.Accuracy()

@@ -30,7 +30,7 @@ _BY_NAME = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 class FirstBatches(Extension):
     """Warn on rank 0 after the second step if ranks had the same batches in both steps.
 
-    The ranks exchange digests in the second step. ``AllReduceSGDEngine`` adds this extension on several ranks.
+    The ranks exchange digests in the second step. ``AllReduceSGDEngine`` adds this extension unless there is one rank.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class FirstBatches(Extension):
             _warn_of_equal(verbs.allgather_object(None if None in self._digests else tuple(self._digests)))
 
     def on_recovery(self, state: State) -> None:
-        """Start again, because the survivors of a death may have stored different numbers of digests."""
+        """Remove the digests, because the survivors may have stored different numbers of digests."""
         self._digests.clear()
 
 
@@ -67,8 +67,8 @@ def _warn_of_equal(digests: list[Any]) -> None:
 def digest(content: Any) -> str:
     """Return a digest that is equal in all processes for equal content.
 
-    For long tensors and arrays, only both ends count. Content that cannot be pickled, such as a connection or a
-    generator, raises pickle's error.
+    Only the first and the last elements of long tensors and arrays count. Content that cannot be pickled, such as a
+    connection or a generator, raises pickle's error.
     """
     hasher = hashlib.blake2b(digest_size=8)
     pickler = _Pickler(SimpleNamespace(write=hasher.update), protocol=5)

@@ -72,7 +72,7 @@ class Source:
         dataset (Dataset): object with a length and an integer index.
         prefetch (int): number of batches whose samples each worker reads in advance, or 0 for no thread; default 2.
         num_workers (int): number of worker processes, as in torch's DataLoader, each with its own copy of the dataset.
-            The iterating thread starts them in each epoch. Default 0: one thread of this process reads.
+            The iterating thread starts the workers in each epoch. Default 0: one thread of this process reads.
         multiprocessing_context (str): start method of the processes, as in torch ("fork", "spawn", "forkserver");
             default None: Python's default.
 

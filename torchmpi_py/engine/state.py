@@ -78,7 +78,7 @@ class State:
         return list(self.named_modules().values())
 
     def named_modules(self) -> dict[str, torch.nn.Module]:
-        """Return the modules of ``modules``, keyed by "network" and "criterion"."""
+        """Return the network, and the criterion if it is a module, keyed by "network" and "criterion"."""
         named = {"network": self.network, "criterion": self.criterion}
         return {name: part for name, part in named.items() if isinstance(part, torch.nn.Module)}
 

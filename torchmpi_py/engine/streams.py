@@ -184,8 +184,8 @@ class StreamIterator(BatchIterator):
         shuffle (bool): True (default) draws the order of the files of ``Shards`` from (seed, epoch). The samples of a
             file keep their order.
         seed (int): seed of the order, the same on every rank; default 0.
-        num_workers (int): number of worker processes per rank, which read and collate. They start in each epoch.
-            Default 0: a thread reads, or the iterating thread if ``prefetch`` is 0.
+        num_workers (int): number of worker processes per rank. New workers start in each epoch, and read and collate
+            the samples. Default 0: a thread reads, or the iterating thread if ``prefetch`` is 0.
         multiprocessing_context (str): start method of the processes, as in torch; default None: Python's default.
         prefetch (int): number of batches that each worker builds in advance; default 2.
         device (torch.device or str): device to which batches are moved in advance; default None: not moved.
@@ -257,7 +257,7 @@ class StreamIterator(BatchIterator):
         Make the same call on every rank.
 
         Args:
-            position (int): number of samples that all ranks have used.
+            position (int): number of samples that the ranks together have used.
 
         Raises:
             ValueError: the iterator cannot continue at this position.

@@ -48,7 +48,7 @@ class ProgressBar(Extension):
         return nullcontext() if state.training else self._shown(state, "test")
 
     def around_epoch(self, state: State) -> AbstractContextManager[None]:
-        """Return the context of an epoch, which shows a bar unless the epoch has no remaining steps.
+        """Return the context of an epoch. The context shows a bar, unless the epoch has no remaining steps.
 
         Args:
             state (State): state of the run.

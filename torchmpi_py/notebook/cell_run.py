@@ -179,10 +179,11 @@ class CellRun:
             getattr(self, f"_on_{kind}")(rank, *content)
 
     def _look_for_waiting(self) -> None:
-        """Interrupt the busy ranks if they wait for a failed rank: two checks find every busy rank at the same place.
+        """Interrupt the busy ranks if they wait for a failed rank.
 
-        If no rank has failed, the idle ranks have completed the cell or do not run it. In that case show one warning
-        and let the busy ranks wait, because a thread of an idle rank may still make the missing call.
+        The busy ranks wait if two checks find each of them in the same call without progress. If no rank has failed,
+        the idle ranks have completed the cell or do not run it. In that case show one warning and let the busy ranks
+        wait, because a thread of an idle rank may still make the missing call.
         """
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
@@ -242,7 +243,7 @@ class CellRun:
         return [*errors[ranks[0]][2], "", *(f"{name_ranks(theirs)}: {': '.join(error)}" for error, theirs in others)]
 
     def _refuse(self) -> str:
-        """Make all collectives raise from now on, and return the message for the user."""
+        """Make all later collectives raise an error, and return the message for the user."""
         self._job.send(self._job.ranks, "refuse")
         return f"the ranks have called different numbers of collectives, so all collectives now fail; {_RESTART}"
 

@@ -290,7 +290,7 @@ def _address_towards(host: str) -> str:
 
 
 def _leave_group() -> None:
-    """Leave the kernel's process group, so that Ctrl-C in the kernel does not reach the new process, the launcher."""
+    """Leave the kernel's process group, so that Ctrl-C in the kernel does not reach this process, the launcher."""
     os.setpgid(0, 0)
     for signum in (signal.SIGINT, signal.SIGHUP):  # Under nohup the kernel ignores these, and children inherit this.
         signal.signal(signum, signal.SIG_DFL)

@@ -47,7 +47,7 @@ class KernelLink:
         self._printed_meanwhile: deque[bytes] = deque()  # messages of destructors that run during a send
 
     def send(self, kind: str, *content: object) -> None:
-        """Send a message, unless the kernel has ended. If the same thread is in ``send``, queue the message."""
+        """Send a message, unless the kernel has ended. If this thread is already in ``send``, queue the message."""
         # Pickle outside the lock, because pickling may run the user's code, which may print.
         message = pickle.dumps((kind, *content))
         if self._sender == threading.get_ident():

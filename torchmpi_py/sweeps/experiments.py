@@ -106,7 +106,7 @@ def experiments(
 
     Raises:
         ValueError: an argument is invalid, experiments are nested, ``directory`` contains another sweep or other files,
-            or the hosts do not share it. Raised on every rank.
+            or the hosts do not share ``directory``. Raised on every rank.
         TorchMPIError: an experiment failed on some ranks of its group, and other ranks may wait for them.
 
     Examples:
@@ -230,7 +230,7 @@ class _Group:
         self.mpi.Free()
 
     def _next(self) -> int:
-        """Return the next experiment of this group, or `_OVER` when the experiments of all groups have ended."""
+        """Return the number of this group's next experiment, or `_OVER` when all experiments have ended."""
         number = np.array([_OVER])
         if self.mpi.rank == 0:
             claimed = self._claim()
@@ -241,7 +241,10 @@ class _Group:
         return int(number[0])
 
     def _claim(self) -> int | None:
-        """Claim an experiment, and record for torchmpirun whether the group is running one."""
+        """Claim an experiment, and return its number, or None if none is left.
+
+        Record for torchmpirun whether the group is running an experiment.
+        """
         claimed = None
         try:
             if self.place:

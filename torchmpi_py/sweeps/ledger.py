@@ -147,9 +147,9 @@ class Ledger:
         return None
 
     def abandoned(self) -> list[tuple[int, float]]:
-        """Return (number, time of the claim) of the experiments that this group has claimed in this run but not ended.
+        """Return (number, time of the claim) of the experiments in which this group died, before it was started again.
 
-        The group died during these experiments and was started again.
+        The group has claimed these experiments in this run, but they have no outcome.
         """
         claims = [path for path in self._claims.iterdir() if _read_text(path) == str(self.group)]
         open_claims = [path for path in claims if not (self.folder / f"ended-{path.name}").exists()]
