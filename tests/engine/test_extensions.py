@@ -69,7 +69,7 @@ def test_brackets_end_also_where_an_error_ends_training():
 def test_a_class_with_a_misspelt_moment_is_refused():
     with pytest.raises(TypeError, match="on_updates is not a hook"):
         type("Mine", (Extension,), {"on_updates": print})
-    with pytest.raises(TypeError, match="derive its class"):
+    with pytest.raises(TypeError, match="class derived from Extension"):
         trained(extensions=[print])
 
 

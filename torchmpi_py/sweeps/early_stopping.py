@@ -136,7 +136,7 @@ def successive_halving(first_step: int = 1, factor: int = 3, *, largest: bool = 
     Source: Li et al., A System for Massively Parallel Hyperparameter Tuning (2020), algorithm 2.
     """
     if first_step < 1 or factor < 2:
-        raise ValueError(f"successive_halving({first_step}, {factor}): pass first_step >= 1 and factor >= 2")
+        raise ValueError(f"first_step={first_step}, factor={factor}: pass first_step >= 1 and factor >= 2")
     sign = 1 if largest else -1
 
     def stop(own: Reports, others: Sequence[Reports]) -> bool:
