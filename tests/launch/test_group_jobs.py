@@ -144,4 +144,4 @@ def test_groups_that_such_a_signal_ends_are_not_started_again(capfd):
     groups = [Group(index, [], None, 138) for index in range(2)]
     assert wait(groups, signal.SIGUSR1) == 138
     assert [each.starts for each in groups] == [0, 0]
-    assert "group 0 failed after signal 10" in capfd.readouterr().err
+    assert "group 0 failed with exit code 138, after signal 10" in capfd.readouterr().err

@@ -57,7 +57,7 @@ RUNS = {
 }
 # And what an error says; "" if a job runs.
 FAILS = {
-    "the working folder is gone": ({"before": leave_no_folder}, "working folder.*cd "),
+    "the working folder is gone": ({"before": leave_no_folder}, "working folder.*change to "),
     "/dev/shm is full": ({"mounts": "mount -t tmpfs -o size=4k none /dev/shm"}, SHARED_MEMORY),
     "/dev/shm is read-only": ({"mounts": "mount -t tmpfs -o ro none /dev/shm"}, SHARED_MEMORY),
     "24 open files": ({"before": limit_files(24)}, "open files.*24.*ulimit -n"),
@@ -67,8 +67,8 @@ FAILS = {
     "a hostfile that is a folder": ({"options": ["--hostfile", "/"]}, "--hostfile /"),
     "a hostfile of a batch system that is a FIFO": ({"hosts": os.mkfifo, "by": "PBS_NODEFILE"}, "unset PBS_NODEFILE"),
     "control characters in a path": ({"options": ["--hostfile", "\x1b[2J\r\x9b"]}, r"--hostfile \\x1b\[2J\\x0d\\x9b:"),
-    "slots without end": ({"hosts": b"localhost slots=99999999999999\n", "number": None}, "99999999999999 .*fewer"),
-    "slots of very many lines": ({"hosts": b"localhost slots=60000\n" * 1000, "number": None}, "60000000 ranks.*fewer"),
+    "slots without end": ({"hosts": b"localhost slots=99999999999999\n", "number": None}, "99999999999999 .*reduce"),
+    "slots of very many lines": ({"hosts": b"localhost slots=60000\n" * 1000, "number": None}, "60000000 ranks.*reduce"),
     "ranks without end": ({"number": "99999999999999"}, "99999999999999"),
     "a program that is a FIFO": ({"program": os.mkfifo}, "program.py is.*named pipe.*pass a"),
     "a program that is a device": ({"program": "/dev/zero"}, "/dev/zero.*device"),

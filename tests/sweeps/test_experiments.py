@@ -207,7 +207,7 @@ def test_what_a_train_fn_does_to_its_process_and_configuration_stays_in_the_expe
         configuration["list"].append(3)
         if configuration.pop("way") == "exit":
             raise SystemExit(0)
-        with pytest.raises(mpi.TorchMPIError, match="was called in an experiment"):
+        with pytest.raises(mpi.TorchMPIError, match=r"mpi.stop\(\) in an experiment"):
             mpi.stop()
         (mpi.experiment_folder() / f"rank-{mpi.rank()}").write_text("here")
         assert os.environ["TORCHMPI_EXPERIMENT"] == str(mpi.experiment_folder())

@@ -29,7 +29,10 @@ _CPU = torch.device("cpu")
 
 
 def parse_size(text: str) -> int:
-    """Return a number of bytes. Raise ValueError unless ``text`` is a number above 0 with an optional K, M or G."""
+    """Return the number of bytes that ``text`` means, such as 65536 for "64K".
+
+    Raise ValueError if ``text`` is not a size of at least one byte.
+    """
     match = _SIZE.fullmatch(text.strip())
     num_bytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if num_bytes < 1:

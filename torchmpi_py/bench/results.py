@@ -194,7 +194,10 @@ def document(
 
 
 def number(value: float | None) -> str:
-    """Return a number as text with three significant digits and at most five decimals, or "-" for None."""
+    """Return a number as text, or "-" for None.
+
+    Numbers below 1000 have three significant digits and at most five decimals. Larger numbers have no decimals.
+    """
     if value is None:
         return "-"
     rounded = float(f"{value:.3g}")

@@ -76,8 +76,8 @@ def broadcast(x: T, root: int = 0, *, comm: Communicator | None = None, flavour:
         ``x`` itself, or the number of ``root``.
 
     Raises:
-        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
-        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised before this rank sends anything.
+        ValueError: an argument has an invalid value; raised before this rank sends anything.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes or roots.
@@ -117,8 +117,8 @@ def broadcast_async(x: T, root: int = 0, *, comm: Communicator | None = None, fl
         A handle whose ``wait()`` returns ``x`` itself, or the number of ``root``.
 
     Raises:
-        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
-        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised before this rank sends anything.
+        ValueError: an argument has an invalid value; raised before this rank sends anything.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes or roots; raised here or
@@ -156,8 +156,8 @@ def allreduce(
         ``out`` if given, else ``x`` itself; for a number, the reduced number.
 
     Raises:
-        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
-        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised before this rank sends anything.
+        ValueError: an argument has an invalid value; raised before this rank sends anything.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes or ops.
@@ -204,8 +204,8 @@ def allreduce_async(
         A handle whose ``wait()`` returns ``out`` if given, else ``x`` itself; for a number, the reduced number.
 
     Raises:
-        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
-        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised before this rank sends anything.
+        ValueError: an argument has an invalid value; raised before this rank sends anything.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes or ops; raised here or by
@@ -247,8 +247,8 @@ def reduce(
             reduced number on ``root`` and ``x`` on other ranks.
 
     Raises:
-        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
-        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised before this rank sends anything.
+        ValueError: an argument has an invalid value; raised before this rank sends anything.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes, ops or roots.
@@ -303,8 +303,8 @@ def reduce_async(
             on other ranks. For a number it returns the reduced number on ``root`` and ``x`` on other ranks.
 
     Raises:
-        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
-        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised before this rank sends anything.
+        ValueError: an argument has an invalid value; raised before this rank sends anything.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes, ops or roots; raised
@@ -339,8 +339,8 @@ def allgather(x: T, *, out: Array | None = None, comm: Communicator | None = Non
             numbers.
 
     Raises:
-        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
-        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised before this rank sends anything.
+        ValueError: an argument has an invalid value; raised before this rank sends anything.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different dtypes, or shapes that differ in more
@@ -384,8 +384,8 @@ def allgather_async(
             a number it returns the list of all ranks' numbers.
 
     Raises:
-        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
-        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised before this rank sends anything.
+        ValueError: an argument has an invalid value; raised before this rank sends anything.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different dtypes, or shapes that differ in more
@@ -424,8 +424,8 @@ def gather(
             all ranks' numbers. On other ranks, None.
 
     Raises:
-        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
-        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised before this rank sends anything.
+        ValueError: an argument has an invalid value; raised before this rank sends anything.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different dtypes or roots, or shapes that differ
@@ -472,8 +472,8 @@ def gather_async(
             array; for numbers, it returns the list of all ranks' numbers. On other ranks, ``wait()`` returns None.
 
     Raises:
-        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
-        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised before this rank sends anything.
+        ValueError: an argument has an invalid value; raised before this rank sends anything.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different dtypes or roots, or shapes that differ
@@ -509,8 +509,8 @@ def reduce_scatter(
         This rank's slice, in ``out`` if given, else in a new tensor, or in a new array if ``x`` is an array.
 
     Raises:
-        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
-        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised before this rank sends anything.
+        ValueError: an argument has an invalid value; raised before this rank sends anything.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes or ops.
@@ -553,8 +553,8 @@ def reduce_scatter_async(
             array if ``x`` is an array.
 
     Raises:
-        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
-        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised before this rank sends anything.
+        ValueError: an argument has an invalid value; raised before this rank sends anything.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes or ops; raised here or by
@@ -591,8 +591,8 @@ def scatter(
         This rank's slice, in ``out`` if given, else in a new tensor, or in a new array if ``x`` is an array.
 
     Raises:
-        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
-        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised before this rank sends anything.
+        ValueError: an argument has an invalid value; raised before this rank sends anything.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes or roots.
@@ -635,8 +635,8 @@ def scatter_async(
             array if ``x`` is an array.
 
     Raises:
-        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
-        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised before this rank sends anything.
+        ValueError: an argument has an invalid value; raised before this rank sends anything.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different sizes, dtypes or roots; raised here or
@@ -671,8 +671,8 @@ def alltoall(x: A, *, out: Array | None = None, comm: Communicator | None = None
         ``out`` if given, else ``x`` itself.
 
     Raises:
-        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
-        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised before this rank sends anything.
+        ValueError: an argument has an invalid value; raised before this rank sends anything.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different sizes or dtypes.
@@ -715,8 +715,8 @@ def alltoall_async(
         A handle whose ``wait()`` returns ``out`` if given, else ``x`` itself.
 
     Raises:
-        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
-        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised before this rank sends anything.
+        ValueError: an argument has an invalid value; raised before this rank sends anything.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different sizes or dtypes; raised here or by
@@ -987,8 +987,8 @@ def broadcast_object(
         ``obj`` itself on ``root``, a copy of it on other ranks.
 
     Raises:
-        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
-        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised before this rank sends anything.
+        ValueError: an argument has an invalid value; raised before this rank sends anything.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different roots.
@@ -1023,8 +1023,8 @@ def broadcast_object_async(
         A handle whose ``wait()`` returns the object of ``root``.
 
     Raises:
-        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
-        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised before this rank sends anything.
+        ValueError: an argument has an invalid value; raised before this rank sends anything.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different roots; raised here or by ``wait()``.
@@ -1055,8 +1055,8 @@ def allgather_object(obj: object, *, comm: Communicator | None = None, flavour: 
         The list of the objects of all ranks.
 
     Raises:
-        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
-        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised before this rank sends anything.
+        ValueError: an argument has an invalid value; raised before this rank sends anything.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different flavours.
@@ -1090,8 +1090,8 @@ def allgather_object_async(
         A handle whose ``wait()`` returns the list of the objects of all ranks.
 
     Raises:
-        TypeError: an argument has the wrong type or an unknown name; raised on every rank before anything is sent.
-        ValueError: an argument has an invalid value; raised on every rank before anything is sent.
+        TypeError: an argument has the wrong type or an unknown name; raised before this rank sends anything.
+        ValueError: an argument has an invalid value; raised before this rank sends anything.
         NotStarted: ``mpi.start()`` was not called.
         FlavourError: no flavour can carry out the call, or the requested ``flavour`` cannot.
         RanksDisagree: ranks of one node make different calls, or pass different flavours; raised here or by ``wait()``.

@@ -19,7 +19,7 @@ _STUCK_SECONDS = 1.0
 
 
 class Companion(Protocol):
-    """An object with separate operations, which is drained and closed together with a communication thread."""
+    """An object that runs operations of its own. It is drained and closed together with a communication thread."""
 
     def drain(self) -> None: ...
 

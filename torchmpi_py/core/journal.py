@@ -337,9 +337,9 @@ def _open(board: Board) -> set[int]:
 def _save_open(board: Board) -> None:
     """Copy the records of open operations before they are overwritten.
 
-    Skip operations that a later operation of the same sequence has passed. Also skip operations without a sequence
-    number, such as messages: if an exception left such an operation without an end, no later call would show that the
-    operation is over. So a hang in a message is invisible after the message's record was overwritten.
+    Skip an operation if this rank has since called a later operation of the same sequence. Also skip operations without
+    a sequence number, such as sends and receives. If an exception ends one of them before its end is recorded, no later
+    call shows that it is over. So a hang in a send or receive is no longer visible once its record is overwritten.
     """
     records = [*filter(None, map(board.record, _open(board))), *evicted_open.values()]
     evicted_open.clear()

@@ -359,7 +359,7 @@ class Board(ReadableBoard):
         """Publish the stacks of this rank's threads."""
         data = text.encode(errors="backslashreplace")[:TEXT_BYTES]
         begin = self._begin + TEXT_BEGIN
-        self.mapping[begin : begin + len(data)] = data  # The text precedes its length, so readers see a whole text.
+        self.mapping[begin : begin + len(data)] = data  # Written before the length, so that readers see a whole text.
         self.put(TEXT_LENGTH, len(data))
 
 

@@ -41,7 +41,7 @@ class FirstBatches(Extension):
         if len(self._digests) == _NUM_BATCHES:
             return
         mine = None
-        with suppress(Exception):  # A batch that cannot be compared is ignored.
+        with suppress(Exception):  # A rank with a batch that cannot be compared is omitted.
             mine = None if state.sample is None else digest(state.sample)
         self._digests.append(mine)
         if len(self._digests) == _NUM_BATCHES:

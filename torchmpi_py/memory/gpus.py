@@ -1,8 +1,8 @@
 """The GPU on which each rank computes, and the ranks that can map each other's GPU memory.
 
 Ranks form an *IPC group* if they are on one node, and each pair of ranks shares a GPU or has GPUs that access each
-other's memory directly (peer access). A process can use only the GPUs that are visible to it. If only its own GPU is
-visible to each rank, no rank can map another rank's GPU memory.
+other's memory directly (peer access). A process can use only the GPUs that are visible to it. If each rank sees
+only one GPU, ranks can map each other's GPU memory only if they use the same GPU.
 """
 
 from __future__ import annotations

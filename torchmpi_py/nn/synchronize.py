@@ -90,15 +90,15 @@ def _make_equal(tensors: Sequence[Tensor], average: bool, comm: Communicator) ->
 
 
 def synchronize_buffers(module: torch.nn.Module, how: Literal["average", "root"] = "average") -> None:
-    """Make buffers equal on all ranks, such as the statistics of BatchNorm.
+    """Make the buffers of a module, such as the statistics of BatchNorm, equal on all ranks.
 
     Every rank of the current level must make this call, with a module that has the same buffers. **Overwrites** the
     buffers that differ; buffers that are equal on all ranks keep their bits.
 
     Args:
         module (torch.nn.Module): module to change.
-        how (str): "average" (default) replaces floating-point buffers by the mean over the ranks, and other buffers
-            (counters, masks) by the values of rank 0. "root" replaces all buffers by the values of rank 0.
+        how (str): "average" (default) replaces floating-point buffers with the mean over the ranks, and other buffers
+            (counters, masks) with the values of rank 0. "root" replaces all buffers with the values of rank 0.
 
     Raises:
         TypeError: ``module`` is not a module.

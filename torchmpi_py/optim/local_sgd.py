@@ -146,7 +146,7 @@ def _checked(period: int | Mapping[Communicator, int], comm: Communicator | None
     if not isinstance(period, Mapping):
         period = {resolve(comm): period}
     elif comm is not None or not period:
-        raise ValueError(f"LocalSGD: pass a mapping that is not empty, without comm=; found {period=}, {comm=}")
+        raise ValueError(f"LocalSGD: period= as a mapping excludes comm= and is not empty; found {period=}, {comm=}")
     for each in period.values():
         check_count("LocalSGD: period", each, 1, "steps")
     in_order = sorted(period.items(), key=lambda item: item[1])

@@ -32,7 +32,10 @@ _NUM_BYTES = 4096  # size of the lock file. A locked byte may be beyond the end 
 
 
 class LockFile:
-    """The locks of a channel, in one file per node, stored with the channel. All ranks must call the constructor."""
+    """The locks of a channel; each node has one lock file. The channel keeps this object between calls.
+
+    All ranks must call the constructor.
+    """
 
     def __init__(self, channel: Channel) -> None:
         node = channel.places[channel.rank].node

@@ -108,7 +108,8 @@ def warn_in_backward(verb: str, x: Tensor) -> None:
     The package's collectives raise an error in this case. A process group only warns, because programs that use
     torch.distributed deliberately add up their losses in this way.
     """
-    is_leaf = x.is_leaf if x._base is None else x._base.is_leaf  # The program wants to overwrite a leaf (a parameter).
+    # Overwriting a leaf (a parameter) is intended, so do not warn.
+    is_leaf = x.is_leaf if x._base is None else x._base.is_leaf
     if is_leaf or not torch.is_grad_enabled():
         return
 
@@ -138,7 +139,7 @@ def _allreduce_sparse(extra: ExtraOperations, tensors: list[Tensor], reduction: 
     totals: list[Tensor] = []
 
     def conclude() -> None:
-        with torch.no_grad():  # This writes x itself, because x.detach() has separate indices.
+        with torch.no_grad():  # Write to x itself: a copy into x.detach() would not change x.
             for x, total in zip(tensors, totals, strict=True):
                 base = x._base
                 if base is not None and base.is_sparse and base.is_complex() and not x.is_complex():

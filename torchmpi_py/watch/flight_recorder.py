@@ -59,7 +59,7 @@ class _PlainUnpickler(pickle.Unpickler):
     """An unpickler that accepts only numbers, texts, lists and dicts, because other objects could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"a dump contains only plain values, but this file contains {module}.{name}")
+        raise pickle.UnpicklingError(f"a file contains {module}.{name}, and dumps do not; use a folder with dumps only")
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
