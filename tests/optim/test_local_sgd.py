@@ -175,7 +175,7 @@ def test_bad_input(mpi):
     for options, told in (
         ({"period": 0}, "period=0"),
         ({"period": {}}, "period={}"),
-        ({"period": {world: 2}, "comm": world}, "without comm="),
+        ({"period": {world: 2}, "comm": world}, "excludes comm="),
         ({"start": -1}, "start=-1"),
         ({"slow_momentum": 1.0}, r"slow_momentum=1\.0"),
     ):

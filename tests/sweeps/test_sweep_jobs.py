@@ -152,7 +152,7 @@ def test_a_signal_ends_all_groups(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [("-n 3 --groups 2", "--groups 2: cannot divide 3 ranks"), ("-n 2 --groups 2 --elastic", "omit --elastic")],
+    [("-n 3 --groups 2", "--groups 2: cannot divide 3 ranks"), ("-n 2 --groups 2 --elastic", "omit one of the two")],
 )
 def test_options_that_do_not_fit(options, text, tmp_path):
     done = run(tmp_path, {}, *options.split())

@@ -141,8 +141,7 @@ def record(operation: Recorded, thread_role: int, form: int = 0, frame: FrameTyp
     if not number & _HALF:
         _save_open(board)
     if parts is None:
-        # This operation is not compared, so its fingerprint is 0. In place of the neighbour's word, return a word of
-        # the blank slot, which is 0 too.
+        # This operation is not compared: its fingerprint is 0, like the word of the blank slot that stands for theirs.
         pack(board.mapping, begin_byte, number, 0, now, operation.num_bytes, names | form)
         return number, word, end_word, sequence.blank, 0, None
     if sequence.is_broken:
