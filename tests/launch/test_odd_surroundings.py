@@ -68,7 +68,7 @@ FAILS = {
     "a hostfile of a batch system that is a FIFO": ({"hosts": os.mkfifo, "by": "PBS_NODEFILE"}, "unset PBS_NODEFILE"),
     "control characters in a path": ({"options": ["--hostfile", "\x1b[2J\r\x9b"]}, r"--hostfile \\x1b\[2J\\x0d\\x9b:"),
     "slots without end": ({"hosts": b"localhost slots=99999999999999\n", "number": None}, "99999999999999 .*reduce"),
-    "slots of very many lines": ({"hosts": b"localhost slots=60000\n" * 1000, "number": None}, "60000000 ranks.*reduce"),
+    "slots of very many lines": ({"hosts": b"localhost slots=60000\n" * 1000, "number": None}, "60000000 ranks"),
     "ranks without end": ({"number": "99999999999999"}, "99999999999999"),
     "a program that is a FIFO": ({"program": os.mkfifo}, "program.py is.*named pipe.*pass a"),
     "a program that is a device": ({"program": "/dev/zero"}, "/dev/zero.*device"),
