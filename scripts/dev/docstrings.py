@@ -27,7 +27,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).parents[2]
 ROOMS = ("nn", "optim", "engine", "paramserver", "sweeps", "torch_backend")
-MADE_BY_PACKAGE = {"Communicator", "Experiment", "Handle", "ParameterServer", "Results", "ServedTensors"}
+MADE_BY_PACKAGE = {"Communicator", "Experiment", "Handle", "ParameterServer", "Results", "Saved", "ServedTensors"}
 SECTIONS = ("Args", "Returns", "Raises", "Examples")
 
 

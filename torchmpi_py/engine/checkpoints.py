@@ -43,7 +43,7 @@ Collected = tuple[Mapping[str, Any], Mapping[str, Any]]
 class Saved(NamedTuple):
     """A checkpoint that ``Checkpoints.load`` has read.
 
-    Args:
+    Attributes:
         step (int): number of the step after which the checkpoint was saved.
         parts (dict): the saved data by name, including this rank's own parts.
     """
