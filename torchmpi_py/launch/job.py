@@ -109,7 +109,7 @@ class Job:
     starts_again: bool = False  # The job was ended because its hosts have changed.
     signals: Signals = field(default_factory=Signals)
     news: Callable[[], str] = lambda: ""  # Returns the reason for a restart, or "" if the job should continue.
-    _deaths: list[Death] = field(default_factory=list)  # the first death, or in an elastic job all deaths
+    _deaths: list[Death] = field(default_factory=list)  # The first death, or in an elastic job all deaths.
     _failed_since: float = 0.0  # Time at which the first failed or dead rank was seen. 0 if there is none.
     _is_ending: bool = False
     _was_explained: bool = False
