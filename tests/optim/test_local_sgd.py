@@ -181,8 +181,8 @@ def test_bad_input(mpi):
     ):
         with pytest.raises(ValueError, match=told):
             optim.LocalSGD(optimizer, **options)
-    with pytest.raises(TypeError, match="found a LocalSGD"):
-        optim.Gossip(optim.LocalSGD(optimizer))
+    with pytest.raises(TypeError, match="found a DistributedOptimizer; pass the plain optimizer"):
+        optim.Gossip(optim.DistributedOptimizer(momentum(module := pair()[0]), module))
     with mpi.split(0) as other, pytest.raises(ValueError, match="pass multiples"):
         optim.LocalSGD(optimizer, {world: 3, other: 2})
     if mpi.size() > 1:

@@ -75,7 +75,7 @@ def files() -> Iterator[Finding]:
     """Check the limit on open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= _ENOUGH_FILES:
-        yield Finding(OK, "open files", f"up to {soft}")
+        yield Finding(OK, "open files", f"up to {soft}" if soft >= 0 else "no limit")
     else:
         most = hard if hard != resource.RLIM_INFINITY else _ENOUGH_FILES
         can_raise = most >= _ENOUGH_FILES

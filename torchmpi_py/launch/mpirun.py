@@ -265,7 +265,7 @@ def find(choice: str, environment: Mapping[str, str]) -> tuple[Vendor, str]:
     if not choice and srun and "SLURM_JOB_ID" in environment:
         return vendor_named("srun"), srun
     seen = f"; found but not used: {', '.join(passed_over)}" if passed_over else ""
-    way = "unset or correct MPI4PY_MPIABI" if abi and seen else remedy(choice, again=bool(choice and seen))
+    way = "unset or correct MPI4PY_MPIABI" if "MPI4PY_MPIABI" in seen else remedy(choice, again=bool(choice and seen))
     raise LaunchError(f"no {choice or 'MPI'} launcher was found next to {sys.executable} or on the PATH{seen}; {way}")
 
 

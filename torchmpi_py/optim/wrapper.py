@@ -212,7 +212,7 @@ class LocalOptimizer(OptimizerWrapper):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
-        if isinstance(optimizer, LocalOptimizer) or hasattr(optimizer, "whole_groups"):
+        if isinstance(optimizer, OptimizerWrapper):
             raise TypeError(f"{type(self).__name__}: found a {type(optimizer).__name__}; pass the plain optimizer")
         self.optimizer = optimizer
         check_whole(type(self).__name__, dict(enumerate(self.parameters())))
