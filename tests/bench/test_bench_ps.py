@@ -88,6 +88,6 @@ def test_what_is_done_locally_is_the_rule(name):
 
 
 def test_mistakes():
-    for words, message in (("--rules add,foo", "'foo'.*known rules: zero, copy"), ("--clients 0", "'0' is not")):
+    for words, message in (("--rules add,foo", "'foo'.*known rules: zero, copy"), ("--clients 0", "above 0, found")):
         with pytest.raises(UsageError, match=message):
             parameter_server.parse(words.split())
