@@ -61,11 +61,11 @@ def test_a_process_that_has_just_become_another_program_is_the_jobs(tmp_path):
                 process.kill()
 
 
+@pytest.mark.parametrize("name", ["mpich_shm_", f"sm_segment.{os.uname().nodename}.{os.geteuid()}."])
 @pytest.mark.parametrize("close", ["", "os.close(file)"], ids=["open", "mapped"])
-def test_shared_memory_that_another_container_holds(monkeypatch, tmp_path, close):
-    """As /proc shows it: no process of this container has the file."""
-    monkeypatch.setattr(proc, "others", list)
-    path = f"/dev/shm/mpich_shm_{os.getpid()}_{time.monotonic_ns()}"
+def test_shared_memory_that_another_container_holds(monkeypatch, tmp_path, close, name):
+    monkeypatch.setattr(proc, "others", list)  # as /proc shows it: no process of this container has the file
+    path = f"/dev/shm/{name}{os.getpid()}_{time.monotonic_ns()}"
     program = f"""
 import ctypes
 file = os.open({path!r}, os.O_RDWR | os.O_CREAT, 0o600)
@@ -74,13 +74,13 @@ ctypes.CDLL(None).mmap(None, ctypes.c_size_t(4096), 3, 1, file, ctypes.c_long(0)
 {close}"""
     try:
         with process_of(tmp_path, program):
+            assert path in cleanup.randomly_named()
             cleanup.remove_shared_memory({path})
             assert os.path.exists(path)
         cleanup.remove_shared_memory({path})
         assert not os.path.exists(path)
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+        Path(path).unlink(missing_ok=True)
 
 
 @needs_root

@@ -12,9 +12,9 @@ Processes and files of other jobs are never touched. These rules decide which on
   this package must have chosen its name. MPIs remove their files in MPI_Finalize, which a killed or aborted rank does
   not call. This package removes its files when all ranks have mapped them. A file that a process outside the job also
   has open or mapped is kept. Other files of the user in /dev/shm, such as a data set, are kept too.
-- MPICH's *files with random names* cannot always be assigned to a job, because a rank may die before its maps are read.
-  Such a file is removed if it appeared during the job and no process has it open or mapped. A killed hydra proxy leaves
-  a topology file, which is removed only if no hydra proxy is alive.
+- *Files with names that do not identify the job* (MPICH's and Open MPI's) cannot always be assigned to a job, because a
+  rank may die before its maps are read. Such a file is removed if it appeared during the job and no process has it open
+  or mapped. A killed hydra proxy leaves a topology file, which is removed only if no hydra proxy is alive.
 - Open MPI's *session folder* is in the job's folder (`mpirun.Vendor`) and is removed with it. If the user has chosen
   another location, the name of the session folder contains mpirun's process ID.
 
@@ -76,11 +76,11 @@ _NAMES = (
     "torchmpi_py_",
 )
 _TOPOLOGY = "/tmp/hydra_hwloc_xmlfile_"
-_RANDOM_NAMES = ("/dev/shm/mpich_shm_*", "/dev/shm/mpich_vci_*", f"{_TOPOLOGY}*")
+_RANDOM_NAMES = ("/dev/shm/mpich_???_*", f"/dev/shm/*_segment.{os.uname().nodename}.{os.geteuid()}.*", f"{_TOPOLOGY}*")
 
 
 def randomly_named() -> set[str]:
-    """Return MPICH's files with random names on this host, from any job."""
+    """Return the files on this host whose names do not identify a job, from any job."""
     return {name for pattern in _RANDOM_NAMES for name in glob.glob(pattern)}
 
 
@@ -90,7 +90,7 @@ class Remains:
 
     folder: Path
     starter: int = 0  # process ID of mpirun
-    files_before: set[str] = field(default_factory=randomly_named)  # MPICH's files that existed before the job
+    files_before: set[str] = field(default_factory=randomly_named)  # such files that existed before the job
     shared_memory: set[str] = field(default_factory=set)
     stop_signals: Sequence[int] = ()  # signals that end mpirun, in order, if one SIGTERM is not enough
 
