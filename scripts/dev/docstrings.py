@@ -53,7 +53,7 @@ def main():
 
 
 def check():
-    """Print what public docstrings lack. The exit code."""
+    """Print what the public docstrings lack; return the exit code."""
     sys.path.insert(0, str(ROOT))
     wrong, counts, documented = {}, collections.Counter(), public_objects()
     for name, value in documented.items():
